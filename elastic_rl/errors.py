@@ -1,4 +1,5 @@
-"""The error tree: one root; each kind says whether a retry can succeed."""
+"""The error tree: one root. Whether an error is waited for depends on what was called, so the loops that wait name the
+kinds (``runtime.patience``): a run waits for what only a person can end, too."""
 
 from __future__ import annotations
 
@@ -8,11 +9,8 @@ from collections.abc import Sequence
 class ElasticRLError(Exception):
     """Root of every error this project raises on purpose.
 
-    ``retryable``: whether the same call may succeed later without a change by a person.
     ``hint``: what the operator should do now. It is shown after the message.
     """
-
-    retryable: bool = False
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -31,8 +29,6 @@ class EtcdUnavailable(ElasticRLError):
     """etcd does not serve the call now, mostly because no member answered within the retry budget. A write was not
     applied (but see OutcomeUnknown). Work that needs no new decision continues meanwhile."""
 
-    retryable = True
-
 
 class OutcomeUnknown(EtcdUnavailable):
     """A write was sent, its answer was lost and no member has answered since: it may have been applied, or may still
@@ -43,13 +39,9 @@ class EtcdDenied(EtcdUnavailable):
     """etcd refuses this client or this call: certificate, user, password or role. Raised without retries, since only a
     change by a person helps."""
 
-    retryable = False
-
 
 class EtcdFull(EtcdUnavailable):
     """etcd's database is at its quota, or corrupt, and accepts no writes until that is fixed; reads may still work."""
-
-    retryable = False
 
 
 class EtcdRefused(ElasticRLError):
@@ -59,13 +51,9 @@ class EtcdRefused(ElasticRLError):
 class LeaseLost(ElasticRLError):
     """The lease that a key depends on has ended; get a new one and register again."""
 
-    retryable = True
-
 
 class Compacted(ElasticRLError):
     """The requested revisions were compacted; list the range again and continue from the revision of the list."""
-
-    retryable = True
 
 
 class Fenced(ElasticRLError):
@@ -75,25 +63,17 @@ class Fenced(ElasticRLError):
 class Conflict(ElasticRLError):
     """A guarded write found that the value it is based on has changed."""
 
-    retryable = True
-
 
 class DeadlineExceeded(ElasticRLError):
     """A wait reached its timeout before its condition held."""
-
-    retryable = True
 
 
 class ArenaFull(ElasticRLError):
     """The shared-memory arena has no room for the chunk; stored versions are unaffected."""
 
-    retryable = True
-
 
 class DiskFull(ElasticRLError):
     """A node's disk folder or the durable store has no room; stored versions are unaffected."""
-
-    retryable = True
 
 
 class AccessDenied(ElasticRLError):
@@ -103,19 +83,13 @@ class AccessDenied(ElasticRLError):
 class ChunkCorrupt(ElasticRLError):
     """A chunk's bytes do not match its digest."""
 
-    retryable = True
-
 
 class ChunkMissing(ElasticRLError):
     """No node that answers has a chunk of the version."""
 
-    retryable = True
-
 
 class NodeUnavailable(ElasticRLError):
     """No node of the checkpoint service could be reached, or it died during the call."""
-
-    retryable = True
 
 
 class VersionNotFound(ElasticRLError):
@@ -138,25 +112,17 @@ class IllegalTransition(ElasticRLError):
 class EngineFailed(ElasticRLError):
     """An inference engine died, hung or refused an operation; it is replaced."""
 
-    retryable = True
-
 
 class RequestRefused(EngineFailed):
     """An engine refused a request for what it says; any other engine would too. No engine is at fault."""
-
-    retryable = False
 
 
 class RoleUnavailable(ElasticRLError):
     """No replica of a role answered in time; Ray Serve replaces replicas that are gone."""
 
-    retryable = True
-
 
 class QueueUnavailable(ElasticRLError):
     """The queue between generation and training does not take or give groups now."""
-
-    retryable = True
 
 
 class GroupsLost(Conflict):
@@ -170,13 +136,9 @@ class GroupsLost(Conflict):
 class SourceFailed(ElasticRLError):
     """The data source raised; what it reads may be away."""
 
-    retryable = True
-
 
 class PluginFailed(ElasticRLError):
     """A function that the user's settings name raised, or returned something else than it must."""
-
-    retryable = True
 
 
 class PluginAway(PluginFailed):
@@ -200,19 +162,13 @@ class PortTaken(EngineFailed):
 class StagingFailed(ElasticRLError):
     """A version could not be loaded into an engine's staged weights; the engine keeps serving its current ones."""
 
-    retryable = True
-
 
 class OutputFailed(ElasticRLError):
     """What a job makes cannot be written into its folder, or is gone from there."""
 
-    retryable = True
-
 
 class TrainerFailed(ElasticRLError):
     """A trainer group lost a rank or did not answer; it re-forms from its newest state."""
-
-    retryable = True
     group = "trainer"
     """Name of the group."""
 
@@ -223,5 +179,3 @@ class PreflightFailed(ElasticRLError):
 
 class ComputePlaneLost(ElasticRLError):
     """Ray has no node left on this driver's cluster. The driver ends, and the compute plane is rebuilt by the next."""
-
-    retryable = True

@@ -24,6 +24,7 @@ from elastic_rl.config import EtcdConfig
 from elastic_rl.errors import ElasticRLError, EtcdDenied
 from elastic_rl.etcd.client import EtcdClient, MemberStatus
 from elastic_rl.etcd.revision_clock import RevisionClock
+from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _FOLLOWER_DELAY_S = 20.0
 """How much longer than the leader the other replicas wait before they make room; up to twice that."""
 _QUICK_BYTES = 64 << 20
 """Bytes in use that are defragmented without need: about a second of silence, shorter than ``lease_ttl_s``."""
-_RETRY_S, _MAX_RETRY_S = 60.0, 1800.0
+_RETRY_S = (60.0, 1800.0)
 _JOIN_TIMEOUT_S = 2.0
 
 
@@ -89,7 +90,7 @@ class EtcdMaintenance:
         self._etcd, self._cfg, self._is_leader, self._clock = etcd, cfg, is_leader, clock
         self._revisions = RevisionClock(clock)
         self._compacted = 0
-        self._retry_at, self._retry_s = clock(), _RETRY_S
+        self._retry = RetryBackoff(*_RETRY_S)
         self._follower_acts_at: float | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etcd-maintenance", daemon=True)
@@ -137,12 +138,12 @@ class EtcdMaintenance:
         elif self._follower_acts_at is None:
             self._follower_acts_at = now + random.uniform(1.0, 2.0) * _FOLLOWER_DELAY_S
         follower_acts = self._follower_acts_at is not None and now >= self._follower_acts_at
-        if now < self._retry_at or not (self._is_leader() or follower_acts):
+        if not self._retry.is_due(now) or not (self._is_leader() or follower_acts):
             return
         if not full and not to_defragment(members, self._cfg.quota_bytes):
-            self._retry_s = _RETRY_S
+            self._retry.reset()
             return
-        self._retry_at, self._retry_s = now + self._retry_s, min(2 * self._retry_s, _MAX_RETRY_S)
+        self._retry.failed(now)  # it counts as failed until a pass finds that there is room
         try:
             self._make_room(full)
         except EtcdDenied as e:

@@ -57,7 +57,7 @@ class EventReader:
         events = [(event, kv.mod_revision) for event, kv in decode_all(kvs, Event, unreadable)]
         batch = EventBatch(events)
         for event, revision in events:
-            if (condition := rules.report(event, revision, self._keys.job)) is not None:
+            if (condition := rules.report(event, revision)) is not None:
                 batch.reports.append(condition)
                 batch.over.discard(condition.key)
             if (key := rules.resolved_key(event, self._keys.job)) is not None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pydantic import BaseModel
 
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.problems import Problem, no_leader, not_found
-from elastic_rl.errors import OutcomeUnknown
-from elastic_rl.etcd import events
+from elastic_rl.coordinator.leader_transaction import LeaderTransaction
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
@@ -134,20 +134,12 @@ def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, des
             return view(spec, etcd.get(keys.pool_status(name)))
         if dry_run:
             return view(replace(spec, value=old.replace(desired=desired).encode()), etcd.get(keys.pool_status(name)))
-        event = events.build("pool.scaled", name, f"{name}: {old.desired} → {desired} engines, by {by}",
+        event = events.build(event_kinds.POOL_SCALED, name, f"{name}: {old.desired} → {desired} engines, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
-        guard, new = list(election.guard), old.replace(desired=desired)
-        try:
-            result = etcd.txn([*guard, Compare.mod(key, "==", spec.mod_revision)],
-                               [Op.put(key, new.encode()), events.put_op(keys, event)])
-            applied_at = result.revision if result.succeeded else 0
-        except OutcomeUnknown:
-            written = etcd.get(keys.event(event.id))  # the event is the token of this change
-            applied_at = written.create_revision if written else 0
-        if applied_at:
+        new = old.replace(desired=desired)
+        change = LeaderTransaction.with_event(keys, event, [Compare.mod(key, "==", spec.mod_revision)],
+                                              [Op.put(key, new.encode())])
+        if revision := change.commit(etcd, election.writer):
             status = etcd.get(keys.pool_status(name))
-            return view(replace(spec, value=new.encode(), mod_revision=applied_at), status)
-        if not election.is_leader or not etcd.txn(guard, []).succeeded:
-            raise no_leader(f"{election.replica} no longer leads")
-    raise Problem(409, "conflict", "Concurrent modification",
-                  "another writer keeps changing the pool; try again")
+            return view(replace(spec, value=new.encode(), mod_revision=revision), status)
+    raise concurrent_modification()

@@ -82,6 +82,11 @@ def no_leader(detail: str) -> Problem:
     return Problem(503, Kind.NO_LEADER, "There is no leader at the moment", detail, headers={"Retry-After": "1"})
 
 
+def concurrent_modification() -> Problem:
+    return Problem(409, Kind.CONFLICT, "Concurrent modification",
+                   "another writer keeps changing the same record; try again")
+
+
 def is_json(headers: Headers) -> bool:
     """Whether a request says that its body is JSON."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"

@@ -39,7 +39,7 @@ from elastic_rl.coordinator.records import Leadership
 from elastic_rl.coordinator.retention import Retention
 from elastic_rl.coordinator.snapshot import ClusterSnapshot, SnapshotReader
 from elastic_rl.errors import ElasticRLError, EtcdDenied, EtcdFull, EtcdRefused, EtcdUnavailable, Fenced
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
@@ -54,14 +54,15 @@ _LOG_EVERY_S = 60.0
 _FAILING_HOLD_S = 5.0
 """A stage that fails for so long gives an alert."""
 _SWEEP_HOLD_S = 30.0
+_ENGINE_ENDED = (event_kinds.ENGINE_DEAD.name, event_kinds.ENGINE_REPLACED.name)
+"""Kinds that say that an engine's process has ended; its runner or driver often writes them before its lease ends."""
 
 _PASS_S = metrics.histogram("reconcile_seconds", "Duration of a reconcile pass of the leader")
 _FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", ("error",))
 
+
 class PassFailed(ElasticRLError):
     """Stages of a reconcile pass failed; the log has the tracebacks."""
-
-    retryable = True
 
 
 class Reconciler:
@@ -224,8 +225,8 @@ class Reconciler:
             record = Leadership(replica=leader.replica, url=leader.url, pid=leader.pid, term=mine.create_revision,
                                 since=self._clock())
             after = f" after {before.replica}" if before else ""
-            event = events.build("leader.elected", leader.replica, f"{leader.replica} leads{after}", term=record.term,
-                                 previous=before.replica if before else "", by=registry.BY_LEADER)
+            event = events.build(event_kinds.LEADER_ELECTED, leader.replica, f"{leader.replica} leads{after}",
+                                 term=record.term, previous=before.replica if before else "", by=registry.BY_LEADER)
             unchanged = Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)
             if not self._election.writer([unchanged], [Op.put(self._keys.leadership(), record.encode()),
                                                        events.put_op(self._keys, event)]):
@@ -234,7 +235,7 @@ class Reconciler:
 
     def _record_reported_deaths(self, batch: EventBatch) -> None:
         for event, revision in batch.events:
-            if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != registry.BY_LEADER:
+            if event.kind in _ENGINE_ENDED and event.data.get("by") != registry.BY_LEADER:
                 self._membership.mark_reported(registry.ENGINE, event.subject, str(event.data.get("incarnation", "")),
                                                self._clock(), revision)
 

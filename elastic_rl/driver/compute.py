@@ -30,8 +30,9 @@ from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
 from elastic_rl.errors import ComputePlaneLost, ConfigError, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -236,25 +237,25 @@ class ComputePlane:
     def _report_part(self, part: str, message: str, failed: bool) -> None:
         """An event for people; the leader makes the alert from ``faults``, so that it lasts as long as the fault."""
         with contextlib.suppress(EtcdUnavailable):
-            self._emit("compute.failing" if failed else "compute.working", part, f"{part}: {message}",
-                       severity=Severity.WARNING if failed else Severity.INFO)
+            self._emit(event_kinds.COMPUTE_FAILING if failed else event_kinds.COMPUTE_WORKING, part,
+                       f"{part}: {message}", severity=Severity.WARNING if failed else Severity.INFO)
 
     def _report_router(self, name: str) -> None:
         reasons = self._router_restarts[name]
         reasons += self.routers[name].restarts()
         if reasons:
             times = f"; {len(reasons)} times" if len(reasons) > 1 else ""
-            self._emit("router.restarted", router_target(name), f"the router of pool {name} is restarted: {reasons[-1]}"
-                       f"{times}", severity=Severity.WARNING)
+            self._emit(event_kinds.ROUTER_RESTARTED, router_target(name),
+                       f"the router of pool {name} is restarted: {reasons[-1]}{times}", severity=Severity.WARNING)
             reasons.clear()
         urls, now = self.routers[name].foreign(), time.monotonic()
         if urls and now - self._foreign_at.get(name, float("-inf")) >= _FOREIGN_S:
-            self._emit("router.foreign_worker", router_target(name), f"the router of pool {name} listed "
+            self._emit(event_kinds.ROUTER_FOREIGN_WORKER, router_target(name), f"the router of pool {name} listed "
                        f"{', '.join(plain(url, 100) for url in urls[-4:])}, which is no engine of the job and may have "
                        "answered requests; it was taken out", severity=Severity.WARNING)
             self._foreign_at[name] = now
 
-    def _emit(self, kind: str, subject: str, message: str, *, severity: Severity) -> None:
+    def _emit(self, kind: EventKind, subject: str, message: str, *, severity: Severity) -> None:
         fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, kind, subject, message, severity=severity)
 
     # -- end --------------------------------------------------------------------------------------------------------

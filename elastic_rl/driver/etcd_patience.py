@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from elastic_rl.errors import Conflict, EtcdUnavailable
+from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable
+from elastic_rl.runtime import patience
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RETRY_S = 1.0
-"""Pause before the next try; each try has the retry budget of the client."""
+_RETRY_S = (1.0, 4.0)
+"""First and longest pause between two attempts; each attempt has the retry budget of the client."""
 _LOG_EVERY_S = 30.0
 
 
@@ -29,13 +30,17 @@ def patiently(call: Callable[[], T], *, pause: Callable[[float], bool],
     and returns whether to give up. ``waiting`` is called before each pause. Raises Stopped.
     """
     logged = float("-inf")
-    while True:
-        try:
-            return call()
-        except (EtcdUnavailable, Conflict) as e:
-            if time.monotonic() - logged >= _LOG_EVERY_S:
-                logged = time.monotonic()
-                log.warning("waiting for etcd: %s", e)
-            waiting()
-            if pause(RETRY_S):
-                raise Stopped from e
+
+    def report(error: ElasticRLError) -> None:
+        nonlocal logged
+        if time.monotonic() - logged >= _LOG_EVERY_S:
+            logged = time.monotonic()
+            log.warning("waiting for etcd: %s", error)
+        waiting()
+
+    def pause_or_stop(seconds: float) -> None:
+        if pause(seconds):
+            raise Stopped
+
+    return patience.patiently(call, away=(EtcdUnavailable, Conflict), pauses_s=_RETRY_S, pause=pause_or_stop,
+                              waiting=report)

@@ -12,9 +12,10 @@ from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.placement import PlacedActor, ended
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -107,7 +108,7 @@ class ExternalEngines:
         placed = PlacedActor(engine_id, EngineActor, self._ctx, engine_id, self._pool, registration.url, cpus=1.0,
                              gpus=0)
         self._served[engine_id] = _Served(registration, placed)
-        self._emit("engine.starting", engine_id, f"engine {engine_id} is served by {registration.url}")
+        self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is served by {registration.url}")
 
     def _reap(self) -> None:
         """Removes engines that have ended."""
@@ -137,7 +138,7 @@ class ExternalEngines:
         found = self._etcd.get(self._keys.engine(engine_id))
         record = readable_one(found, Engine)
         incarnation = record.incarnation if record else ""
-        self._emit("engine.dead", engine_id, f"engine {engine_id}: {crash}", severity=Severity.ERROR,
+        self._emit(event_kinds.ENGINE_DEAD, engine_id, f"engine {engine_id}: {crash}", severity=Severity.ERROR,
                    incarnation=incarnation)
         self._deregister(engine_id)
 
@@ -151,12 +152,12 @@ class ExternalEngines:
         self._etcd.update(self._keys.external_engine(registration.url), change,
                           guards=[fencing.epoch_guard(self._keys, self._ctx.epoch)])
         log.warning("external engine %s ended: %s", registration.engine, reason)
-        self._emit("engine.removed", registration.engine, severity=Severity.WARNING, message=
+        self._emit(event_kinds.ENGINE_REMOVED, registration.engine, severity=Severity.WARNING, message=
                    f"external engine {registration.engine} ({registration.url}) ended ({reason}); it is not replaced")
 
     def _deregister(self, engine_id: str) -> None:
         deregister(self._etcd, self._keys, [m for m in members(self._etcd, self._keys, ENGINE) if m.id == engine_id])
 
-    def _emit(self, kind: str, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
+    def _emit(self, kind: EventKind, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
               **data: object) -> None:
         fencing.emit(self._etcd, self._keys, self._ctx.epoch, kind, engine_id, message, severity=severity, **data)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.runtime.backoff import doubled_s
 
 _SERVING = (EngineState.READY, EngineState.RELEASED)
 """Released engines serve in the next turn of the engines."""
@@ -76,7 +77,7 @@ class StartBudget:
         if started_at is not None and started_at <= self.failed_at:
             return self
         failures = self.failures(now)
-        wait_s = min(self.ceiling_s, self.base_s * 2.0 ** failures)
+        wait_s = doubled_s(failures + 1, self.base_s, self.ceiling_s)
         count = failures if wait_s >= self.ceiling_s and failures else failures + 1
         return replace(self, count=count, not_before=now + wait_s * (1 - 0.25 * jitter), failed_at=now)
 

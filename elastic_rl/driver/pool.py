@@ -21,10 +21,11 @@ from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.driver.shared_gpus import SharedGpus, free_gpus
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.errors import EtcdUnavailable, Fenced
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
 from elastic_rl.etcd.device_turn import SeenTurn
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -170,7 +171,7 @@ class EnginePool:
                 self._failed(f"{type(e).__name__}: {e}", now)
                 return
             self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared)
-            self._emit("engine.starting", engine_id, f"engine {engine_id} is starting")
+            self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is starting")
 
     def _failed(self, reason: str, started_at: float | None = None) -> None:
         """A start failed. ``started_at``: monotonic seconds."""
@@ -200,11 +201,12 @@ class EnginePool:
     def _drain(self, engine_id: str, record: Engine | None) -> None:
         slot = self._slots[engine_id]
         if not slot.placed.is_placed():  # nothing has begun
-            self._emit("engine.cancelled", engine_id, f"engine {engine_id} is no longer wanted; it had no room yet")
+            self._emit(event_kinds.ENGINE_CANCELLED, engine_id,
+                       f"engine {engine_id} is no longer wanted; it had no room yet")
             slot.placed.remove()
             del self._slots[engine_id]
             return
-        self._emit("engine.draining", engine_id, f"engine {engine_id} leaves the pool")
+        self._emit(event_kinds.ENGINE_DRAINING, engine_id, f"engine {engine_id} leaves the pool")
         if record:
             self._set_state(record, EngineState.DRAINING)
         slot.draining = True
@@ -245,7 +247,7 @@ class EnginePool:
             else:
                 reason = slot.killed_because or (record and record.reason) or crash or "unknown"
                 log.warning("engine %s ended: %s", engine_id, reason)
-                self._emit("engine.replaced", engine_id, f"engine {engine_id} ended ({reason}); replacing it",
+                self._emit(event_kinds.ENGINE_REPLACED, engine_id, f"engine {engine_id} ended ({reason}); replacing it",
                            severity=Severity.WARNING, ops=[delete], incarnation=record.incarnation if record else "")
                 now = time.monotonic()
                 if slot.request is None and (slot.ready_at is None or now - slot.ready_at < _STABLE_S):
@@ -266,7 +268,7 @@ class EnginePool:
         """Raises Fenced once a newer driver has raised the epoch."""
         fencing.write(self.etcd, self.keys, self.ctx.epoch, op)
 
-    def _emit(self, kind: str, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
+    def _emit(self, kind: EventKind, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
               ops: Collection[Op] = (), **data: Any) -> None:
         fencing.FencedWriter.of_epoch(self.etcd, self.keys, self.ctx.epoch).emit(
             kind, engine_id, message, severity=severity, ops=list(ops), **data)

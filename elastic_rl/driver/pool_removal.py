@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
@@ -28,5 +28,5 @@ def remove_pools_except(etcd: EtcdClient, keys: Keys, epoch: int, names: Collect
         left += [kv for server, kv in readable(servers, ExternalEngine) if server.pool == name]
         for part in batches(left, _OPS):
             fencing.write(etcd, keys, epoch, *(Op.delete(kv.key) for kv in part))
-        fencing.emit(etcd, keys, epoch, "pool.removed", name, f"pool {name} is not in the settings any more")
+        fencing.emit(etcd, keys, epoch, event_kinds.POOL_REMOVED, name, f"pool {name} is not in the settings any more")
         fencing.write(etcd, keys, epoch, Op.delete(keys.pool_status(name)), Op.delete(keys.pool_spec(name)))

@@ -19,7 +19,7 @@ from elastic_rl.driver.etcd_patience import patiently
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest, Severity
@@ -113,7 +113,7 @@ class DriverSupervisor:
         epoch = fencing.current_epoch(self._etcd, self._keys)
         with contextlib.suppress(Fenced):  # another driver has begun: the run goes on there
             fencing.FencedWriter.of_epoch(self._etcd, self._keys, epoch).emit(
-                "run.crash_loop", self._ctx.job, message, severity=Severity.ERROR,
+                event_kinds.RUN_CRASH_LOOP, self._ctx.job, message, severity=Severity.ERROR,
                 ops=[Op.put(self._keys.job_status(), status.encode())])
 
     def _wait(self, driver: subprocess.Popen[bytes]) -> None:
@@ -154,7 +154,7 @@ class DriverSupervisor:
         if now != epoch and (holder is None or holder.holder != driver_id):
             return
         with contextlib.suppress(Fenced):
-            fencing.emit(self._etcd, self._keys, now, "run.global_restart", self._ctx.job,
+            fencing.emit(self._etcd, self._keys, now, event_kinds.RUN_GLOBAL_RESTART, self._ctx.job,
                          f"the driver ended; global restart {starts}", severity=Severity.ERROR)
 
     def _status(self) -> JobStatus:

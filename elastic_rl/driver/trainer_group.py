@@ -15,7 +15,7 @@ from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.errors import EtcdUnavailable
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
@@ -141,7 +141,7 @@ class TrainerGroup:
         if not self._unreported:
             return
         wait_s = max(0.0, self._budget.not_before - time.monotonic())
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, f"{self.name}.agent_ended", self.name,
+        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, event_kinds.GROUPS[self.name].agent_ended, self.name,
                      f"the agent of the group {self.name} ended ({self._unreported}); the next one starts in "
                      f"{wait_s:.0f} s",
                      severity=Severity.ERROR)

@@ -10,6 +10,7 @@ from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode_bytes, readable_one
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.records import Engine, EngineState, Severity
 from elastic_rl.etcd.run_context import RunContext
 
@@ -85,7 +86,7 @@ class EngineRecord:
             return False
         return True
 
-    def emit(self, kind: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
+    def emit(self, kind: EventKind, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
         """Writes an event about the engine. Raises Fenced and EtcdUnavailable."""
         fencing.emit(self._etcd, self._keys, self._epoch, kind, self._id, message, severity=severity,
                      incarnation=self._incarnation, **data)

@@ -33,6 +33,7 @@ from elastic_rl.errors import (
     NodeUnavailable,
     RouterUnavailable,
 )
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import Compare
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
@@ -259,7 +260,7 @@ class EngineRunner:
             return False
         self._pull_apply_s = time.monotonic() - began
         if self._fetch_failures.count >= _FAILURES_TO_REPORT:
-            self._record.emit("engine.fetch_recovered", f"engine {self._id} has version {target.number} now",
+            self._record.emit(event_kinds.ENGINE_FETCH_RECOVERED, f"engine {self._id} has version {target.number} now",
                        version=target.number)
         self._fetch_failures.succeeded()
         self._lifecycle = self._lifecycle.verified(target.number)
@@ -287,7 +288,7 @@ class EngineRunner:
         if self._joined:  # it was out for an update
             return True
         self._joined = True
-        self._record.emit("engine.ready", f"engine {self._id} serves version {self._lifecycle.version}",
+        self._record.emit(event_kinds.ENGINE_READY, f"engine {self._id} serves version {self._lifecycle.version}",
                    version=self._lifecycle.version, external=self._external,
                    start_s=round(time.time() - self._started_at, 3))
         return True
@@ -324,8 +325,9 @@ class EngineRunner:
         if isinstance(error, NO_EVIDENCE):
             failures.excused()
         if failures.count == _FAILURES_TO_REPORT:
-            self._record.emit("engine.cannot_fetch", f"engine {self._id} cannot fetch version {target.number}: {cause}",
-                       severity=Severity.WARNING, version=target.number)
+            self._record.emit(event_kinds.ENGINE_CANNOT_FETCH,
+                              f"engine {self._id} cannot fetch version {target.number}: {cause}",
+                              severity=Severity.WARNING, version=target.number)
         if not failures.overdue(now):
             return
         try:
@@ -339,7 +341,7 @@ class EngineRunner:
             return
         reason = (f"cannot fetch a newer version than {self._lifecycle.version} for {failures.lasted_s(now):.0f} s, "
                   f"while {found.ahead} of {found.peers} other engines can; the last error: {cause}")
-        self._record.emit("engine.cannot_fetch", f"engine {self._id} {reason}", severity=Severity.ERROR,
+        self._record.emit(event_kinds.ENGINE_CANNOT_FETCH, f"engine {self._id} {reason}", severity=Severity.ERROR,
                    version=target.number, failing_s=round(failures.lasted_s(now), 3))
         if self._lifecycle.version:
             self._finish_requests()
@@ -356,15 +358,15 @@ class EngineRunner:
         if not self._external:
             self._unroute()  # again: an addition that the router still had in its queue may have come after the removal
         if self._record.delete():
-            self._record.emit("engine.stopped", f"engine {self._id} left the pool")
+            self._record.emit(event_kinds.ENGINE_STOPPED, f"engine {self._id} left the pool")
 
     def _finish_requests(self) -> None:
         """Takes the engine out of the router for good and waits, within a limit, for the requests that it has."""
         self._lifecycle = self._lifecycle.drain()
         self._write()
         if not self._drained():
-            self._record.emit("engine.drain_timeout", f"engine {self._id} was stopped with requests in flight",
-                       severity=Severity.WARNING)
+            self._record.emit(event_kinds.ENGINE_DRAIN_TIMEOUT,
+                              f"engine {self._id} was stopped with requests in flight", severity=Severity.WARNING)
 
     def _pause_requests(self) -> None:
         """The same until the engine joins the router again with a new version. Raises EngineFailed and
@@ -410,9 +412,10 @@ class EngineRunner:
         try:
             self._write()
             # A server that never joined the pool leaves no gap: only the operator who registered it has to know.
-            kind, severity = ("refused", Severity.WARNING) if self._external and not self._lifecycle.version else (
-                str(self._lifecycle.state), Severity.ERROR)
-            self._record.emit(f"engine.{kind}", f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
+            kind, severity = (event_kinds.ENGINE_REFUSED, Severity.WARNING) if (
+                self._external and not self._lifecycle.version) else (
+                event_kinds.ENGINE_QUARANTINED if torn else event_kinds.ENGINE_DEAD, Severity.ERROR)
+            self._record.emit(kind, f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
                        version=self._lifecycle.version, applying=self._lifecycle.applying)
         except EtcdUnavailable as e:  # the leader finds that its process has ended
             log.warning("engine %s ends unreported: %s", self._id, e)

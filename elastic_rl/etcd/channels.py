@@ -20,12 +20,14 @@ from elastic_rl.errors import ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.access import Access, MemberChannels
 from elastic_rl.etcd.call_errors import AUTH_IS_OFF, AttemptFailed, Failure, no_answer_hint, refusal, untrusted
 from elastic_rl.etcd.pb import etcd_pb2 as pb
+from elastic_rl.runtime.backoff import backoff_s
 
 log = logging.getLogger(__name__)
 _NEED_LEADER = (("hasleader", "true"),)  # a member cut off from the majority answers with an error instead of waiting
 _MAX_SIGN_INS = 3
 """Sign-ins of one call: members learn of an auth token, and of changed users, one after the other."""
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.2
+PAUSES_S = (0.02, 0.2)
+"""First and longest pause between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,6 @@ class Ambiguity:
     """Whether an attempt at a call may have taken effect, or still may, although no answer says so."""
 
     any: bool = False
-
-
-def backoff(rng: Callable[[], float] = random.random) -> Iterator[float]:
-    """Seconds to pause between attempts: growing up to a bound, each with jitter in [0.5, 1)."""
-    pause = _FIRST_PAUSE_S
-    while True:
-        yield pause * (0.5 + 0.5 * rng())
-        pause = min(pause * 2, _MAX_PAUSE_S)
 
 
 class Channels:
@@ -128,7 +122,7 @@ class Channels:
         end = time.monotonic() + (self.retry_budget_s if budget_s is None else budget_s)
         timeout_s = timeout_s or self.call_timeout_s
         writes, ambiguity = ambiguity is not None, ambiguity or Ambiguity()
-        untrusted_members, pauses = set[int](), backoff()
+        untrusted_members, failures = set[int](), 0
         sign_ins = _MAX_SIGN_INS if self._access.user else 0
         while True:
             member = self._current
@@ -157,7 +151,8 @@ class Channels:
                 timeout_s = max(timeout_s, min(2 * timeout_s, max_timeout_s))
                 if on_timeout is not None:
                     on_timeout(request)
-            self.closed.wait(next(pauses))
+            failures += 1
+            self.closed.wait(backoff_s(failures, *PAUSES_S))
 
     # -- authentication ----------------------------------------------------------------------------------------------
     def sign_out(self, token: str | None = None) -> None:

@@ -10,21 +10,26 @@ import secrets
 import time
 from typing import Any
 
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op
 
 
-def build(kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO, at: float | None = None,
-          **data: Any) -> Event:
-    """An event that is not written yet. ``at``: unix seconds, now if not given; ``data`` must be JSON-able.
+def build(kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
+          at: float | None = None, **data: Any) -> Event:
+    """An event that is not written yet. ``at``: unix seconds, now if not given; ``data`` must be JSON-able. Raises
+    ValueError for a kind that ``event_kinds`` does not declare.
 
     Its id starts with the time, so that ids sort by it, and ends with 64 random bits, so that no two events of any
     writers share one.
     """
+    if event_kinds.find(kind.name) != kind:
+        raise ValueError(f"{kind.name} is no declared kind of event; declare it in elastic_rl/etcd/event_kinds.py")
     at = time.time() if at is None else at
-    return Event(id=f"{int(at * 1000):015d}-{secrets.token_hex(8)}", at=at, kind=kind, subject=subject,
+    return Event(id=f"{int(at * 1000):015d}-{secrets.token_hex(8)}", at=at, kind=kind.name, subject=subject,
                  message=message, severity=severity, data=data)
 
 
@@ -33,8 +38,8 @@ def put_op(keys: Keys, event: Event) -> Op:
     return Op.put(keys.event(event.id), event.encode())
 
 
-def emit(etcd: EtcdClient, keys: Keys, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
-         **data: Any) -> Event:
+def emit(etcd: EtcdClient, keys: Keys, kind: EventKind, subject: str, message: str, *,
+         severity: Severity = Severity.INFO, **data: Any) -> Event:
     """Writes an event under no fencing token: only for writers that hold none. Raises EtcdUnavailable."""
     event = build(kind, subject, message, severity=severity, **data)
     etcd.txn([Compare.absent(keys.event(event.id))], [put_op(keys, event)])

@@ -16,6 +16,7 @@ from typing import Any, Self
 from elastic_rl.errors import Conflict, Fenced
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op, TxnResult
@@ -66,7 +67,7 @@ class FencedWriter:
         """Runs the operations, all in one transaction."""
         self.txn((), ops)
 
-    def emit(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
+    def emit(self, kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
              compares: Sequence[Compare] = (), ops: Sequence[Op] = (), **data: Any) -> Event | None:
         """Writes an event of now, together with ``ops``, if ``compares`` hold; None when they do not."""
         event = events.build(kind, subject, message, severity=severity, **data)
@@ -134,7 +135,7 @@ def write(etcd: EtcdClient, keys: Keys, number: int, *ops: Op) -> None:
     FencedWriter.of_epoch(etcd, keys, number).write(*ops)
 
 
-def emit(etcd: EtcdClient, keys: Keys, number: int, kind: str, subject: str, message: str, *,
+def emit(etcd: EtcdClient, keys: Keys, number: int, kind: EventKind, subject: str, message: str, *,
          severity: Severity = Severity.INFO, **data: Any) -> None:
     """Writes an event of now if ``number`` is still the epoch that may write; ``data`` must be JSON-able. Raises Fenced
     and EtcdUnavailable."""

@@ -14,9 +14,10 @@ import grpc
 
 from elastic_rl.errors import Compacted, ConfigError, ElasticRLError, EtcdDenied, EtcdUnavailable
 from elastic_rl.etcd.call_errors import AttemptFailed, refusal
-from elastic_rl.etcd.channels import WATCH, Channels, backoff
+from elastic_rl.etcd.channels import PAUSES_S, WATCH, Channels
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import KeyValue, range_end
+from elastic_rl.runtime.backoff import backoff_s
 
 _LIVENESS_S = 1.0
 """A member that does not answer a progress request for this long is replaced by another."""
@@ -95,7 +96,7 @@ class Watch:
 
     # -- the connection ------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        pauses = backoff()
+        failures = 0
         while not self._stopping.is_set() and not self._channels.closed.is_set():
             before = self._next
             try:
@@ -107,10 +108,9 @@ class Watch:
                 break
             except AttemptFailed:
                 pass
-            if self._next > before:
-                pauses = backoff()
+            failures = 1 if self._next > before else failures + 1
             self._member = (self._member + 1) % len(self._channels.endpoints)
-            self._stopping.wait(next(pauses))
+            self._stopping.wait(backoff_s(failures, *PAUSES_S))
         self._stopping.set()
         self._events.put(None)
 

@@ -15,6 +15,7 @@ from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
@@ -76,9 +77,9 @@ class FaultContext:
     def trainer_ranks(self) -> list[Member]:
         return self.members(ACTOR.name)
 
-    def has_event(self, kind: str, since: float, subject: str = "") -> bool:
+    def has_event(self, kind: EventKind, since: float, subject: str = "") -> bool:
         """Whether there is an event of a kind since a unix second; of one subject, or of any."""
-        return any(e.kind == kind and e.at >= since and subject in (e.subject, "")
+        return any(e.kind == kind.name and e.at >= since and subject in (e.subject, "")
                    for e in events.recent(self.etcd, self.keys, limit=200))
 
     def status(self) -> JobStatus | None:

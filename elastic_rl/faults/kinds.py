@@ -11,7 +11,7 @@ import psutil
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.config.groups import ACTOR, GroupSpec
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_turn import SeenTurn, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
@@ -91,7 +91,7 @@ class RoleKilled(_Killed):
         return self.victim.id, kill(self.victim.pid)
 
     def detected(self) -> bool:
-        return self.context.has_event(f"{self.role}.dead", self.at, self.victim.id)
+        return self.context.has_event(event_kinds.of_members(self.role).dead, self.at, self.victim.id)
 
     def is_back(self) -> bool:
         return any(m.id != self.victim.id for m in self.context.members(self.role))
@@ -124,7 +124,7 @@ class PoolRouterKilled(_Killed):
         return 0
 
     def detected(self) -> bool:
-        return self.context.has_event("router.restarted", self.at, f"routers/{self.pool}")
+        return self.context.has_event(event_kinds.ROUTER_RESTARTED, self.at, f"routers/{self.pool}")
 
     def is_back(self) -> bool:
         return self._pid() not in (0, self.victim)
@@ -156,7 +156,7 @@ class QueueActorKilled(_Killed):
         return found
 
     def detected(self) -> bool:
-        return self.context.has_event("queue.replaced", self.at)
+        return self.context.has_event(event_kinds.QUEUE_REPLACED, self.at)
 
     def is_back(self) -> bool:
         return bool(now := self._pids()) and not now & self.before
@@ -179,7 +179,9 @@ class TrainerRankKilled(_Killed):
         super().__init__(context)
         self.group, self.turn = group.name, turn
         # One that does not train has nothing to go back to: the run need not miss it before it is back.
-        self._lost_as, self._back_as = ("failed", "recovered") if group.trains else ("restarted", "restarted")
+        kinds = event_kinds.GROUPS[group.name]
+        self._lost_as, self._back_as = (kinds.failed, kinds.recovered) if group.trains else (
+            kinds.restarted, kinds.restarted)
         self.name = f"{group.name}_rank_killed" + (f"_in_turn_of_{turn}" if turn else "")
 
     def inject(self) -> tuple[str, str]:
@@ -211,10 +213,10 @@ class TrainerRankKilled(_Killed):
         return SeenTurn.of(etcd.get(keys.device_turn()), fencing.current_epoch(etcd, keys)).side
 
     def detected(self) -> bool:
-        return self.context.has_event(f"{self.group}.{self._lost_as}", self.at)
+        return self.context.has_event(self._lost_as, self.at)
 
     def is_back(self) -> bool:
-        return self.context.has_event(f"{self.group}.{self._back_as}", self.at)
+        return self.context.has_event(self._back_as, self.at)
 
 
 class TrainerRankStopped:
@@ -237,7 +239,7 @@ class TrainerRankStopped:
 
     def detected(self) -> bool:
         """Its lease ended, the leader found that the others hang, or their collective timed out."""
-        return any(self.context.has_event(f"trainer.{kind}", self.at) for kind in ("dead", "hung", "failed"))
+        return any(self.context.has_event(kind, self.at) for kind in event_kinds.begins_fault(ACTOR.name))
 
     def healed(self) -> bool:
         """Another rank has its place, and the run has trained a further step. The training loop need not have reported
@@ -288,7 +290,7 @@ class CoordinatorKilled:
         """Another replica leads and has written its event, which only a working leader does."""
         leader = self.context.leader()
         return (leader is not None and leader.replica != self.victim
-                and self.context.has_event("leader.elected", self.at))
+                and self.context.has_event(event_kinds.LEADER_ELECTED, self.at))
 
 
 class PoolScaled:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from elastic_rl.runtime.backoff import doubled_s
+
 
 class Phase(StrEnum):
     RUNNING = "running"
@@ -96,8 +98,7 @@ def on_start_failed(state: ServiceState, now: float, limits: RestartLimits, *, j
 
 def _waiting(state: ServiceState, now: float, limits: RestartLimits, jitter: float) -> ServiceState:
     state = _refilled(state, now, limits)
-    doublings = min(max(0, state.ends - 1), 30)  # bounded: a power of an end count of weeks would overflow
-    pause = min(limits.backoff_max_s, limits.backoff_initial_s * 2**doublings) if state.ends else 0.0
+    pause = doubled_s(state.ends, limits.backoff_initial_s, limits.backoff_max_s) if state.ends else 0.0
     pause *= 1.0 - 0.5 * jitter
     refill = max(0.0, 1.0 - state.budget) * limits.refill_s
     return replace(state, phase=Phase.ENDED, since=now, ends=state.ends + 1, start_at=now + max(pause, refill))

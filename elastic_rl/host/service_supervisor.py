@@ -22,8 +22,9 @@ from typing import Self
 from elastic_rl.config import Config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
 from elastic_rl.host import cluster_settings, etcd_server, processes, restart_policy
@@ -177,10 +178,10 @@ class ServiceSupervisor:
             self._report_at = self._clock() + _EVENT_RETRY_S
 
 
-def event_of(name: str) -> tuple[str, str]:
+def event_of(name: str) -> tuple[EventKind, str]:
     """Kind and subject of the event that a service was started again. The subject is the service's id as a member."""
     if name == ETCD:
-        return "etcd.restarted", name
+        return event_kinds.ETCD_RESTARTED, name
     if name.startswith("dcs-"):
-        return "dcs.restarted", name.removeprefix("dcs-")
-    return "coordinator.restarted", name
+        return event_kinds.DCS_RESTARTED, name.removeprefix("dcs-")
+    return event_kinds.COORDINATOR_RESTARTED, name

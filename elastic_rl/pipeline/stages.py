@@ -25,8 +25,9 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.generation import Generated, PromptRequest
 from elastic_rl.errors import Conflict, EtcdUnavailable, GroupsLost, TrainerFailed
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
@@ -134,7 +135,8 @@ class Pipeline:
         security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
         self.trainer = Trainers(self.etcd, self.keys, security, self.cfg, epoch=self.ctx.epoch, term=self.term,
                                 on_wait=self._on_trainer_wait, waits=self.waits, on_recovered=lambda group: self._emit(
-                                    f"{group}.recovered", group, f"the group {group} computes again", step=self._step),
+                                    event_kinds.GROUPS[group].recovered, group, f"the group {group} computes again",
+                                    step=self._step),
                                 publish_again=self._publish_policy_again)
         self.turns: Turns = OwnDevices() if not self.cfg.colocated else SharedDevices(
             self.etcd, self.keys, self.writer, self.waits, self.trainer, epoch=self.ctx.epoch, term=self.term,
@@ -229,13 +231,13 @@ class Pipeline:
         assert self.status is not None
         self.waits.retry("etcd", lambda: self.status.write(self._phase, **changes))  # type: ignore[union-attr]
 
-    def _emit(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
+    def _emit(self, kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
               **data: Any) -> None:
         self.waits.retry("etcd", lambda: self.writer.emit(kind, subject, message, severity=severity, **data))
 
     def _tracker_failed(self, name: str, reason: str) -> None:
         try:
-            self.writer.emit("tracker.failed", name, f"{name} gets no more metrics of the training: {reason}",
+            self.writer.emit(event_kinds.TRACKER_FAILED, name, f"{name} gets no more metrics of the training: {reason}",
                              severity=Severity.WARNING)
         except EtcdUnavailable:
             log.warning("tracker %s failed: %s", name, reason)
@@ -464,7 +466,7 @@ class Pipeline:
     @execute.register
     def _finish(self, effect: schedule.Finish) -> None:
         self.member.progress(effect.step, "finished")
-        self._emit("run.finished", self.ctx.job, f"finished after {effect.step} steps")
+        self._emit(event_kinds.RUN_FINISHED, self.ctx.job, f"finished after {effect.step} steps")
         self._phase = "finished"
         self._write(step=effect.step)
         self.finished = True

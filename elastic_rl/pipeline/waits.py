@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, Fenced, OutputFailed, PluginFailed
-from elastic_rl.runtime.backoff import RetryBackoff
+from elastic_rl.runtime.patience import patiently
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -144,34 +144,26 @@ class Waits:
         are the caller's, as Fenced always is. An error of etcd is a wait for etcd, and one of the job's folder
         for the disk, whatever ``kind`` is. A wait in which the call is made, as a look at what is waited for is, goes
         on when the call succeeds at once."""
-        waited_for, backoff = self._kind, RetryBackoff(*_RETRY_S)
+        waited_for = self._kind
         failure: _Wait | None = None
-        while True:
-            try:
-                with contextlib.nullcontext() if failure is None else self.holding(
-                        failure.kind, failure.what, failure.since):
-                    result = call()
-            except Fenced:
-                raise
-            except end_on:
-                raise
-            except EtcdUnavailable as e:
-                found = "etcd", f"etcd: {e}"
-            except (ConfigError, PluginFailed) as e:
-                found = "plugin", str(e)  # what the settings name does not fit; only a person helps
-            except OutputFailed as e:
-                found = "disk", f"disk: {e}"
-            except ElasticRLError as e:
-                found = kind, f"{kind}: {e}"
-            else:
-                if failure is not None or not waited_for:
-                    self.works()
-                return result
-            now = time.monotonic()
-            failure = _Wait(*found, failure.since if failure is not None and failure.kind == found[0] else now)
+
+        def attempt() -> T:
+            with contextlib.nullcontext() if failure is None else self.holding(
+                    failure.kind, failure.what, failure.since):
+                return call()
+
+        def waiting(error: ElasticRLError) -> None:
+            nonlocal failure
+            found = _waited_for(error, kind)
+            since = failure.since if failure is not None and failure.kind == found[0] else time.monotonic()
+            failure = _Wait(*found, since)
             self._wait(failure)
-            backoff.failed(now)
-            self.pause(backoff.left_s(now))
+
+        result = patiently(attempt, away=ElasticRLError, unless=(Fenced, *end_on), pauses_s=_RETRY_S,
+                           pause=self.pause, waiting=waiting)
+        if failure is not None or not waited_for:
+            self.works()
+        return result
 
     def _book(self, now: float) -> None:
         """Counts what the wait in progress has lasted."""
@@ -185,3 +177,17 @@ class Waits:
             self._book(time.monotonic())
             taken, self._idle_s = self._idle_s, {}
             return taken
+
+
+def _waited_for(error: ElasticRLError, kind: str) -> tuple[str, str]:
+    """What an error of a call has the loop wait for, and that in words. ``kind``: what it is where the error does not
+    say."""
+    match error:
+        case EtcdUnavailable():
+            return "etcd", f"etcd: {error}"
+        case ConfigError() | PluginFailed():
+            return "plugin", str(error)  # what the settings name does not fit; only a person helps
+        case OutputFailed():
+            return "disk", f"disk: {error}"
+        case _:
+            return kind, f"{kind}: {error}"

@@ -33,8 +33,6 @@ class RewardAway(ElasticRLError):
     """What a reward asks does not answer. It says nothing about a group, which is tried again for as long as that
     lasts."""
 
-    retryable = True
-
 
 @dataclass(frozen=True)
 class Reward:

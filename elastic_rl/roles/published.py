@@ -11,7 +11,7 @@ from elastic_rl.config import Stream
 from elastic_rl.data.samples import Sample
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
@@ -57,7 +57,7 @@ class PublishedVersions:
         text = f"samples of policy version {version} are refused: the newest one that was published is {newest}"
         log.warning("%s", text)
         try:
-            fencing.emit(self._etcd, self._keys, self._epoch, "samples.unpublished", "rollout", text,
+            fencing.emit(self._etcd, self._keys, self._epoch, event_kinds.SAMPLES_UNPUBLISHED, "rollout", text,
                          severity=Severity.WARNING, version=version)
         except ElasticRLError as e:  # the samples are refused all the same
             log.warning("that cannot be reported: %s", e)

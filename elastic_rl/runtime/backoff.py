@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 
 
+def doubled_s(failures: int, first_s: float, max_s: float) -> float:
+    """The pause after the given number of failures in a row, counted from 1: it doubles from ``first_s`` to ``max_s``.
+    """
+    return min(first_s * 2.0 ** min(max(failures - 1, 0), 60), max_s)
+
+
 def backoff_s(failures: int, first_s: float, max_s: float, rng: random.Random | None = None) -> float:
-    """The pause after the given number of failures in a row, counted from 1. It doubles from ``first_s`` to ``max_s``,
-    with 25% of jitter, so that parts that failed together do not try again together."""
+    """``doubled_s`` with 25% of jitter, so that parts that failed together do not try again together."""
     jitter = rng.uniform(0.75, 1.25) if rng is not None else random.uniform(0.75, 1.25)
-    return min(first_s * 2.0 ** min(max(failures - 1, 0), 60), max_s) * jitter
+    return doubled_s(failures, first_s, max_s) * jitter
 
 
 class RetryBackoff:

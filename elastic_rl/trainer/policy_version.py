@@ -16,7 +16,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer.checkpoint import state_reader
-from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, patiently
+from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, while_away
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.megatron.shard_loader import ShardLoader
@@ -51,7 +51,7 @@ class PolicyVersion:
         Unavailable on every rank: then the model is torn, and has no version. Raises TrainerFailed when a rank was
         lost."""
         self.number, self.step = 0, -1
-        version = self._rounds.run(lambda job: patiently(
+        version = self._rounds.run(lambda job: while_away(
             job, lambda: self._read(number, job), lambda e: self._report("waiting", e.message)))
         self.number, self.step = number, int(version.meta["step"])
 

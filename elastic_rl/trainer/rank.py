@@ -13,7 +13,7 @@ from elastic_rl.algorithms.registry import algorithm_of, required_tensors
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError, Fenced
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
@@ -78,8 +78,8 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
         worker = (TrainerWorker(ctx, etcd, par, member, board, urls, turns) if ctx.group.trains
                   else ForwardWorker(ctx, etcd, par, member, board, urls))
         if rank == 0:
-            name = ctx.group.name
-            fencing.emit(etcd, ctx.keys, ctx.epoch, f"{name}.{'restarted' if restarts() else 'started'}", name,
+            name, kinds = ctx.group.name, event_kinds.GROUPS[ctx.group.name]
+            fencing.emit(etcd, ctx.keys, ctx.epoch, kinds.restarted if restarts() else kinds.started, name,
                          f"group of {par.world} ranks, TP={par.tp} CP={par.cp} PP={par.pp} DP={par.dp}",
                          severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
                          incarnation=member.incarnation)

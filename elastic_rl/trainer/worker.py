@@ -25,7 +25,7 @@ from elastic_rl.errors import (
     PluginFailed,
     TrainerFailed,
 )
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
@@ -365,8 +365,8 @@ class TrainerWorker(GroupWorker):
         if self.par.rank == 0:
             self.gate.hold(held)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, f"{name}.rewound", name, str(held),
-                             severity=Severity.ERROR, step=command.step, to_step=self.progress.step)
+                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, event_kinds.GROUPS[name].rewound, name,
+                             str(held), severity=Severity.ERROR, step=command.step, to_step=self.progress.step)
         return held
 
     def _join_before_restore(self, state: str) -> None:
@@ -392,7 +392,7 @@ class TrainerWorker(GroupWorker):
         if self.par.rank == 0:
             name = self.ctx.group.name
             with contextlib.suppress(EtcdUnavailable):
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, f"{name}.went_back", name,
+                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, event_kinds.GROUPS[name].went_back, name,
                              f"the group {name} went back from step {before.step} to step {self.progress.step}, which "
                              "the other group has too", step=self.progress.step)
         if self.progress.phase == "rl" and self.ctx.group.every_step:

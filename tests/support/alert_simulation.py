@@ -18,7 +18,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, Member, Record, Severity, Silence
@@ -225,7 +225,7 @@ class AlertSimulation:
     def restart(self, service: str) -> None:
         """A service of the local cluster ended and was started again, which is a one-time event."""
         revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
-        event = events.build("dcs.restarted", service, "m", severity=Severity.WARNING)
+        event = events.build(event_kinds.DCS_RESTARTED, service, "m", severity=Severity.WARNING)
         self.events.append((revision, rules.report(event, revision, "j"), ""))
 
     def prune_events(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import (
     Engine,
     EngineState,
@@ -127,8 +127,8 @@ def _throughput(slowed: float, noise: random.Random) -> dict[str, float]:
 
 
 def _past_events(now: float) -> list[Event]:
-    past = ((97, "engine.starting", "rollout-99c632", "starting rollout-99c632"),
-            (83, "engine.ready", "rollout-99c632", "rollout-99c632 serves version 22"))
+    past = ((97, event_kinds.ENGINE_STARTING, "rollout-99c632", "starting rollout-99c632"),
+            (83, event_kinds.ENGINE_READY, "rollout-99c632", "rollout-99c632 serves version 22"))
     return [events.build(kind, subject, message).replace(at=now - age, id=f"{int((now - age) * 1000):015d}-{n:032x}")
             for n, (age, kind, subject, message) in enumerate(past)]
 
@@ -137,11 +137,12 @@ def _operator_and_faults(cluster: ApiCluster) -> None:
     api = cluster.replicas.urls["coordinator-0"]
     # First: an alert on an engine is resolved while its pool is complete.
     httpx.post(f"{api}/v1/pools/rollout/scale", json={"desired": 3}, headers=AUTH, timeout=20).raise_for_status()
-    for event in (events.build("publish.failed", "policy", "version 73 was dropped: node-0 did not confirm 2 chunks",
-                               severity=Severity.WARNING),
-                  events.build("engine.dead", "rollout-344a45", "engine rollout-344a45 died (signal 9)",
+    for event in (events.build(event_kinds.VERSION_DROPPED, "policy",
+                               "version 73 was dropped: node-0 did not confirm 2 chunks", severity=Severity.WARNING),
+                  events.build(event_kinds.ENGINE_DEAD, "rollout-344a45", "engine rollout-344a45 died (signal 9)",
                                severity=Severity.ERROR),
-                  events.build("engine.starting", "rollout-5d07e1", "starting rollout-5d07e1 for rollout-344a45")):
+                  events.build(event_kinds.ENGINE_STARTING, "rollout-5d07e1",
+                               "starting rollout-5d07e1 for rollout-344a45")):
         cluster.etcd.put(cluster.keys.event(event.id), event.encode())
 
     def firing() -> bool:

@@ -20,15 +20,15 @@ from elastic_rl import config
 from elastic_rl.cli.main import app
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.config.reading import known_keys
+from elastic_rl.etcd import event_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 """The changelog is not among them: it names what is gone."""
 KEYS = set(known_keys(config.Config))
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
-MEMBER_EVENTS = {f"{role}.{what}" for role in ("engine", "trainer", "driver", "dcs", "coordinator")
-                 for what in ("suspected", "alive", "dead", "hung", "resumed", "recovered", "returned")}
-"""Kinds of the events that the leader makes of any role's members."""
+EVENTS = set(event_kinds.KINDS) | {kind.name for role in ("engine", "driver", "dcs", "coordinator", *TRAINER_GROUPS)
+                                   for kind in vars(event_kinds.of_members(role)).values()}
 FIRST_WORDS = SECTIONS | {"run", "job", "publish", "version", "leader", "restart", "record", "pool"}
 """First words of settings and of kinds of events."""
 FOLDERS = ("elastic_rl", "tests", "chaos_tests", "ops", "docs", "benchmarks")
@@ -45,15 +45,11 @@ def code_of(page: Path) -> list[str]:
 
 @cache
 def literals() -> set[str]:
-    """Every string in the code without a blank, such as kinds of events, names of spans and of files; and those that
-    begin with the name of a trainer group."""
+    """Every string in the code without a blank, such as kinds of alerts, names of spans and of files."""
     found: set[str] = set()
     for file in (ROOT / "elastic_rl").rglob("*.py"):
         found |= {node.value for node in ast.walk(ast.parse(file.read_text()))
                   if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value}
-        found |= {f"{group}{node.values[1].value}" for node in ast.walk(ast.parse(file.read_text()))
-                  if isinstance(node, ast.JoinedStr) and len(node.values) == 2
-                  and isinstance(node.values[1], ast.Constant) for group in TRAINER_GROUPS}
     return found
 
 
@@ -127,7 +123,7 @@ def test_settings_and_kinds_that_a_page_names_exist(page: Path) -> None:
         settings = set(re.findall(r"--([a-z_]+\.[a-z_]+)\b", code)) - {"key.sub"}  # that stands for any
         unknown |= settings - KEYS
         if re.fullmatch(r"[a-z_]+\.(?!py$)[a-z_]+", code) and code.partition(".")[0] in FIRST_WORDS:
-            unknown |= {code} - KEYS - MEMBER_EVENTS - literals()
+            unknown |= {code} - KEYS - EVENTS - literals()
     assert unknown == set()
 
 
@@ -144,7 +140,12 @@ def test_alerts_that_are_listed_are_kinds_of_the_code() -> None:
     listed = {kind for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
               for kind in re.findall(r"`([a-z_]+\.[a-z_]+)`", row)}
     assert len(listed) > 25
-    assert listed <= literals() | MEMBER_EVENTS
+    assert listed <= literals() | EVENTS
+
+
+def test_every_kind_of_event_has_its_row() -> None:
+    page = (ROOT / "docs/operating/events.md").read_text()
+    assert "\n".join(event_kinds.table()) in page, "python -m elastic_rl.etcd.event_kinds prints the table"
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------

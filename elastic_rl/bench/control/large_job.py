@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from elastic_rl.bench.control.simulated_members import ENGINES_PER_POOL
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
@@ -38,7 +38,7 @@ def write_history(etcd: EtcdClient, keys: Keys) -> None:
     etcd.put(keys.stream_next(STREAM), str(VERSIONS + 1).encode())  # as the catalog leaves it
     _write(etcd, (Op.put(keys.version(STREAM, n), _version(n, now).encode()) for n in range(1, VERSIONS + 1)))
     etcd.put(keys.stream_head(STREAM), _version(VERSIONS, now).encode())
-    _write(etcd, (events.put_op(keys, events.build("version.committed", STREAM, f"version {n} is committed",
+    _write(etcd, (events.put_op(keys, events.build(event_kinds.BENCH_MEASURED, STREAM, f"version {n} is committed",
                                                    at=now - EVENTS + n)) for n in range(EVENTS)))
     phases = {"total": 12.5, "sync": 0.5, "generate": 8.0, "reward": 0.5, "advantage": 0.1, "train": 3.0}
     _write(etcd, (Op.put(keys.step_metrics(n), StepMetrics(

@@ -17,12 +17,11 @@ import httpx
 from elastic_rl.bench.control.testbed import Replicas, Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.timing import with_alternatives
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.runtime.waiting import wait_until
 
 STREAMS = 32
-_KIND = "bench.delay"
 _OPEN_S, _ARRIVAL_S = 10.0, 10.0
 
 
@@ -52,7 +51,7 @@ def stream_receiver(client: httpx.Client) -> Receiver:
                 receiver.open.set()
                 if line.startswith("event: "):
                     kind = line[7:]
-                elif line.startswith("data: ") and kind == _KIND:
+                elif line.startswith("data: ") and kind == event_kinds.BENCH_MEASURED.name:
                     receiver.arrived[line.partition('"id":"')[2].partition('"')[0]] = now
 
     return Receiver(read, client.close)
@@ -103,7 +102,7 @@ def _delays(replicas: Replicas, receivers: Sequence[Receiver], samples: int) -> 
         if not all(receiver.open.wait(_OPEN_S) for receiver in receivers):
             raise RuntimeError("a stream did not open")
         for _ in range(samples):
-            event = events.build(_KIND, "bench", "a measured event")
+            event = events.build(event_kinds.BENCH_MEASURED, "bench", "a measured event")
             began = time.monotonic()
             replicas.etcd.put(replicas.keys.event(event.id), event.encode())
             wait_until(lambda e=event: all(e.id in r.arrived for r in receivers), timeout_s=_ARRIVAL_S, poll_s=0.005,

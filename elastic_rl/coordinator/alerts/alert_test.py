@@ -17,9 +17,9 @@ from elastic_rl.coordinator.alerts import state_machine
 from elastic_rl.coordinator.alerts.receiver_queue import ReceiverQueue
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, notified_entry
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.operations.service import IdempotencyClaim
-from elastic_rl.coordinator.problems import Problem, no_leader, not_found
-from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_leader, not_found
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 
 _MAX_TESTS = 20
@@ -60,13 +60,10 @@ def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operat
         raise Problem(409, "conflict", "Too many tests are in progress",
                       f"at most {_MAX_TESTS}; try again in a few minutes")
     test = state_machine.make_test_alert(time.time(), secrets.token_hex(6), by)
-    guard, ops = election.guard, [Op.put(keys.alert(f"{test.key}/{test.id}"), test.encode())]
-    compares = [*guard, *claim.compares] if claim else guard
-    if not etcd.txn(compares, [*ops, *claim.ops(f"/v1/alerts/tests/{test.id}")] if claim else ops).succeeded:
-        if not etcd.txn(guard, []).succeeded:
-            raise no_leader(f"{election.replica} no longer leads")
-        raise Problem(409, "conflict", "The same request is being carried out",
-                      "a request with this Idempotency-Key was faster; send it again to get its answer")
+    key = keys.alert(f"{test.key}/{test.id}")
+    change = LeaderTransaction([Compare.absent(key)], [Op.put(key, test.encode())], proof=key)
+    if not change.commit(etcd, election.writer, claim, f"/v1/alerts/tests/{test.id}"):
+        raise concurrent_modification()
     return test.id
 
 

@@ -20,7 +20,7 @@ from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, Receiver
 from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
@@ -192,8 +192,9 @@ class AlertController:
 
 
 def _undelivered_event(alert: Alert) -> Event:
-    return events.build("alerts.undelivered", alert.id, f"alert {alert.key} was dropped before every receiver took it",
-                        severity=Severity.WARNING, key=alert.key, notified=alert.notified)
+    return events.build(event_kinds.ALERTS_UNDELIVERED, alert.id, severity=Severity.WARNING, key=alert.key,
+                        notified=alert.notified,
+                        message=f"alert {alert.key} was dropped before every receiver took it")
 
 
 def _unchanged(key: str, revision: int) -> Compare:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from elastic_rl.coordinator.alerts.state_machine import TEST, Alert, PendingNotice, Phase, notified_entry
 from elastic_rl.etcd.records import Record
+from elastic_rl.runtime.backoff import doubled_s
 
 MAX_ALERTS = 100
 """Alerts in one notification."""
@@ -80,9 +81,8 @@ def record_result(now: float, queue: ReceiverQueue, result: AttemptResult | None
     if result.attempt != group.attempts or result.attempt == group.failed_attempt:
         return queue, [], ""
     failures = queue.failures + 1
-    pause = min(BACKOFF_S[1], BACKOFF_S[0] * 2.0 ** min(failures - 1, 8))
     return queue.replace(in_flight=group.replace(failed_attempt=result.attempt), failures=failures,
-                         not_before=now + pause, error=result.error), [], ""
+                         not_before=now + doubled_s(failures, *BACKOFF_S), error=result.error), [], ""
 
 
 def without_notified(queue: ReceiverQueue, known: Mapping[str, Alert]) -> ReceiverQueue:

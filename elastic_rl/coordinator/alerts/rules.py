@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
-from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.membership.registry import BY_LEADER
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.targets import JOB
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Event, Severity
 
 QUIET_S = 60.0
@@ -18,16 +18,6 @@ QUIET_S = 60.0
 SETTLE_S = 3.0
 """Reports of one engine's death by its runner, its driver and the leader arrive within this time."""
 
-_ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
-_GROUP_ENDS = ("failed", "agent_ended", "dead")
-"""Of a trainer group, after its name."""
-_WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "router.foreign_worker", "samples.", "staleness.")
-_ONE_TIME = ("restart.requested", "router.restarted", "queue.replaced", "etcd.restarted", "dcs.restarted",
-             "coordinator.restarted", leader_gap.KIND)
-_ENDED_BY = {**{f"{group}.recovered": f"{group}.dead/{group}" for group in TRAINER_GROUPS},
-             "engine.fetch_recovered": "engine.cannot_fetch/{}",
-             "dcs.durable_recovered": "dcs.durable_failed/{}"}
-"""Kind of an event that declares an alert over → key of the alert; {} is the event's subject."""
 _ENDS_WITH = {**{f"{group}.hung": f"{group}.dead" for group in TRAINER_GROUPS},
               "engine.lagging": "engine.cannot_fetch",
               "durable.behind": "dcs.durable_failed", "driver.dead": "run.global_restart",
@@ -39,35 +29,27 @@ _WAITS_FOR = {**{group: group for group in TRAINER_GROUPS}, "actor": _RUN}
 """What a run waits for → the fault that it is a sign of, where there is just one."""
 
 
-def report(event: Event, revision: int, job: str) -> Condition | None:
-    """The alert that an event opens, if any."""
-    kind, subject = event.kind, event.subject
-    group, _, what = kind.partition(".")
-    if kind in _ONE_TIME:
-        return Condition(kind, subject, event.message, event.severity, notify_resolved=False, revision=revision)
-    if kind in _ENGINE:
-        kind = "engine.dead"
-    elif event.data.get("by") == BY_LEADER:
+def report(event: Event, revision: int) -> Condition | None:
+    """The alert that an event opens, if any. An error opens one in any case, also one of a newer release's kind: no
+    error goes unseen."""
+    known = event_kinds.find(event.kind)
+    if known is not None and known.by_state:
         return None
-    elif group in TRAINER_GROUPS and what in _GROUP_ENDS:
-        kind, subject = f"{group}.dead", group
-    elif kind == "run.failed":
-        kind, subject = "job.failed", job
-    elif kind == "version.dropped":
-        kind = "publish.failed"
-    elif not (event.severity is Severity.ERROR
-              or (event.severity is Severity.WARNING and kind.startswith(_WARNINGS)) or kind == "publish.failed"):
+    kind = known.alert if known is not None else ""
+    if not kind and event.severity is not Severity.ERROR:
         return None
-    severity = Severity.ERROR if event.severity is Severity.INFO else event.severity
-    return Condition(kind, subject, event.message, severity, revision=revision)
+    one_time = known is not None and known.one_time
+    severity = Severity.ERROR if event.severity is Severity.INFO and not one_time else event.severity
+    return Condition(kind or event.kind, event.subject, event.message, severity, notify_resolved=not one_time,
+                     revision=revision)
 
 
 def resolved_key(event: Event, job: str) -> str | None:
     """Key of the alert that an event declares over, if any."""
-    if event.kind == "operation.cancelled" and event.subject == "job":
-        return f"run.global_restart/{job}"
-    key = _ENDED_BY.get(event.kind)
-    return key.format(event.subject) if key else None
+    if event.kind == event_kinds.OPERATION_CANCELLED.name and event.subject == JOB:
+        return f"{event_kinds.RUN_GLOBAL_RESTART.alert}/{job}"
+    known = event_kinds.find(event.kind)
+    return f"{known.ends_alert}/{event.subject}" if known is not None and known.ends_alert else None
 
 
 def fault_of(kind: str, subject: str) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
 
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.operations.service import IdempotencyClaim
-from elastic_rl.coordinator.problems import Problem, no_leader, not_found
-from elastic_rl.errors import OutcomeUnknown
-from elastic_rl.etcd import events
+from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Event, Silence
+from elastic_rl.etcd.records import Silence
 
 MAX_SILENCES = 200
 LONGEST_S = 30 * 86400.0
@@ -38,13 +36,10 @@ def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration
         return silence
     key = keys.silence(silence.id)
     message = f"alerts {kind} of {subject} are silenced for {duration_s:.0f} s" + (f" by {by}" if by else "")
-    event = events.build("alerts.silenced", silence.id, message, by=by, until=silence.until)
-    compares, ops = [Compare.absent(key)], [Op.put(key, silence.encode())]
-    if claim is not None:
-        compares, ops = [*compares, *claim.compares], [*ops, *claim.ops(f"/v1/silences/{silence.id}")]
-    if not _commit(etcd, keys, election, compares, ops, event):
-        raise Problem(409, "conflict", "The same request is being carried out",
-                      "a request with this Idempotency-Key was faster; send it again to get its answer")
+    event = events.build(event_kinds.ALERTS_SILENCED, silence.id, message, by=by, until=silence.until)
+    change = LeaderTransaction.with_event(keys, event, [Compare.absent(key)], [Op.put(key, silence.encode())])
+    if not change.commit(etcd, election.writer, claim, f"/v1/silences/{silence.id}"):
+        raise concurrent_modification()
     return silence
 
 
@@ -63,8 +58,9 @@ def delete_silence(etcd: EtcdClient, keys: Keys, election: Election, silence_id:
     if dry_run:
         return
     message = f"silence {silence_id} was ended" + (f" by {by}" if by else "")
-    event = events.build("alerts.unsilenced", silence_id, message, by=by)
-    if not _commit(etcd, keys, election, [Compare.exists(key)], [Op.delete(key)], event):
+    event = events.build(event_kinds.ALERTS_UNSILENCED, silence_id, message, by=by)
+    change = LeaderTransaction.with_event(keys, event, [Compare.exists(key)], [Op.delete(key)])
+    if not change.commit(etcd, election.writer):
         raise not_found("silence", silence_id)
 
 
@@ -80,21 +76,3 @@ def _check(duration_s: float, kind: str, subject: str, comment: str) -> None:
     if faults:
         raise Problem(422, "invalid", "The request is not valid", "; ".join(f"{p}: {d}" for p, d in faults),
                       errors=[{"pointer": p, "detail": d} for p, d in faults])
-
-
-def _commit(etcd: EtcdClient, keys: Keys, election: Election, compares: Sequence[Compare], ops: Sequence[Op],
-            event: Event) -> bool:
-    """Whether the transaction succeeded; false when a compare other than the leadership failed."""
-    if not election.is_leader:
-        raise no_leader(f"{election.replica} does not lead")
-    guard = election.guard
-    try:
-        if etcd.txn([*guard, *compares], [*ops, events.put_op(keys, event)]).succeeded:
-            return True
-    except OutcomeUnknown:
-        if etcd.get(keys.event(event.id)) is not None:  # the event is the token of this change
-            return True
-        raise
-    if not etcd.txn(guard, []).succeeded:
-        raise no_leader(f"{election.replica} no longer leads")
-    return False

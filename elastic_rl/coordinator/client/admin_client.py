@@ -50,8 +50,6 @@ class Denied(RequestRefused):
 class Changed(RequestRefused):
     """The object was modified since it was read (412), or its state does not allow the change (409)."""
 
-    retryable = True
-
 
 class OperationFailed(ElasticRLError):
     """An operation failed or was cancelled; ``operation`` is its last state."""

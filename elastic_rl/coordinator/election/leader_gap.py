@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Record, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
 
-KIND = "leader.absent"
 _HEARTBEAT_EVERY_S = 3.0
 
 
@@ -57,8 +56,8 @@ class LeaderGap:
             self._keys.registry_entry(registry.COORDINATOR, last.replica)) is None
         ops = [Op.put(key, LeaderHeartbeat(replica=self._election.replica, term=term, at=now).encode())]
         if last is not None and (gap := gap_s(last, term, now, self._bound_s, stopped=stopped)):
-            event = events.build(KIND, "leader", f"there was no leader for about {gap:.0f} s after {last.replica}; "
-                                 "faults of that time are reported late", severity=Severity.WARNING,
-                                 seconds=round(gap, 1))
+            event = events.build(
+                event_kinds.LEADER_ABSENT, "leader", f"there was no leader for about {gap:.0f} s after {last.replica}; "
+                "faults of that time are reported late", severity=Severity.WARNING, seconds=round(gap, 1))
             ops.append(events.put_op(self._keys, event))
         self._guarded([Compare.mod(key, "==", found.mod_revision if found else 0)], ops)

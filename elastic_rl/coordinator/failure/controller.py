@@ -11,17 +11,16 @@ from collections import deque
 from collections.abc import Iterable
 
 from elastic_rl.config import FailurePolicyConfig
-from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import Fault
-from elastic_rl.coordinator.membership.registry import Change
+from elastic_rl.coordinator.membership.registry import Transition
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import JOB, engine_target, name_of
 from elastic_rl.coordinator.write_set import WriteSet
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
@@ -32,9 +31,9 @@ log = logging.getLogger(__name__)
 
 BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
-_AGENT_ENDED = {f"{group}.agent_ended": group for group in TRAINER_GROUPS}
+_AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.GROUPS.items()}
 _MAX_COUNTED = 256
-_FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
+_FAULTS = {Transition.DIED: Fault.DEAD, Transition.HUNG: Fault.HUNG}
 
 
 class FailureController:
@@ -43,7 +42,7 @@ class FailureController:
         self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
         self._counted: deque[str] = deque(maxlen=_MAX_COUNTED)
 
-    def record_fault(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
+    def record_fault(self, member: LastSeen, change: Transition, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
         """Adds a fault to the log of its target, where the policy counts it or acts on it."""
         fault = _FAULTS[change]
         rule = policy.rule_for(member.role, fault)
@@ -131,7 +130,8 @@ class FailureController:
             self._guarded(writes.compares, writes.ops)
             return
         writes.add(events.put_op(self._keys, events.build(
-            "run.global_restart", self._keys.job, f"global restart: {known.reason}", severity=Severity.ERROR, by=BY)))
+            event_kinds.RUN_GLOBAL_RESTART, self._keys.job, f"global restart: {known.reason}",
+            severity=Severity.ERROR, by=BY)))
         try:
             self._operations.restart(JOB, reason=known.reason, by=BY, also=lambda op: writes)
             log.error("global restart: %s", known.reason)
@@ -151,7 +151,7 @@ class FailureController:
         writes.put(key, snapshot.revision(key), status.replace(phase="failed", message=message,
                                                                updated_at=snapshot.now))
         writes.add(end, events.put_op(self._keys, events.build(
-            "run.crash_loop", self._keys.job, message, severity=Severity.ERROR, by=BY)))
+            event_kinds.RUN_CRASH_LOOP, self._keys.job, message, severity=Severity.ERROR, by=BY)))
         if self._guarded(writes.compares, writes.ops):
             log.error("%s", message)
 

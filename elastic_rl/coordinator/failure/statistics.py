@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
-from elastic_rl.config.groups import TRAINER_GROUPS
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.records import Event, Record
 
 DETECT_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -25,12 +26,6 @@ _EXPIRED_S = 3600.0
 """A recovery this long after its fault is not measured: it is about something else (a pool scaled in and out again)."""
 _CLOCK_ERROR_S = 0.5
 """Difference between the clocks of two processes that is tolerated when events are put in order."""
-
-_GROUP_ENDS = ("failed", "agent_ended", "dead", "hung")
-"""Of a trainer group, after its name."""
-_ENGINE = ("engine.dead", "engine.quarantined", "engine.replaced")
-_RESTARTS = {"engine.replaced": "engine", **{f"{group}.agent_ended": group for group in TRAINER_GROUPS},
-             "run.global_restart": "job"}
 
 
 class Histogram(Record):
@@ -76,37 +71,22 @@ def count(statistics: FaultStatistics, events: Iterable[Event]) -> FaultStatisti
     for event in events:
         known = event.kind in statistics.events or len(statistics.events) < _MAX_KINDS
         statistics = statistics.replace(events=_increment(statistics.events, event.kind if known else "other"))
-        if (part := _restarted_part(event)) is not None:
-            statistics = statistics.replace(restarts=_increment(statistics.restarts, part))
-        if (fault := _fault(event)) is not None:
-            statistics = _open(statistics, fault, event)
-        if event.kind == "engine.removed":  # an external engine, which is not replaced: its fault ends unrecovered
+        if (kind := event_kinds.find(event.kind)) is None:
+            continue
+        if kind.counted:
+            statistics = statistics.replace(restarts=_increment(statistics.restarts, kind.counted))
+        if kind.begins:
+            statistics = _open(statistics, kind.fault(event.subject), event)
+        if kind is event_kinds.ENGINE_REMOVED:  # an external engine, which is not replaced: its fault ends unrecovered
             statistics = statistics.replace(
-                open={f: at for f, at in statistics.open.items() if f != f"engine/{event.subject}"})
-        for fault in _recovered_faults(statistics, event):
+                open={f: at for f, at in statistics.open.items() if f != kind.fault(event.subject)})
+        for fault in _recovered_faults(statistics, kind, event):
             statistics = _close(statistics, fault, event.at)
     return statistics
 
 
 def _increment(counts: Mapping[str, int], key: str) -> dict[str, int]:
     return {**counts, key: counts.get(key, 0) + 1}
-
-
-def _restarted_part(event: Event) -> str | None:
-    part, _, what = event.kind.partition(".")
-    # Engines and trainer groups have events of their own.
-    back = what in ("returned", "recovered") and part not in (*TRAINER_GROUPS, "engine")
-    if what == "restarted" or back:
-        return part
-    return _RESTARTS.get(event.kind)
-
-
-def _fault(event: Event) -> str | None:
-    """Name of the fault that an event reports. Ranks of a trainer fail together, whichever was hit first."""
-    part, _, what = event.kind.partition(".")
-    if part in TRAINER_GROUPS:
-        return f"{part}/" if what in _GROUP_ENDS else None
-    return f"{part}/{event.subject}" if what in ("dead", "hung") or event.kind in _ENGINE else None
 
 
 def _open(statistics: FaultStatistics, fault: str, event: Event) -> FaultStatistics:
@@ -130,19 +110,15 @@ def _duration(event: Event, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value >= 0 else None
 
 
-def _recovered_faults(statistics: FaultStatistics, event: Event) -> list[str]:
+def _recovered_faults(statistics: FaultStatistics, kind: EventKind, event: Event) -> list[str]:
     """Faults that end with this event."""
-    part, _, what = event.kind.partition(".")
-    mine = [f for f in statistics.open if f.startswith(f"{part}/")]
-    if event.kind == "engine.ready":
-        if event.data.get("external"):  # an external engine keeps its id
-            return [f for f in mine if f == f"engine/{event.subject}"]
+    if kind is event_kinds.ENGINE_READY and not event.data.get("external"):  # an external engine keeps its id
         # A replacement has another id. It is one if it was started after the fault; each ends one fault.
         started = event.at - (_duration(event, "start_s") or 0.0) + _CLOCK_ERROR_S
-        return [f for f in sorted(mine, key=lambda f: statistics.open[f]) if statistics.open[f] <= started][:1]
-    if part in TRAINER_GROUPS:
-        return mine if what in ("recovered", "resumed") else []
-    return [f for f in mine if what in ("returned", "recovered", "resumed") and f == f"{part}/{event.subject}"]
+        replaced = [f for f, at in statistics.open.items() if f.startswith(kind.fault("")) and at <= started]
+        return sorted(replaced, key=lambda f: statistics.open[f])[:1]
+    fault = kind.fault(event.subject)
+    return [fault] if kind.ends and fault in statistics.open else []
 
 
 def _close(statistics: FaultStatistics, fault: str, now: float) -> FaultStatistics:

@@ -9,7 +9,7 @@ from elastic_rl.coordinator.operations import state_machine
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import JOB, name_of
 from elastic_rl.coordinator.write_set import WriteSet
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, Operation, OperationKind, OperationState, Severity
@@ -21,8 +21,9 @@ _MAX_WRITES = 400
 """Operations that one pass writes; the next pass writes the others."""
 _KEPT = 200
 """Operations that have ended and are kept, for people."""
-_SEVERITIES = {OperationState.SUCCEEDED: Severity.INFO, OperationState.FAILED: Severity.ERROR,
-               OperationState.CANCELLED: Severity.INFO}
+_ENDS = {OperationState.SUCCEEDED: (event_kinds.OPERATION_SUCCEEDED, Severity.INFO),
+         OperationState.FAILED: (event_kinds.OPERATION_FAILED, Severity.ERROR),
+         OperationState.CANCELLED: (event_kinds.OPERATION_CANCELLED, Severity.INFO)}
 
 
 class OperationController:
@@ -83,5 +84,5 @@ class OperationController:
 
 def _ended_event(op: Operation) -> Event:
     message = f"{op.kind} of {op.target} {op.state}: {op.error or op.message}"
-    return events.build(f"operation.{op.state}", op.target, message, severity=_SEVERITIES[op.state], operation=op.id,
-                        by=op.by)
+    kind, severity = _ENDS[op.state]
+    return events.build(kind, op.target, message, severity=severity, operation=op.id, by=op.by)

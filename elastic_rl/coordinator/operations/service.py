@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from elastic_rl.config import ROLLOUT_POOL, Config, EngineConfig
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
 from elastic_rl.coordinator.operations import external_engines, state_machine
-from elastic_rl.coordinator.problems import Problem, no_leader, not_found
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
 from elastic_rl.coordinator.targets import JOB, engine_target, name_of, pool_target
 from elastic_rl.coordinator.write_set import WriteSet
-from elastic_rl.errors import OutcomeUnknown
-from elastic_rl.etcd import events, fencing
-from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd import event_kinds, events, fencing
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
@@ -43,18 +43,10 @@ _ENGINE_GRACE_S = 30.0
 """Time for an engine to end, on top of what its replacement may take to start."""
 _ROLE_RESTART_S = 120.0
 _TRAINER_GRACE_S = 60.0
-_EVENT_KINDS = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
-                OperationKind.RESTART: "restart.requested", OperationKind.REGISTER: "engine.registering"}
+_EVENT_KINDS = {OperationKind.SCALE: event_kinds.POOL_SCALED, OperationKind.DRAIN: event_kinds.ENGINE_DRAINING,
+                OperationKind.RESTART: event_kinds.RESTART_REQUESTED,
+                OperationKind.REGISTER: event_kinds.ENGINE_REGISTERING}
 _TARGETS = f"engines/ID, roles/NAME, {', '.join(TRAINER_GROUPS)} or job"
-
-
-class IdempotencyClaim(Protocol):
-    """Conditions and writes that make a request count once; they go into the transaction that carries it out."""
-
-    @property
-    def compares(self) -> list[Compare]: ...
-
-    def ops(self, location: str) -> list[Op]: ...
 
 
 Draft = tuple[Operation, WriteSet, Event]
@@ -244,11 +236,11 @@ class OperationService:
             if dry_run:
                 return ended
             writes.put(found.key, found.mod_revision, ended)
-            event = events.build("operation.cancelled", op.target, f"{op.kind} of {op.target} cancelled by {by}",
-                                 operation=op.id, by=by)
+            event = events.build(event_kinds.OPERATION_CANCELLED, op.target,
+                                 f"{op.kind} of {op.target} cancelled by {by}", operation=op.id, by=by)
             if self._commit(writes, event, None, ""):
                 return ended
-        raise _conflict()
+        raise concurrent_modification()
 
     def _withdrawal(self, op: Operation) -> WriteSet:
         writes = WriteSet()
@@ -301,30 +293,13 @@ class OperationService:
             writes.put(self._keys.operation(op.id), 0, op)
             if self._commit(writes, event, claim, f"/v1/operations/{op.id}"):
                 return op
-        raise _conflict()
+        raise concurrent_modification()
 
     def _commit(self, writes: WriteSet, event: Event, claim: IdempotencyClaim | None, location: str) -> bool:
         """Whether the transaction was applied; false when a record changed meanwhile. Raises problems: 503 when this
         replica does not lead; 409 when the ``claim`` was used already; 504 when the outcome is unknown."""
-        if not self._election.is_leader:
-            raise no_leader(f"{self._election.replica} does not lead")
-        guard: Sequence[Compare] = self._election.guard
-        compares, ops = [*guard, *writes.compares], [*writes.ops, events.put_op(self._keys, event)]
-        if claim is not None:
-            compares, ops = [*compares, *claim.compares], [*ops, *claim.ops(location)]
-        try:
-            if self._etcd.txn(compares, ops).succeeded:
-                return True
-        except OutcomeUnknown:
-            if self._etcd.get(self._keys.event(event.id)) is not None:  # the event is the token of this change
-                return True
-            raise
-        if not self._etcd.txn(guard, []).succeeded:
-            raise no_leader(f"{self._election.replica} no longer leads")
-        if claim is not None and not self._etcd.txn(claim.compares, []).succeeded:
-            raise Problem(409, "conflict", "The same request is being carried out",
-                          "a request with this Idempotency-Key was faster; send it again to get its answer")
-        return False
+        change = LeaderTransaction.with_event(self._keys, event, writes.compares, writes.ops)
+        return bool(change.commit(self._etcd, self._election.writer, claim, location))
 
 
 def _revision(found: KeyValue | None) -> int:
@@ -338,8 +313,3 @@ def _decode(found: KeyValue, kind: type[R]) -> R:
     if record is None:
         raise Problem(409, "conflict", "The record cannot be read", f"{found.key}: {unreadable[found.key]}")
     return record
-
-
-def _conflict() -> Problem:
-    return Problem(409, "conflict", "Concurrent modification",
-                   "another writer keeps changing the same record; try again")

@@ -24,7 +24,7 @@ from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import Conflict, ElasticRLError, RecordUnreadable
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Severity, VersionState
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 RECORDS_KEPT = 50
 """Records of versions that are gone or aborted, kept per stream for inspection."""
-MISMATCH = "dcs.catalog_mismatch"
 """Kind of the event."""
 _REPEAT_S = 30.0
 """The event is repeated while the mismatch lasts: an alert that nothing repeats ends."""
@@ -154,7 +153,7 @@ class GarbageCollector:
         text, now = f"{message} ({RECOVER_HINT})", self._clock()
         last, at = self._reported
         if (text != last or now - at >= _REPEAT_S) and self._etcd.txn(guard, [events.put_op(self._keys, events.build(
-                MISMATCH, "catalog", text, severity=Severity.ERROR))]).succeeded:
+                event_kinds.DCS_CATALOG_MISMATCH, "catalog", text, severity=Severity.ERROR))]).succeeded:
             self._reported = (text, now)
         return [text]
 

@@ -30,8 +30,9 @@ from elastic_rl.dcs.durable.copy_order import Copies, Copyable, CopyOrder
 from elastic_rl.dcs.durable.store import CommitMark, DurableStore, PartMark
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.errors import ChunkMissing, Conflict, ElasticRLError, EtcdUnavailable, NodeUnavailable, VersionNotFound
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity, UploadTask, Version, VersionState
 from elastic_rl.runtime.backoff import backoff_s
@@ -395,7 +396,7 @@ class Uploader(threading.Thread):
         self._failures += 1
         with contextlib.suppress(EtcdUnavailable):
             if self._leading and not isinstance(error, EtcdUnavailable):
-                self._report("dcs.durable_failed", f"versions cannot be copied to the durable store: {error}",
+                self._report(event_kinds.DCS_DURABLE_FAILED, f"versions cannot be copied to the durable store: {error}",
                              Severity.WARNING, Compare.absent(self._keys.durable_failing()),
                              Op.put(self._keys.durable_failing(), b"{}"))
             self._step_down()
@@ -405,10 +406,11 @@ class Uploader(threading.Thread):
         """Reports that versions are copied again, if a failure was reported, be it by another node."""
         self._failures = 0
         if self._etcd.get(self._keys.durable_failing()) is not None:
-            self._report("dcs.durable_recovered", "versions are copied to the durable store again", Severity.INFO,
-                         Compare.exists(self._keys.durable_failing()), Op.delete(self._keys.durable_failing()))
+            self._report(event_kinds.DCS_DURABLE_RECOVERED, "versions are copied to the durable store again",
+                         Severity.INFO, Compare.exists(self._keys.durable_failing()),
+                         Op.delete(self._keys.durable_failing()))
 
-    def _report(self, kind: str, message: str, severity: Severity, condition: Compare, also: Op) -> None:
+    def _report(self, kind: EventKind, message: str, severity: Severity, condition: Compare, also: Op) -> None:
         """An event of the leader, under its claim."""
         event = events.build(kind, "durable", message, severity=severity, node=self._node_id)
         self._etcd.txn([self._guard(), condition], [events.put_op(self._keys, event), also])

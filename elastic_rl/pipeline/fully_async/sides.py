@@ -16,6 +16,7 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.errors import GroupsLost
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, Severity
@@ -103,7 +104,8 @@ class FullyAsync:
         pool = self._pool = PoolSync(self._etcd, self._keys, waits, self._want_again,
                                      first_pull_s=cfg.engine.fetch_timeout_s)
 
-        def emit(kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
+        def emit(kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
+                 **data: Any) -> None:
             waits.retry("etcd", lambda: self._writer.emit(kind, subject, message, severity=severity, **data))
 
         events = RunEvents(self._etcd, self._keys, emit)

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
@@ -21,10 +23,10 @@ from elastic_rl.pipeline.sampling.reward_failures import ReportLimit
 log = logging.getLogger(__name__)
 
 PRODUCER = "actor"
+_DROPPED = {"reward": event_kinds.REWARD_FAILED, "generate": event_kinds.GENERATE_FAILED}
+"""Kind of the event about dropped groups, by what failed."""
 _FAILED_GROUPS_S = 60.0
 """Shortest pause between two events about groups whose reward failed, or that could not be generated."""
-_LOST = ("failed", "agent_ended", "dead", "hung")
-"""What says that a trainer group was lost, after its name in the kind of an event."""
 _RECENT = 200
 """Events that an actor looks through as it takes over."""
 _SPANS = 16
@@ -34,7 +36,7 @@ _SPANS = 16
 class Emit(Protocol):
     """Writes an event, and waits while etcd is away. Raises Fenced."""
 
-    def __call__(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
+    def __call__(self, kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
                  **data: Any) -> None: ...
 
 
@@ -43,7 +45,7 @@ class RunEvents:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, emit: Emit) -> None:
         self._etcd, self._keys, self._emit = etcd, keys, emit
-        self._failed_groups = {part: ReportLimit(_FAILED_GROUPS_S) for part in ("reward", "generate")}
+        self._failed_groups = {part: ReportLimit(_FAILED_GROUPS_S) for part in _DROPPED}
         self._truncated = False
         """Whether all responses of the last step were."""
         self._lost: set[str] | None = None
@@ -56,22 +58,22 @@ class RunEvents:
     def groups_failed(self, part: str, ordinals: Sequence[int], why: str) -> None:
         """The metrics of the step count them; the event is for people. ``part``: reward or generate."""
         if count := self._failed_groups[part].add(len(ordinals), time.monotonic()):
-            self._emit(f"{part}.failed", self._keys.job, severity=Severity.WARNING, groups=count, message=
+            self._emit(_DROPPED[part], self._keys.job, severity=Severity.WARNING, groups=count, message=
                        f"{count} prompt groups have been dropped since rollout.{part} failed, last group "
                        f"{ordinals[-1]}: {why}")
 
     def responses(self, metrics: StepMetrics, source: CheckedSource) -> None:
         """Says it once when no response ends by itself: mostly the model does not know its end token."""
         if metrics.truncated >= 1.0 and not self._truncated:
-            self._emit("responses.truncated", "actor", truncated_text(metrics, source), severity=Severity.WARNING,
-                       step=metrics.step)
+            self._emit(event_kinds.RESPONSES_TRUNCATED, "actor", truncated_text(metrics, source),
+                       severity=Severity.WARNING, step=metrics.step)
         self._truncated = metrics.truncated >= 1.0
 
     def logprob_difference(self, metrics: StepMetrics, difference: float | None, tolerance: float) -> None:
         """``difference``: largest one of a step; None where it is no number. That of samples which older weights made
         says nothing of engines and trainer."""
         if difference is None or (difference > tolerance and not metrics.staleness):
-            self._emit("logprob.mismatch", "actor", "engine and trainer log-probs differ by "
+            self._emit(event_kinds.LOGPROB_MISMATCH, "actor", "engine and trainer log-probs differ by "
                        f"{difference or float('inf'):.2e} at step {metrics.step}", severity=Severity.WARNING,
                        step=metrics.step)
 
@@ -84,24 +86,25 @@ class RunEvents:
             return
         begun = IntervalSet.from_json(lease.groups) - consumed
         if begun:
-            self._emit("groups.leased_again", "actor", f"{len(begun)} prompt groups that term {lease.term} had begun "
-                       "are generated again", step=step, term=term, groups=begun.to_json()[:_SPANS])
+            self._emit(event_kinds.GROUPS_LEASED_AGAIN, "actor",
+                       f"{len(begun)} prompt groups that term {lease.term} had begun are generated again",
+                       step=step, term=term, groups=begun.to_json()[:_SPANS])
         self._took_over = True
 
     def queue_replaced(self, groups: int, why: str) -> None:
         """``groups``: how many it held."""
-        self._emit("queue.replaced", "queue", f"the queue is replaced, and {groups} groups that were in it are "
-                   f"generated again: {why}", severity=Severity.WARNING, groups=groups)
+        self._emit(event_kinds.QUEUE_REPLACED, "queue", f"the queue is replaced, and {groups} groups that were in it "
+                   f"are generated again: {why}", severity=Severity.WARNING, groups=groups)
 
     def republished(self, version: int, why: str) -> None:
         log.warning("%s: its weights are published again", why)
-        self._emit("version.republished", "actor", f"{why}, so its weights are published again",
+        self._emit(event_kinds.VERSION_REPUBLISHED, "actor", f"{why}, so its weights are published again",
                    severity=Severity.WARNING, version=version)
 
     def resynced(self, step: int, reason: str) -> None:
         """A command did not fit to the committed state."""
         log.warning("step %d does not fit to the committed state: %s", step, reason)
-        self._emit("actor.resynced", "actor", f"goes on from the committed state: {reason}",
+        self._emit(event_kinds.ACTOR_RESYNCED, "actor", f"goes on from the committed state: {reason}",
                    severity=Severity.WARNING, step=step)
 
     def trainer_lost(self, step: int, reason: str, group: str) -> None:
@@ -110,11 +113,11 @@ class RunEvents:
         log.warning("the group %s was lost at step %d: %s", group, step, reason)
         request = self._read_restart_request(group)
         if request.generation > self._restart_requests.get(group, 0):  # it was ended on purpose, so this is no fault
-            self._emit(f"{group}.restarting", group, f"the group {group} restarts: {request.reason or request.by}",
-                       step=step)
+            self._emit(event_kinds.GROUPS[group].restarting, group,
+                       f"the group {group} restarts: {request.reason or request.by}", step=step)
             return
         beats = [m.beat_at for m in members(self._etcd, self._keys, group)]  # a dead rank's until its lease ends
-        self._emit(f"{group}.failed", group, reason, severity=Severity.ERROR, step=step,
+        self._emit(event_kinds.GROUPS[group].failed, group, reason, severity=Severity.ERROR, step=step,
                    **({"detect_s": round(max(0.0, time.time() - min(beats)), 3)} if beats else {}))
 
     def trainers_recovered(self, reformed: Set[str], at_step: int, step: int, version: int) -> None:
@@ -123,18 +126,20 @@ class RunEvents:
         for group in sorted(reformed - self._missed()):
             self.trainer_lost(at_step, f"the {group} group re-formed", group)
         for group in sorted(self._missed()):
-            self._emit(f"{group}.recovered", group, f"resumed at step {step}, version {version}", step=step)
+            self._emit(event_kinds.GROUPS[group].recovered, group, f"resumed at step {step}, version {version}",
+                       step=step)
         self._lost = set()
 
     def _missed(self) -> set[str]:
         if self._lost is None:
             kvs, _ = self._etcd.range(self._keys.events_prefix(), limit=_RECENT, newest_first=True)
-            newest: dict[str, str] = {}
+            lost: dict[str, bool] = {}
+            """By group: whether its newest event says so."""
             for event, _ in readable(kvs, Event):
-                group, _, what = event.kind.partition(".")
-                if group in TRAINER_GROUPS and what in (*_LOST, "recovered"):
-                    newest.setdefault(group, what)
-            self._lost = {group for group, what in newest.items() if what in _LOST}
+                kind = event_kinds.find(event.kind)
+                if kind is not None and kind.part in TRAINER_GROUPS and (kind.begins or kind.ends):
+                    lost.setdefault(kind.part, kind.begins)
+            self._lost = {group for group, is_lost in lost.items() if is_lost}
         return self._lost
 
     def _read_restart_request(self, group: str) -> RestartRequest:

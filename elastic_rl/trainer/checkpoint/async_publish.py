@@ -28,7 +28,7 @@ from elastic_rl.dcs.publish import publisher
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.errors import ElasticRLError, Fenced, NodeUnavailable, OutcomeUnknown, TrainerFailed
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
@@ -162,7 +162,7 @@ class AsyncPublisher:
         log.warning("%s dropped: %s", names, error)
         epoch = max(s.version.epoch for s in publish.staged.values())
         with contextlib.suppress(ElasticRLError):  # the log has it too
-            fencing.emit(self._etcd, self._keys, epoch, "version.dropped", self._subject,
+            fencing.emit(self._etcd, self._keys, epoch, event_kinds.VERSION_DROPPED, self._subject,
                          f"{names} was dropped: {error}",
                          severity=Severity.WARNING, step=publish.step,
                          **{stream: s.version.number for stream, s in publish.staged.items()})

@@ -31,7 +31,7 @@ from elastic_rl.dcs.publish.part_writer import LocalArena
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Severity, Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
@@ -42,7 +42,7 @@ from elastic_rl.trainer.checkpoint import snapshot, state_reader
 from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
 from elastic_rl.trainer.checkpoint.host_copy import HostCopier
 from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
-from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable, patiently
+from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable, while_away
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.parallel import ParallelDims
@@ -244,7 +244,7 @@ class Checkpoints:
     def _try_restore(self) -> tuple[Progress | None, str]:
         """What was restored; or why the newest version is not available, when none is."""
         committed = self._rounds.run(
-            lambda job: patiently(job, self._committed, self._waits) if self.par.rank == 0 else [])
+            lambda job: while_away(job, self._committed, self._waits) if self.par.rank == 0 else [])
         newest = ""
         while True:
             number = broadcast_numbers([committed.pop() if committed else 0], self.par)[0]
@@ -285,9 +285,9 @@ class Checkpoints:
         self.state_version = version.number
         if newest and self.par.rank == 0:
             with suppress(EtcdUnavailable):  # the log has it too
-                fencing.emit(self._etcd, self._keys, self._epoch, f"{self._group.name}.state_lost", self._group.state,
-                             f"the newest state is not available, resuming from version {version.number}: {newest}",
-                             severity=Severity.ERROR)
+                fencing.emit(self._etcd, self._keys, self._epoch, event_kinds.GROUPS[self._group.name].state_lost,
+                             self._group.state, "the newest state is not available, resuming from version "
+                             f"{version.number}: {newest}", severity=Severity.ERROR)
         log.info("restored %s %d: %s step %d", self._group.state, version.number, progress.phase, progress.step)
         return progress
 
@@ -301,7 +301,7 @@ class Checkpoints:
 
     def _read_together(self, number: int) -> tuple[StateLoader, Version]:
         """This rank's part of a state, once every rank has its own. Raises Unavailable."""
-        return self._rounds.run(lambda job: patiently(job, lambda: self._read(number, job), self._waits))
+        return self._rounds.run(lambda job: while_away(job, lambda: self._read(number, job), self._waits))
 
     def _read(self, number: int, job: Job[Any]) -> tuple[StateLoader, Version]:
         """In the thread of a job: this rank's part of a state."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
@@ -30,7 +29,7 @@ from elastic_rl.errors import (
     TrainerFailed,
     VersionNotFound,
 )
-from elastic_rl.runtime.backoff import RetryBackoff
+from elastic_rl.runtime.patience import patiently
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 
 log = logging.getLogger(__name__)
@@ -121,20 +120,20 @@ class Job(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
-def patiently(job: Job[Any], attempt: Callable[[], T], on_wait: Callable[[ElasticRLError], None]) -> T:
-    """For a job's function: the result of ``attempt``, tried again, with backoff, for as long as etcd or this host's
-    node is away: such an outage pauses a run and does not end it. ``on_wait`` gets each reason. Raises Cancelled, and
-    other errors of ``attempt``."""
-    retry = RetryBackoff(*_RETRY_S)
-    while True:
+def while_away(job: Job[Any], attempt: Callable[[], T], on_wait: Callable[[ElasticRLError], None]) -> T:
+    """For a job's function: the result of ``attempt``, made again for as long as etcd or this host's node is away: such
+    an outage pauses a run and does not end it. ``on_wait`` gets each reason. Raises Cancelled, and other errors of
+    ``attempt``."""
+    def pause(seconds: float) -> None:
+        job.cancelled.wait(seconds)
         job.check()
-        try:
-            return attempt()
-        except AWAY as e:
-            log.warning("waiting: %s", e)
-            on_wait(e)
-        retry.failed(time.monotonic())
-        job.cancelled.wait(retry.left_s(time.monotonic()))
+
+    def waiting(error: ElasticRLError) -> None:
+        log.warning("waiting: %s", error)
+        on_wait(error)
+
+    job.check()
+    return patiently(attempt, away=AWAY, pauses_s=_RETRY_S, pause=pause, waiting=waiting)
 
 
 class Rounds:

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_rl.data.queue.transfer_queue import set_package_options
 from elastic_rl.errors import ConfigError, EtcdUnavailable, Fenced
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
@@ -94,7 +94,7 @@ def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
             return 0
         failure = ChildFailedError(ctx.group.name, result.failures)
         log.error("the group failed: %s", failure)
-        fencing.emit(etcd, ctx.keys, ctx.epoch, f"{ctx.group.name}.restarts_exhausted", ctx.group.name,
+        fencing.emit(etcd, ctx.keys, ctx.epoch, event_kinds.GROUPS[ctx.group.name].restarts_exhausted, ctx.group.name,
                      f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
                      severity=Severity.ERROR)
         return 1

@@ -26,7 +26,7 @@ from support.etcd_server import EtcdServers
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.records import LastSeen
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
@@ -368,13 +368,13 @@ def test_events_are_followed_over_a_killed_replica(control: Control) -> None:
     order = ["c", "a", "b"]
     urls = "--url=" + ",".join(control.replicas.urls[n] for n in order)
     process = subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", "events", "--follow", "--kind",
-                                "test.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
+                                "pool.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
     control.running.append(process)
     lines = Lines(process)
 
     def emit(number: int) -> None:
-        events.emit(control.etcd, control.keys, "test.followed", str(number), f"number {number}")
-        events.emit(control.etcd, control.keys, "other.followed", str(number), "not wanted")
+        events.emit(control.etcd, control.keys, event_kinds.POOL_SCALED, str(number), f"number {number}")
+        events.emit(control.etcd, control.keys, event_kinds.TRACKER_FAILED, str(number), "not wanted")
 
     for number in range(3):
         emit(number)
@@ -392,8 +392,8 @@ def test_events_are_followed_over_a_killed_replica(control: Control) -> None:
 
 def test_events_are_filtered_by_kind_and_number(control: Control, run: Run) -> None:
     for number in range(3):
-        events.emit(control.etcd, control.keys, "chosen.event", "x", f"choice {number}")
-    stdout = run("events", "--kind", "chosen.*", "--limit", "2", "--since", "5m")[1]
+        events.emit(control.etcd, control.keys, event_kinds.POOL_SCALED, "x", f"choice {number}")
+    stdout = run("events", "--kind", "pool.*", "--limit", "2", "--since", "5m")[1]
     assert "choice 1" in stdout and "choice 2" in stdout and "choice 0" not in stdout and "leader.elected" not in stdout
 
 

@@ -29,7 +29,7 @@ from elastic_rl.coordinator.reconciler import Reconciler
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.errors import EtcdFull
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, JobStatus, Version, VersionState
@@ -151,7 +151,7 @@ def test_finished_job_is_notified_once_over_passes_and_a_change_of_the_leader(
         try:
             wait_until(lambda: service.about("chat", "EVENT", "job.finished"), timeout_s=60, what="the event")
             for _ in range(2):  # each takes several passes from its event to its notification
-                events.emit(etcd, keys, "queue.replaced", name := f"queue-{n}-{len(service.got['chat'])}", "m")
+                events.emit(etcd, keys, event_kinds.QUEUE_REPLACED, name := f"queue-{n}-{len(service.got['chat'])}", "m")
                 wait_until(lambda x=name: service.about("chat", "EVENT", x), timeout_s=60, what="the next")
         finally:
             leader.close()

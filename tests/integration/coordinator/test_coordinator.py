@@ -17,7 +17,7 @@ import httpx
 import pytest
 from support.coordinators import AUTH, Replicas, write_tokens
 
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
@@ -247,14 +247,15 @@ def test_closed_members_are_not_dead_and_a_dead_engine_is_reported_once(start: S
     lease.close()
     wait_until(lambda: events_of(etcd, keys, "engine.dead"), timeout_s=60, what="the death's event")
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
-    events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING,
+    events.emit(etcd, keys, event_kinds.ENGINE_REPLACED, "e1", "its driver saw it too", severity=Severity.WARNING,
                 incarnation="i")
     wait_until(lambda: len(alerts(replicas)) == 1, timeout_s=60, what="the alert")
     assert len(events_of(etcd, keys, "engine.dead")) == 1 and not events_of(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
     wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=60, what="the registry entry")
-    events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR, incarnation=runner.incarnation)
+    events.emit(etcd, keys, event_kinds.ENGINE_DEAD, "e2", "server died", severity=Severity.ERROR,
+                incarnation=runner.incarnation)
     runner.close()
     wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, timeout_s=60, what="its alert")
     assert len(events_of(etcd, keys, "engine.dead", "e2")) == 1
@@ -301,22 +302,24 @@ def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> 
 def test_event_stream_resumes_from_a_revision_on_another_replica(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     replicas = start("a", "b")
     wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="the first event")
-    for n in range(3):
-        events.emit(etcd, keys, f"test.{n}", "s", "m")
+    kinds = [event_kinds.POOL_SCALED, event_kinds.POOL_REMOVED, event_kinds.ALERTS_SILENCED,
+             event_kinds.ALERTS_UNSILENCED]
+    for kind in kinds[:3]:
+        events.emit(etcd, keys, kind, "s", "m")
     first = read_stream(f"{replicas.urls['a']}/v1/events", 3)
-    assert [k for _, k in first] == ["leader.elected", "test.0", "test.1"]
-    threading.Timer(0.5, lambda: events.emit(etcd, keys, "test.3", "s", "m")).start()
+    assert [k for _, k in first] == ["leader.elected", "pool.scaled", "pool.removed"]
+    threading.Timer(0.5, lambda: events.emit(etcd, keys, kinds[3], "s", "m")).start()
     rest = read_stream(f"{replicas.urls['b']}/v1/events", 2, {"Last-Event-ID": str(first[-1][0])})
-    assert [k for _, k in rest] == ["test.2", "test.3"]
+    assert [k for _, k in rest] == ["alerts.silenced", "alerts.unsilenced"]
     assert [n for n, _ in first + rest] == sorted({n for n, _ in first + rest})
 
 
 def test_events_beyond_max_events_are_deleted(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     for n in range(130):
-        events.emit(etcd, keys, f"test.{n}", "s", "m")
+        events.emit(etcd, keys, event_kinds.POOL_SCALED, str(n), "m")
     start("a", coordinator={"max_events": 20})
     wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=60, what="the trimming")
-    assert any(e.kind == "test.129" for e in events.recent(etcd, keys, 100))
+    assert any(e.subject == "129" for e in events.recent(etcd, keys, 100))
 
 
 def end(command: list[str]) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from support.browser import Open, Page, browser, expect, is_live, needs_chromium
 from support.etcd_server import EtcdServers
 
 from elastic_rl.coordinator import dashboard
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import (
     Engine,
     EngineState,
@@ -201,14 +201,14 @@ def test_restarts_of_an_engine_a_role_and_the_whole_job_are_requested(show: Open
 
 def test_alert_is_silenced_by_its_button(show: Open, cluster: ApiCluster) -> None:
     page = show()
-    event = events.build("test.broken", "thing", "it fell over", severity=Severity.ERROR)
+    event = events.build(event_kinds.OPERATION_FAILED, "thing", "it fell over", severity=Severity.ERROR)
     cluster.etcd.put(cluster.keys.event(event.id), event.encode())
     expect(page.locator("#events")).to_contain_text("it fell over")
-    alert = page.locator("#alerts .alert").filter(has_text="test.broken thing")
+    alert = page.locator("#alerts .alert").filter(has_text="operation.failed thing")
     expect(alert).to_be_visible()
     expect(page.locator("#summary")).to_have_attribute("data-level", "bad")
     alert.get_by_role("button", name="Silence").click()
-    dialog = page.get_by_role("dialog", name="Silence test.broken thing")
+    dialog = page.get_by_role("dialog", name="Silence operation.failed thing")
     dialog.get_by_label("For").select_option(label="4 hours")
     dialog.get_by_label("Why").fill("known")
     dialog.get_by_role("button", name="Silence").click()
@@ -256,7 +256,7 @@ def test_changes_in_etcd_are_shown_without_a_reload(show: Open, cluster: ApiClus
 
 def test_text_of_records_is_never_markup(show: Open, cluster: ApiCluster) -> None:
     page = show()
-    event = events.build("test.said", "<b>x</b>", "<img src=x onerror=alert(1)> said")
+    event = events.build(event_kinds.POOL_SCALED, "<b>x</b>", "<img src=x onerror=alert(1)> said")
     cluster.etcd.put(cluster.keys.event(event.id), event.encode())
     expect(page.locator("#events")).to_contain_text("<img src=x onerror=alert(1)> said")
     assert page.locator("#events img, #events b").count() == 0

@@ -8,25 +8,26 @@ from elastic_rl.config import parse
 from elastic_rl.coordinator.event_reader import MAX_BATCH, EventReader
 from elastic_rl.coordinator.failure.statistics import EventCursor
 from elastic_rl.coordinator.retention import Retention
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.transaction import batches
 
 
 def write(etcd: EtcdClient, keys: Keys, count: int) -> None:
-    made = [events.build(f"test.{n}", "s", "m" * 500, at=1000.0 + n) for n in range(count)]
+    made = [events.build(event_kinds.POOL_SCALED, f"pool-{n}", "m" * 500, at=1000.0 + n) for n in range(count)]
     for batch in batches([events.put_op(keys, event) for event in made]):
         etcd.txn([], batch)
 
 
 def read_all(etcd: EtcdClient, keys: Keys) -> list[str]:
-    kinds: list[str] = []
+    """Subjects of the events."""
+    subjects: list[str] = []
     while (batch := EventReader(etcd, keys).read()).events:
-        kinds += [event.kind for event, _ in batch.events]
+        subjects += [event.subject for event, _ in batch.events]
         for compare, op in batch.cursor:
             assert etcd.txn([compare], [op]).succeeded
-    return kinds
+    return subjects
 
 
 def test_event_that_sorts_into_a_page_that_was_read_is_not_missed(etcd: EtcdClient, keys: Keys,
@@ -41,14 +42,15 @@ def test_event_that_sorts_into_a_page_that_was_read_is_not_missed(etcd: EtcdClie
         if options.get("newest_first") is not True and len(pages) < 3:
             pages.append(len(answer.kvs))
             if len(pages) == 1:
-                late = [events.build("test.late", "s", "m", at=1.0), events.build("test.newest", "s", "m", at=9000.0)]
+                late = [events.build(event_kinds.POOL_SCALED, subject, "m", at=at)
+                        for subject, at in (("late", 1.0), ("newest", 9000.0))]
                 etcd.txn([], [events.put_op(keys, event) for event in late])
         return answer
 
     monkeypatch.setattr(etcd, "page", slow_page)
-    kinds = read_all(etcd, keys)
+    subjects = read_all(etcd, keys)
     assert len(pages) > 1, "the backlog was read in one page: this test shows nothing"
-    assert sorted(kinds) == sorted([*(f"test.{n}" for n in range(count)), "test.late", "test.newest"])
+    assert sorted(subjects) == sorted([*(f"pool-{n}" for n in range(count)), "late", "newest"])
 
 
 def test_events_that_were_not_read_yet_are_kept(etcd: EtcdClient, keys: Keys) -> None:

@@ -16,7 +16,7 @@ from support.leader import Leader
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.errors import EtcdFull
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, Operation, OperationKind, OperationState, PoolSpec, PoolStatus
@@ -86,7 +86,7 @@ def test_unreadable_records_are_skipped_with_an_alert_each(lead: Lead, etcd: Etc
 
 
 def test_unreadable_records_of_the_leader_itself_are_replaced(lead: Lead, etcd: EtcdClient, keys: Keys) -> None:
-    events.emit(etcd, keys, "test.before", "s", "m")
+    events.emit(etcd, keys, event_kinds.POOL_SCALED, "s", "m")
     own = [keys.event_cursor(), keys.leadership(), keys.leader_heartbeat(), keys.progress_intervals("rollout")]
     for key in own:
         etcd.put(key, b"garbage")

@@ -19,7 +19,7 @@ from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
@@ -351,7 +351,8 @@ def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_b
 
     def agent_ends() -> None:
         revision = log_revision()
-        events.emit(etcd, keys, "trainer.agent_ended", "trainer", "the trainer agent ended (exit code 2)")
+        events.emit(etcd, keys, event_kinds.GROUPS["trainer"].agent_ended, "trainer",
+                    "the trainer agent ended (exit code 2)")
         wait_until(lambda: log_revision() > revision, timeout_s=20, what="the fault in the log")
 
     def log_revision() -> int:
@@ -494,10 +495,11 @@ def test_late_report_about_an_earlier_incarnation_changes_nothing(lead: Any, pla
         return EventCursor.decode(found.value).statistics.events.get("engine.dead", 0) if found else 0
 
     wait_until(entry, timeout_s=20, what="the registry entry")
-    events.emit(etcd, keys, "engine.dead", "e1", "its server died", severity=Severity.ERROR, incarnation="earlier")
+    events.emit(etcd, keys, event_kinds.ENGINE_DEAD, "e1", "its server died", severity=Severity.ERROR,
+                incarnation="earlier")
     wait_until(lambda: counted() == 1, timeout_s=20, what="the leader to have read the event")
     assert entry() is not None and not entry().dead
-    events.emit(etcd, keys, "engine.dead", "e1", "its server died", severity=Severity.ERROR,
+    events.emit(etcd, keys, event_kinds.ENGINE_DEAD, "e1", "its server died", severity=Severity.ERROR,
                 incarnation=member.incarnation)
     wait_until(lambda: entry() and entry().reported, timeout_s=20, what="the death of the registered incarnation")
     assert leader.health.problem() == ""

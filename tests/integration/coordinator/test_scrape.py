@@ -14,7 +14,7 @@ from support.coordinators import AUTH, LEASE_TTL_S, Replicas
 from support.etcd_server import EtcdServers
 from support.monitoring import expressions, metrics_of, promtool
 
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import LEASE_HEARTBEATS, Membership
@@ -81,8 +81,8 @@ def a_job(etcd: EtcdClient, keys: Keys) -> None:
                                      disk_bytes=1000, disk_used_bytes=10),
     }.items():
         etcd.put(key, record.encode())
-    fallen = events.build("engine.dead", "e0", "", detect_s=0.2)
-    recovered = events.build("engine.ready", "e1", "", start_s=0.0)
+    fallen = events.build(event_kinds.ENGINE_DEAD, "e0", "", detect_s=0.2)
+    recovered = events.build(event_kinds.ENGINE_READY, "e1", "", start_s=0.0)
     etcd.txn([], [Op.put(keys.event(fallen.id), fallen.encode())])
     etcd.txn([], [Op.put(keys.event(recovered.id + "z"), recovered.encode())])
 

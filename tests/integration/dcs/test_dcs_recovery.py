@@ -13,12 +13,11 @@ import torch
 from support.dcs_cluster import DcsCluster, Tensors, model
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog.garbage_collector import MISMATCH
 from elastic_rl.dcs.catalog.repair import Repairer
 from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.versions import recovery
 from elastic_rl.errors import CatalogMismatch, VersionNotFound
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.runtime.waiting import wait_until
@@ -66,7 +65,8 @@ class LossyCluster(DcsCluster):
         return lines
 
     def mismatches(self) -> list[str]:
-        return [e.message for e in events.recent(self.etcd, self.keys) if e.kind == MISMATCH]
+        return [e.message for e in events.recent(self.etcd, self.keys)
+                if e.kind == event_kinds.DCS_CATALOG_MISMATCH.name]
 
     def recover(self, durable: DurableStore | None = None) -> recovery.Plan:
         return recovery.recover(self.etcd, self.keys, self.client(), durable, holder="test")

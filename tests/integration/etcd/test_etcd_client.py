@@ -11,7 +11,7 @@ import pytest
 from support.etcd_server import EtcdServers
 
 from elastic_rl.errors import Compacted, EtcdRefused, EtcdUnavailable, Fenced, LeaseLost
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.net.addresses import free_port
@@ -89,7 +89,7 @@ def test_concurrent_drivers_get_different_epochs(etcd: EtcdClient, keys: Keys) -
 
 def test_recent_events_are_ordered_oldest_first(etcd: EtcdClient, keys: Keys) -> None:
     for i in range(5):
-        events.emit(etcd, keys, "pool.scaled", "rollout", f"event {i}", n=i)
+        events.emit(etcd, keys, event_kinds.POOL_SCALED, "rollout", f"event {i}", n=i)
         time.sleep(0.002)  # ids have the milliseconds' resolution
     assert [e.data["n"] for e in events.recent(etcd, keys, limit=3)] == [2, 3, 4]
 

@@ -13,13 +13,13 @@ import pytest
 from support.etcd_server import EtcdServers
 from support.tcp_link import Link, Links
 
-from elastic_rl.coordinator.api.change_projector import Change
+from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.watch_trigger import WatchTrigger
 from elastic_rl.dcs.fetch.puller import HeadWatch
 from elastic_rl.errors import Compacted
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
@@ -87,13 +87,13 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
         witness = cleanup.enter_context(far.watch(keys.root, start_revision=near.range(keys.root)[1] + 1))
         stream = background.submit(asyncio.run, client.run())
         assert client.open.wait(60)
-        events.emit(near, keys, "before", "x", "m")
+        events.emit(near, keys, event_kinds.POOL_SCALED, "before", "m")
         wait_until(lambda: client.saw("before"), timeout_s=60, what="the first event")
 
         outage.begin()
         _head(near, keys, 2)
         _head(near, keys, 3)
-        events.emit(near, keys, "meanwhile", "x", "m")
+        events.emit(near, keys, event_kinds.POOL_SCALED, "meanwhile", "m")
         first.stop()
         outage.end(keys)
 
@@ -104,7 +104,7 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
         wait_until(lambda: second.is_leader, timeout_s=20, what="the second leader")
         assert client.open_again.wait(20), "the stream did not end"
         assert client.missed is None, "changes that were compacted cannot be replayed: it needs a snapshot"
-        events.emit(near, keys, "after", "x", "m")
+        events.emit(near, keys, event_kinds.POOL_SCALED, "after", "m")
         wait_until(lambda: client.saw("after"), timeout_s=20, what="an event after the compaction")
         wait_until(lambda: _wakes(near, keys, woken), timeout_s=20, what="the waker", poll_s=0.2)
         client.stopping.set()
@@ -116,8 +116,8 @@ class Client:
     """A change stream that is opened again when it ends, from the last revision seen."""
 
     changes: ChangeStream
-    seen: list[Change] = field(default_factory=list)
-    missed: list[Change] | None = field(default_factory=list)
+    seen: list[ObjectChange] = field(default_factory=list)
+    missed: list[ObjectChange] | None = field(default_factory=list)
     open: threading.Event = field(default_factory=threading.Event)
     open_again: threading.Event = field(default_factory=threading.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -134,8 +134,8 @@ class Client:
         while not self.stopping.is_set():
             self.seen += await reader.take(0.5)
 
-    def saw(self, kind: str) -> bool:
-        return any(c.object is not None and f'"kind":"{kind}"'.encode() in c.object for c in self.seen)
+    def saw(self, subject: str) -> bool:
+        return any(c.object is not None and f'"subject":"{subject}"'.encode() in c.object for c in self.seen)
 
 
 def _wakes(near: EtcdClient, keys: Keys, woken: threading.Event) -> bool:

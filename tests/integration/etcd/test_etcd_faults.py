@@ -35,9 +35,8 @@ def test_calls_without_quorum_end_in_their_budget_and_resume_with_it(etcd3_clust
             servers.stop(victims[1])
             assert servers.processes[victims[0]].returncode == -9
             for call in (lambda: etcd.get(key), lambda: etcd.put(key, b"maybe"), lambda: etcd.grant(5)):
-                with pytest.raises(EtcdUnavailable) as ended:
+                with pytest.raises(EtcdUnavailable):
                     call()
-                assert ended.value.retryable
             waiting = background.submit(patient.put, keys.root + "patient", b"")
             assert short.lost.wait(30) and not short.alive
             assert long.alive

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
@@ -42,12 +42,13 @@ def test_fenced_transaction_does_none_of_its_operations(etcd: EtcdClient, keys: 
 
 def test_event_of_an_old_epoch_is_refused_with_its_change(etcd: EtcdClient, keys: Keys) -> None:
     old = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
-    written = old.emit("engine.starting", "e", "engine e is starting", ops=[Op.put(keys.engine("e"), b"1")], pid=7)
+    written = old.emit(event_kinds.ENGINE_STARTING, "e", "engine e is starting", pid=7,
+                       ops=[Op.put(keys.engine("e"), b"1")])
     assert written is not None and written.data == {"pid": 7}
     new = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "second").number)
     with pytest.raises(Fenced):
-        old.emit("engine.dead", "e", "engine e is dead", ops=[Op.delete(keys.engine("e"))])
-    assert new.emit("engine.ready", "e", "engine e is ready") is not None
+        old.emit(event_kinds.ENGINE_DEAD, "e", "engine e is dead", ops=[Op.delete(keys.engine("e"))])
+    assert new.emit(event_kinds.ENGINE_READY, "e", "engine e is ready") is not None
     assert [e.kind for e in events.recent(etcd, keys)] == ["engine.starting", "engine.ready"]
     assert etcd.get(keys.engine("e")) is not None
 
@@ -56,12 +57,12 @@ def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -
     election = Election(etcd, keys, "a", "", 60).start()
     try:
         wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
-        assert election.writer.emit("pool.scaled", "rollout", "m") is not None
+        assert election.writer.emit(event_kinds.POOL_SCALED, "rollout", "m") is not None
         held = election.guard
         etcd.delete(keys.leader("a"))  # its lease ended by etcd's clock, and not yet by its own
         unaware = FencedWriter(etcd, keys, lambda: held, "the term of replica a")
         with pytest.raises(Fenced, match="the term of replica a is over"):
-            unaware.emit("pool.scaled", "rollout", "m")
+            unaware.emit(event_kinds.POOL_SCALED, "rollout", "m")
         assert len(events.recent(etcd, keys)) == 1
     finally:
         election.stop()
@@ -70,11 +71,11 @@ def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -
 
 
 def test_failed_comparison_is_distinguished_from_a_fenced_write(etcd: EtcdClient, keys: Keys) -> None:
-    key, event = keys.root + "x", "job.changed"
+    key = keys.root + "x"
     writer = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
     assert writer([Compare.absent(key)], [Op.put(key, b"1")])
     assert not writer([Compare.absent(key)], [Op.put(key, b"2")])
-    assert writer.emit(event, "x", "m", compares=[Compare.absent(key)]) is None
+    assert writer.emit(event_kinds.POOL_SCALED, "x", "m", compares=[Compare.absent(key)]) is None
     refused = writer.txn([Compare.absent(key)], [Op.put(key, b"2")], [Op.get(key), Op.get(keys.epoch())])
     found = refused.get(key)
     assert not refused.succeeded and found is not None and found.value == b"1"

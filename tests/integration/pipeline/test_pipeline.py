@@ -22,7 +22,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.data.ledger import ConsumedGroups, audit
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import Fenced
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
@@ -284,7 +284,8 @@ def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> No
 def test_actor_that_takes_over_says_that_the_trainer_which_the_first_one_missed_is_back(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(1)
-    fencing.emit(job.etcd, job.keys, job.ctx.epoch, "trainer.failed", "trainer", "lost", severity=Severity.ERROR)
+    fencing.emit(job.etcd, job.keys, job.ctx.epoch, event_kinds.GROUPS["trainer"].failed, "trainer", "lost",
+                 severity=Severity.ERROR)
     job.start_actor()
     job.finish()
     assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]

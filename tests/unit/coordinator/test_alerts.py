@@ -12,7 +12,7 @@ from elastic_rl.coordinator.alerts import rules, state_machine
 from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, conditions, etcd_conditions
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
-from elastic_rl.coordinator.etcd_health import Health
+from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.client import KeyValue, MemberStatus
@@ -64,31 +64,32 @@ def snapshot(**changes) -> ClusterSnapshot:
 
 
 def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> None:
-    found = {rules.report(event(k, "e1", by="leader" if k == "engine.dead" else ""), 3, "j").key
+    found = {rules.report(event(k, "e1", by="leader" if k == "engine.dead" else ""), 5).key
              for k in ("engine.dead", "engine.replaced", "engine.quarantined")}
     assert found == {"engine.dead/e1"}
 
 
 @pytest.mark.parametrize(("kind", "severity", "opens"), [
-    ("publish.failed", Severity.INFO, True), ("logprob.mismatch", Severity.WARNING, True),
+    ("version.dropped", Severity.WARNING, True), ("logprob.mismatch", Severity.WARNING, True),
     ("samples.unpublished", Severity.WARNING, True), ("router.foreign_worker", Severity.WARNING, True),
-    ("staleness.exceeded", Severity.WARNING, True), ("anything.bad", Severity.ERROR, True),
+    ("pool.scaled", Severity.ERROR, True), ("newer.release", Severity.ERROR, True),
+    ("newer.release", Severity.WARNING, False), ("compute.failing", Severity.ERROR, False),
     ("router.restarted", Severity.WARNING, True), ("queue.replaced", Severity.WARNING, True),
     ("engine.drain_timeout", Severity.WARNING, False),
-    ("version.committed", Severity.INFO, False)])
+    ("version.republished", Severity.WARNING, False)])
 def test_event_opens_an_alert(kind: str, severity: Severity, opens: bool) -> None:
-    assert (rules.report(event(kind, severity=severity), 3, "j") is not None) is opens
+    assert (rules.report(event(kind, severity=severity), 5) is not None) is opens
 
 
 @pytest.mark.parametrize("kind", ["etcd.restarted", "dcs.restarted", "coordinator.restarted"])
 def test_restart_of_a_local_service_is_a_one_time_alert(kind: str) -> None:
-    condition = rules.report(event(kind, severity=Severity.WARNING), 3, "j")
+    condition = rules.report(event(kind, severity=Severity.WARNING), 5)
     assert condition is not None and not condition.notify_resolved
 
 
 @pytest.mark.parametrize(("part", "subject"), [("dcs", "node-0"), ("coordinator", "coordinator-1")])
 def test_restart_of_a_service_whose_death_has_an_alert_opens_no_second_one(part: str, subject: str) -> None:
-    restarted = rules.report(event(f"{part}.restarted", subject, Severity.WARNING), 3, "j")
+    restarted = rules.report(event(f"{part}.restarted", subject, Severity.WARNING), 5)
     assert restarted is not None
     dead = advance_once(1.0, reports=[Condition(f"{part}.dead", subject, "m", revision=2)]).put
     assert rules.merge_by_fault([restarted], dead) == []
@@ -96,7 +97,7 @@ def test_restart_of_a_service_whose_death_has_an_alert_opens_no_second_one(part:
 
 
 def test_leaders_own_death_event_opens_no_second_alert() -> None:
-    assert rules.report(event("coordinator.dead", severity=Severity.ERROR, by="leader"), 3, "j") is None
+    assert rules.report(event("coordinator.dead", severity=Severity.ERROR, by="leader"), 5) is None
 
 
 def test_dead_ranks_of_a_trainer_are_one_alert() -> None:
@@ -115,7 +116,7 @@ def test_engine_alert_is_over_when_the_pool_is_complete() -> None:
 
 def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> None:
     reported = Event(id="1", at=1.0, kind="engine.cannot_fetch", subject="e1", message="m", severity=Severity.WARNING)
-    condition = rules.report(reported, 5, "j")
+    condition = rules.report(reported, 5)
     assert condition and condition.key == "engine.cannot_fetch/e1"
     over = Event(id="2", at=2.0, kind="engine.fetch_recovered", subject="e1", message="m")
     assert rules.resolved_key(over, "j") == condition.key
@@ -127,7 +128,7 @@ def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> Non
 
 def test_dropped_version_is_a_publish_alert_of_its_stream() -> None:
     dropped = Event(id="1", at=1.0, kind="version.dropped", subject="policy", message="m", severity=Severity.WARNING)
-    condition = rules.report(dropped, 5, "j")
+    condition = rules.report(dropped, 5)
     assert condition and condition.key == "publish.failed/policy"
 
 
@@ -167,7 +168,7 @@ def opened(kind: str, subject: str, severity: Severity = Severity.ERROR, revisio
 
 @pytest.mark.parametrize(("group", "other"), [("trainer", "critic"), ("critic", "trainer")])
 def test_signs_of_a_lost_trainer_group_are_one_alert_that_its_own_recovery_ends(group: str, other: str) -> None:
-    signs = [rules.report(event(f"{group}.{what}", group, Severity.ERROR), 5, "j")
+    signs = [rules.report(event(f"{group}.{what}", group, Severity.ERROR), 5)
              for what in ("failed", "agent_ended")]
     assert {sign.key for sign in signs if sign} == {f"{group}.dead/{group}"}
     waiting = Condition("run.waiting", group, "m", Severity.WARNING)
@@ -205,7 +206,7 @@ def test_error_is_not_merged_into_a_warning() -> None:
 
 
 def test_restart_event_is_notified_unless_its_fault_has_an_alert() -> None:
-    requested = rules.report(event("restart.requested", "engines/e1", by="ada"), 5, "j")
+    requested = rules.report(event("restart.requested", "engines/e1", by="ada"), 5)
     assert requested and not requested.notify_resolved and merged(requested) == ["restart.requested/engines/e1"]
     assert merged(requested, known=[opened("engine.hung", "e1")]) == []
     role = replace(requested, subject="roles/rollout")
@@ -231,7 +232,7 @@ def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> Non
 
 
 def test_crash_loop_and_failed_job_are_one_alert_until_the_job_runs() -> None:
-    loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="failure_policy"), 5, "j")
+    loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="failure_policy"), 5)
     failed = conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
     assert loop and len(set(merged(loop, failed))) == 1
     alert = opened("run.crash_loop", "j", revision=5)
@@ -350,7 +351,7 @@ def test_wait_that_follows_from_a_fault_is_part_of_its_alert(kind: str, subject:
 
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
-        health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
+        health = EtcdHealth([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
         return [(c.key, c.severity) for c in etcd_conditions(health, 0.5, 0.9, 1000)]
 
     assert found("", "", "") == [] == found("")
@@ -358,13 +359,13 @@ def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     assert found("x", "", "", "", "") == [("etcd.degraded/m0", Severity.WARNING)]
     assert [s for _, s in found("x", "y", "", "", "")] == [Severity.ERROR] * 2
     assert found("", read_s=0.6) == [("etcd.slow/etcd", Severity.WARNING)]
-    full = Health([MemberStatus("m0", alarms=("NOSPACE",))])
+    full = EtcdHealth([MemberStatus("m0", alarms=("NOSPACE",))])
     assert [c.key for c in etcd_conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
 
 
 def test_etcd_full_uses_the_members_quota_or_the_assumed_one() -> None:
     def full(*members: MemberStatus) -> bool:
-        return [c.key for c in etcd_conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
+        return [c.key for c in etcd_conditions(EtcdHealth(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
 
     assert full(MemberStatus("m0", db_bytes=901), MemberStatus("m1", db_bytes=100))
     assert not full(MemberStatus("m0", db_bytes=899))
@@ -379,7 +380,7 @@ def test_leader_gap_is_reported_unless_the_service_was_stopped() -> None:
     assert leader_gap.gap_s(before, 5, 160.0, 15.0, stopped=False) == 0.0, "it is the same leader"
     assert leader_gap.gap_s(before, 6, 160.0, 15.0, stopped=True) == 0.0
     assert leader_gap.gap_s(None, 6, 160.0, 15.0, stopped=True) == 0.0
-    gap = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5, "j")
+    gap = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5)
     assert gap and not gap.notify_resolved
 
 

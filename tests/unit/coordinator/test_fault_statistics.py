@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, EventCursor, FaultStatistics, count
-from elastic_rl.etcd import events
 from elastic_rl.etcd.records import Event
 
 
 def at(second: float, kind: str, subject: str = "x", **data: Any) -> Event:
-    return events.build(kind, subject, "", at=second, **data)
+    return Event(id=f"{second}-{kind}-{subject}", at=second, kind=kind, subject=subject, message="", data=data)
 
 
 def recovered(statistics: FaultStatistics, part: str) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from elastic_rl.coordinator.failure.statistics import FaultStatistics, count
 from elastic_rl.coordinator.metrics.job_metrics import JobCounters, families
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Member, StepMetrics, Version, VersionState
 
 
@@ -86,9 +86,9 @@ def test_role_metrics_show_the_worst_member() -> None:
 
 
 def test_recovery_times_are_a_histogram_by_part() -> None:
-    reported = [events.build("engine.dead", "e0", "", at=10.0, detect_s=0.2),
-                events.build("engine.ready", "e1", "", at=25.0, start_s=14.0),
-                events.build("dcs.dead", "n0", "", at=30.0)]
+    reported = [events.build(event_kinds.ENGINE_DEAD, "e0", "", at=10.0, detect_s=0.2),
+                events.build(event_kinds.ENGINE_READY, "e1", "", at=25.0, start_s=14.0),
+                events.build(event_kinds.of_members("dcs").dead, "n0", "", at=30.0)]
     found = samples(ClusterSnapshot(job="j", now=40.0), statistics=count(FaultStatistics(), reported))
     assert found["faults_total{part=engine}"] == 1 and found["faults_open{part=dcs}"] == 1
     assert found["fault_recovery_seconds_bucket{part=engine,le=10}"] == 0

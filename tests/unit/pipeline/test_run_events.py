@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from elastic_rl.etcd.client import KeyValue
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import StepMetrics
+from elastic_rl.etcd.records import Event, StepMetrics
 from elastic_rl.pipeline.records.run_events import RunEvents
 
 
@@ -17,9 +20,36 @@ def test_log_probs_of_engine_and_trainer_are_compared_for_samples_of_the_newest_
         staleness: int, difference: float | None, told: bool) -> None:
     kinds: list[str] = []
 
-    def emit(kind: str, subject: str, message: str, **_: Any) -> None:
-        kinds.append(kind)
+    def emit(kind: EventKind, subject: str, message: str, **_: Any) -> None:
+        kinds.append(kind.name)
 
     events = RunEvents(None, Keys("job"), emit)  # type: ignore[arg-type]
     events.logprob_difference(StepMetrics(step=3, at=0.0, reward=0.0, staleness=staleness), difference, 1e-4)
     assert kinds == (["logprob.mismatch"] if told else [])
+
+
+class EventLog:
+    """etcd with a log of events and nothing else."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.kvs = [KeyValue(f"{n}", Event(id=f"{n}", at=float(n), kind=kind, subject="trainer", message="").encode(),
+                             n, n, 1, 0) for n, kind in enumerate(kinds, 1)]
+
+    def range(self, prefix: str, *, limit: int, newest_first: bool) -> tuple[list[KeyValue], int]:
+        return list(reversed(self.kvs)), 9
+
+
+@pytest.mark.parametrize(("log", "recovered"), [
+    (["trainer.failed"], ["trainer.recovered"]), (["critic.agent_ended"], ["critic.recovered"]),
+    (["trainer.failed", "trainer.recovered"], []), (["trainer.failed", "trainer.returned"], ["trainer.recovered"]),
+    (["trainer.hung", "trainer.resumed"], []), (["trainer.recovered", "trainer.hung"], ["trainer.recovered"])])
+def test_actor_that_takes_over_reports_the_recovery_of_groups_that_were_lost_and_of_no_others(
+        log: list[str], recovered: list[str]) -> None:
+    kinds: list[str] = []
+
+    def emit(kind: EventKind, subject: str, message: str, **_: Any) -> None:
+        kinds.append(kind.name)
+
+    events = RunEvents(EventLog(log), Keys("job"), emit)  # type: ignore[arg-type]
+    events.trainers_recovered(set(), at_step=3, step=3, version=3)
+    assert kinds == recovered

@@ -7,7 +7,7 @@ import torch
 
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, NodeUnavailable, VersionNotFound
 from elastic_rl.trainer.checkpoint import rounds as rounds_module
-from elastic_rl.trainer.checkpoint.rounds import Cancelled, Job, Rounds, Unavailable, Verdict, patiently, verdict
+from elastic_rl.trainer.checkpoint.rounds import Cancelled, Job, Rounds, Unavailable, Verdict, verdict, while_away
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 
 ALONE = ParallelDims(0, 1, 1, 0, 1, 0, torch.device("cpu"))
@@ -48,7 +48,7 @@ def test_job_waits_while_etcd_or_the_node_is_away_and_says_for_what(monkeypatch:
         return "restored"
 
     rounds = Rounds(ALONE, None, round_timeout_s=1)
-    assert rounds.run(lambda job: patiently(job, attempt, lambda e: reasons.append(e.message))) == "restored"
+    assert rounds.run(lambda job: while_away(job, attempt, lambda e: reasons.append(e.message))) == "restored"
     assert reasons == ["no majority", "no node"]
 
 
@@ -61,4 +61,4 @@ def test_cancelled_job_does_not_wait_for_what_is_away(monkeypatch: pytest.Monkey
         raise NodeUnavailable("no node")
 
     with pytest.raises(Cancelled):
-        patiently(job, attempt, lambda e: None)
+        while_away(job, attempt, lambda e: None)
