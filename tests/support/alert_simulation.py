@@ -226,7 +226,7 @@ class AlertSimulation:
         """A service of the local cluster ended and was started again, which is a one-time event."""
         revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
         event = events.build(event_kinds.DCS_RESTARTED, service, "m", severity=Severity.WARNING)
-        self.events.append((revision, rules.report(event, revision, "j"), ""))
+        self.events.append((revision, rules.report(event, revision), ""))
 
     def prune_events(self) -> None:
         """Deletes every event, also those that no leader has read."""

@@ -151,7 +151,8 @@ def test_finished_job_is_notified_once_over_passes_and_a_change_of_the_leader(
         try:
             wait_until(lambda: service.about("chat", "EVENT", "job.finished"), timeout_s=60, what="the event")
             for _ in range(2):  # each takes several passes from its event to its notification
-                events.emit(etcd, keys, event_kinds.QUEUE_REPLACED, name := f"queue-{n}-{len(service.got['chat'])}", "m")
+                name = f"queue-{n}-{len(service.got['chat'])}"
+                events.emit(etcd, keys, event_kinds.QUEUE_REPLACED, name, "m")
                 wait_until(lambda x=name: service.about("chat", "EVENT", x), timeout_s=60, what="the next")
         finally:
             leader.close()
