@@ -48,8 +48,8 @@ RECORDS = ROOT / ".pytest_cache" / "suite"
 
 @dataclass
 class Suite:
-    """One run of the suite. ``cwd``: the folder that tests are named relative to; ``records``: where the plug-ins write;
-    ``forgiving``: whether a test that passes in its second run counts as passed."""
+    """One run of the suite. ``cwd``: the folder that tests are named relative to; ``records``: the folder that the
+    plug-ins write to; ``forgiving``: whether a test that passes in its second run counts as passed."""
 
     cwd: Path
     records: Path
@@ -119,8 +119,8 @@ class Suite:
         return [test for test, each in self.found.items() if each.outcome == "failed"]
 
     def _pytest(self, args: Sequence[str], stdout: IO[str] | None = None) -> tuple[int, dict[str, outcomes.Outcome]]:
-        """Runs pytest to its end, also after Ctrl-C, when it ends what its tests have started. Returns its exit status and
-        what became of each test."""
+        """Runs pytest to its end, also after Ctrl-C, when it ends what its tests have started. Returns its exit status
+        and what became of each test."""
         record = self.records / "outcomes.jsonl"
         record.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "support.outcomes", "-p", "support.durations",
