@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 def full(*, proved_in: str, why: str) -> pytest.MarkDecorator:
     """For tests that run with ``--all`` only. ``proved_in``: files of the default tier that have their rule, with a
-    space in between; ``why``: what these tests add to them."""
+    space in between; ``why``: what these tests add to them. Raises ValueError for a file that is not there, so that the
+    list of what runs with ``--all`` only (``ops/test.sh --list-full``) names no proof that was moved or deleted."""
+    gone = [path for path in proved_in.split() if not (ROOT / path).is_file()]
+    if gone or not proved_in:
+        raise ValueError(f"proved_in names no test file: {gone}")
     return pytest.mark.full(proved_in=proved_in, why=why)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from support import durations
+from support import durations, tiers
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,6 +35,15 @@ def test_fails_once(name):
     marker.touch()
     print("first" if first else "second", "output of", name)
     assert not first
+"""
+STEADY = """
+import pytest
+from support.tiers import parametrize
+
+@parametrize("case", [1, 2], proved_in="tests/unit/ops/test_run_tests.py", why="another case")
+def test_passes(case): assert case == 1
+
+def test_is_skipped(): pytest.skip("here")
 """
 BROKEN_IMPORT = "import a_module_that_is_not_there\n"
 CRASHED_ONCE = """
@@ -66,8 +77,7 @@ def run(folder: Path, files: dict[str, str], *args: str, forgiving: bool = True)
 
 def test_test_that_passes_in_its_second_run_is_listed_with_both_outputs_and_fails_nothing(
         tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    steady = "import pytest\ndef test_passes(): pass\ndef test_is_skipped(): pytest.skip('here')\n"
-    code = run(tmp_path, {"test_steady.py": steady, "test_flaky.py": FLAKY.format(names=["a"])})
+    code = run(tmp_path, {"test_steady.py": STEADY, "test_flaky.py": FLAKY.format(names=["a"])}, "-m", "not full")
     shown = capfd.readouterr().out
     assert code == 0
     listed = shown.partition("UNSTABLE test_flaky.py::test_fails_once[a]")[2]
@@ -112,3 +122,31 @@ def test_test_whose_worker_crashes_is_run_again_alone(tmp_path: Path, capfd: pyt
 def test_run_that_ends_before_all_tests_have_run_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, {"test_ends.py": "import os\ndef test_ends(): os._exit(0)\n"}) == 1
     assert run(tmp_path, {"test_ends.py": "import os\ndef test_ends(): os._exit(1)\n"}) == 1
+
+
+def test_tests_of_the_full_tier_are_listed_with_the_reason_and_the_proof_by_default(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    mark = tiers.full(proved_in="tests/unit/ops/test_run_tests.py", why="at size").mark
+    items = [SimpleNamespace(nodeid=f"tests/test_a.py::test_large[{n}]", get_closest_marker=lambda _: mark)
+             for n in (1, 2)]
+    run_tests.FullTests().pytest_collection_finish(SimpleNamespace(items=items))
+    assert capsys.readouterr().out == (
+        "tests/test_a.py::test_large (2 cases)\n    at size; see tests/unit/ops/test_run_tests.py\n")
+
+
+def test_full_tier_names_no_proof_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="test_gone.py"):
+        tiers.full(proved_in="tests/unit/ops/test_run_tests.py tests/unit/test_gone.py", why="")
+
+
+def test_durations_are_summed_by_part_file_and_fixture(tmp_path: Path) -> None:
+    spans = [durations.Span("test", "tests/unit/a/test_x.py", 2.0, 1.0),
+             durations.Span("test", "tests/unit/b/test_y.py", 3.0, 2.5),
+             durations.Span("test", "tests/unit/a/test_x.py", 2.0, 1.0),
+             durations.Span("fixture", "etcd (tests)", 1.0, 0.5)]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(asdict(span)) + "\n" for span in spans) + '{"kind": "te')
+    assert durations.read(tmp_path) == spans
+    part, files, fixtures = durations.tables(spans).split("\n\n")
+    assert part.splitlines()[1].split() == ["7.0", "4.5", "3", "tests/unit"]
+    assert [line.split()[0] for line in files.splitlines()[1:3]] == ["4.0", "3.0"]
+    assert fixtures.splitlines()[-1].split() == ["1.0", "0.5", "1", "all"]
