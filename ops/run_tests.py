@@ -79,9 +79,10 @@ class Suite:
         began = time.monotonic()
         code, first = self._pytest([*args, "--continue-on-collection-errors",
                                     "--durations-to", str(self.records / "durations")])
+        ended = first.pop(outcomes.END, None)
         self.found |= first
         # pytest's 1 is "all ran, some failed", and its 0 "all ran and passed"; otherwise it did not run to the end.
-        if code != (1 if any(each.outcome == "failed" for each in first.values()) else 0):
+        if ended is None or code != (1 if any(each.outcome == "failed" for each in first.values()) else 0):
             self.failed.append(f"pytest {name} (exit status {code})")
         say(f"{name}: {time.monotonic() - began:.0f} s")
 
@@ -92,9 +93,10 @@ class Suite:
             say(f"once more, alone: {test}")
             with tempfile.TemporaryFile("w+", dir=self.records) as log:
                 code, again = self._pytest(["-p", "no:xdist", test], stdout=log)
+                ended = again.pop(outcomes.END, None)
                 log.seek(0)
                 output = log.read()
-            if code == 0 and any(each.outcome == "passed" for each in again.values()):
+            if code == 0 and ended is not None and any(each.outcome == "passed" for each in again.values()):
                 self.unstable.append(test)
                 say(f"UNSTABLE {test}")
                 output = f"--- first run, which failed ---\n{self.found[test].output}\n--- second run ---\n{output}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+END = "the end of the session"
+"""The name of the outcome that is written last. Without it the process ended before all tests had run."""
 _WORST = ("passed", "skipped", "failed")
 """Of several reports of one test (setup, call, teardown) the one that comes last here counts."""
 
@@ -49,16 +51,22 @@ class Writer:
         if report.failed:
             self._write(report)
 
+    def pytest_sessionfinish(self) -> None:
+        self._append(Outcome(END, "passed"))
+
     def _write(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         output = ""
         if report.failed:
             output = "\n".join([report.longreprtext, *(f"--- {title} ---\n{text}" for title, text in report.sections)])
+        self._append(Outcome(report.nodeid, report.outcome, output))
+
+    def _append(self, outcome: Outcome) -> None:
         with self._path.open("a") as out:
-            out.write(json.dumps(asdict(Outcome(report.nodeid, report.outcome, output))) + "\n")
+            out.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def read(path: Path) -> dict[str, Outcome]:
-    """The outcome of each test that has ended."""
+    """The outcome of each test that has ended, and END if the session has."""
     found: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         new = Outcome(**json.loads(line))
