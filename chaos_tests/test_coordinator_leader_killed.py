@@ -15,6 +15,7 @@ from leadership import Change, check
 from pool_writers import Writer, lost, more, observe, patch
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
+from support.tiers import full
 
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -36,6 +37,8 @@ def frozen(process: subprocess.Popen[bytes]) -> bool:
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
+@full(proved_in="tests/integration/coordinator/test_election.py tests/unit/coordinator/test_election_protocol.py",
+      why="many kills and stops under a stream of writes")
 def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
     since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())

@@ -20,6 +20,7 @@ import torch
 from dcs_publisher_loop import CHUNK_BYTES, content
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.catalog import pins, reads, transitions
@@ -112,6 +113,10 @@ class OneNode:
         wait_until(lambda: not list(self.folder.rglob("*.partial")), timeout_s=60, what="the end of partial files")
 
 
+EVERY_POINT = {"proved_in": "chaos_tests/test_dcs_failpoints.py tests/integration/dcs/test_catalog_machine.py",
+               "why": "a kill at each further point of a process whose first point is killed by default"}
+
+
 @pytest.fixture
 def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[OneNode]:
     out = OneNode(etcd_servers, etcd, keys, tmp_path, fencing.raise_epoch(etcd, keys, "test").number)
@@ -122,7 +127,7 @@ def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
         out.stop_node()
 
 
-@pytest.mark.parametrize("point", failpoints.PUBLISHER)
+@parametrize("point", failpoints.PUBLISHER, **EVERY_POINT)
 def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: str) -> None:
     assert dcs.publish(1) == 1
     assert dcs.run("publish", 2, point=point).returncode == KILLED
@@ -132,7 +137,7 @@ def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: st
     dcs.require_clean()
 
 
-@pytest.mark.parametrize("point", failpoints.PULLER)
+@parametrize("point", failpoints.PULLER, **EVERY_POINT)
 def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
     assert dcs.run("pull", point=point).returncode == KILLED
@@ -142,7 +147,7 @@ def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.require_clean()  # version 1 goes, too
 
 
-@pytest.mark.parametrize("point", failpoints.OPENING)
+@parametrize("point", failpoints.OPENING, **EVERY_POINT)
 def test_node_killed_during_a_pull_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
     dcs.stop_node()  # which saves what is not on disk yet
@@ -158,7 +163,7 @@ def test_node_killed_during_a_pull_leaves_no_pin(dcs: OneNode, point: str) -> No
     dcs.require_clean()
 
 
-@pytest.mark.parametrize("point", failpoints.COLLECTOR)
+@parametrize("point", failpoints.COLLECTOR, **EVERY_POINT)
 def test_killed_collector_is_completed_by_the_next_one(dcs: OneNode, point: str) -> None:
     for seed in (1, 2, 3):
         dcs.publish(seed)
@@ -169,7 +174,7 @@ def test_killed_collector_is_completed_by_the_next_one(dcs: OneNode, point: str)
     assert dcs.require_whole() == 4
 
 
-@pytest.mark.parametrize("point", failpoints.NODE)
+@parametrize("point", failpoints.NODE, **EVERY_POINT)
 def test_killed_node_has_every_saved_version_after_its_restart(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
     dcs.publish(2)

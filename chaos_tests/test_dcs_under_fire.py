@@ -16,6 +16,7 @@ from dcs_publisher_loop import CHUNK_BYTES, content
 from follower import Follower
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
+from support.tiers import full, parametrize
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.publish.publisher import Publisher
@@ -76,6 +77,8 @@ def fleet(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pat
         out.close()
 
 
+@full(proved_in="tests/integration/dcs/test_dcs_fetch.py tests/integration/dcs/test_publish.py",
+      why="kills of any node for as long as eight pullers follow, in place of one")
 def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: EtcdClient, keys: Keys) -> None:
     rng = random.Random(11)
     trainer = Trainer(etcd, keys, fencing.raise_epoch(etcd, keys, "test").number)
@@ -108,7 +111,9 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
     assert len(list(SHM.glob(f"elastic-rl-{keys.job}-*"))) == len(NODES)                        # I8
 
 
-@pytest.mark.parametrize("lost", NODES)
+@parametrize("lost", NODES,
+             proved_in="tests/integration/dcs/test_dcs_repair.py",
+             why="the loss of each node")
 def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:
     epoch = fencing.raise_epoch(etcd, keys, "test").number
     with Publisher(etcd, keys, "policy", epoch=epoch, owner="trainer", chunk_bytes=CHUNK_BYTES, replicas=2,

@@ -18,6 +18,7 @@ from dcs_publisher_loop import FENCED_EXIT
 from follower import Follower
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.tiers import full
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
@@ -54,6 +55,8 @@ def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:
     return reads.list_versions(etcd, keys, "policy")
 
 
+@full(proved_in="chaos_tests/test_dcs_failpoints.py tests/integration/dcs/test_dcs.py",
+      why="many kills at random moments, with a puller and the collector beside them")
 def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, node: DcsNode) -> None:
     rng, collector = random.Random(7), GarbageCollector(etcd, keys, RetentionPolicy(2))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.tiers import full
 from support.whole_run import assert_recovered, assert_sound, whole_job
 
 from elastic_rl.etcd.device_turn import Side
@@ -13,7 +14,9 @@ from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import EngineKilled, TrainerRankKilled
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
+    proved_in="tests/integration/pipeline/test_turns.py tests/integration/engine/test_colocated_engine.py",
+    why="kills in the turn of either side, in a whole run")]
 
 STEPS = 24
 SETTINGS = {"placement": "colocated", "train.steps": STEPS, "train.state_every_steps": 3, "train.prompts_per_step": 8,

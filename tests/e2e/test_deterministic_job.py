@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import full
 from support.whole_run import Job, fault_of, whole_job
 
 from elastic_rl.config import Stream
@@ -23,7 +24,9 @@ from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import EngineKilled, TrainerRankKilled
 from elastic_rl.report.build import effective_steps, read_records
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
+    proved_in="tests/integration/pipeline/test_fully_async.py tests/integration/engine/test_deterministic_engine.py",
+    why="the same bits from three whole runs")]
 
 STEPS = 8
 SETTINGS = {"deterministic": "true", "train.steps": STEPS, "train.state_every_steps": 3, "train.prompts_per_step": 8,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import full
 from support.whole_run import Job, assert_sound, fault_of, whole_job
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,7 +32,9 @@ from elastic_rl.faults.outages import every_outage
 
 STEPS = 60
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), full(
+    proved_in="tests/e2e/test_faults_at_once.py tests/integration/driver/test_compute_plane.py",
+    why="learning, trackers and each further kind of fault and outage, in whole runs of their own")]
 
 
 @pytest.fixture

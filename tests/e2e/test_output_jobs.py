@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.tiers import full
 from support.whole_run import Job, whole_job
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -26,7 +27,9 @@ from elastic_rl.host.local_cluster import OWNER_ENV
 from elastic_rl.runtime.files import UMASK_ENV
 from elastic_rl.runtime.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
+    proved_in="tests/integration/pipeline/test_sampled_jobs.py tests/integration/pipeline/test_output.py",
+    why="jobs that train nothing, as whole runs")]
 
 SMALL = {"data.options.operand_below": 20, "rollout.engines": 1, "rollout.groups_per_request": 8}
 WAIT_S = 600.0

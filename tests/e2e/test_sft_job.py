@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.tiers import full
 from support.whole_run import whole_job
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,9 @@ from elastic_rl.dcs.versions.service import VersionService
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), full(
+    proved_in="tests/unit/pipeline/test_sampled_modes.py tests/integration/trainer/test_trainer_group.py",
+    why="a supervised job as a whole run, and its export")]
 
 SETTINGS = {"mode": "sft", "sft.max_steps": 30, "sft.target_eval_accuracy": 1.0}
 

@@ -10,6 +10,7 @@ import pytest
 from support.api_cluster import ApiCluster
 from support.coordinators import OPERATOR
 from support.etcd_server import EtcdServers
+from support.tiers import full
 
 from elastic_rl.coordinator.api.app import routes
 from elastic_rl.etcd.records import Engine, EngineState
@@ -23,6 +24,8 @@ NOT_OURS = {
 
 
 @pytest.mark.timeout(1000)
+@full(proved_in="tests/integration/coordinator/test_api.py tests/unit/coordinator/test_api_parts.py",
+      why="thousands of requests that a tool makes of the schema")
 def test_schemathesis_finds_no_5xx_and_no_undocumented_answer(etcd_servers: EtcdServers, tmp_path: Path) -> None:
     cluster = ApiCluster(etcd_servers, tmp_path)
     engine = Engine(id="rollout-3f2a", pool="rollout", state=EngineState.READY, epoch=1)

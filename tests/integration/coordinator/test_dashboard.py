@@ -11,6 +11,7 @@ import pytest
 from support.api_cluster import ApiCluster
 from support.browser import Open, Page, browser, expect, is_live, needs_chromium, pages, sync_api  # noqa: F401
 from support.etcd_server import EtcdServers
+from support.tiers import full, parametrize
 
 from elastic_rl.coordinator import dashboard
 from elastic_rl.etcd import event_kinds, events
@@ -393,7 +394,9 @@ def test_charts_are_of_metrics_that_a_step_reports() -> None:
     assert UPDATE.keys() <= charted | shown and THROUGHPUT.keys() <= charted, "each has a chart"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@parametrize("scheme", ["light", "dark"],
+             proved_in="tests/integration/coordinator/test_dashboard.py",
+             why="the dark scheme")
 def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open, scheme: str) -> None:
     page = show(width=360, color_scheme=scheme)
     expect(page.locator("#engines tbody tr").first).to_be_visible()
@@ -408,7 +411,9 @@ def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open
     assert (red < 60) == (scheme == "dark")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@parametrize("scheme", ["light", "dark"],
+             proved_in="tests/integration/coordinator/test_dashboard.py",
+             why="the dark scheme")
 def test_axe_finds_no_accessibility_violation(show: Open, cluster: ApiCluster, scheme: str) -> None:
     page = show(color_scheme=scheme)
     expect(page.locator("#engines tbody tr").first).to_be_visible()
@@ -439,6 +444,7 @@ def test_page_whose_replica_dies_says_so_and_catches_up_when_it_is_back(show: Op
 
 
 # -- many --------------------------------------------------------------------------------------------------------------
+@full(proved_in="tests/integration/coordinator/test_dashboard.py", why="the same page at size")
 def test_hundred_pools_and_a_thousand_engines_stay_usable(show: Open, cluster: ApiCluster) -> None:
     keys = cluster.keys
     cluster.bulk([(keys.pool_spec(f"p{n:03d}"), PoolSpec(name=f"p{n:03d}", desired=10)) for n in range(100)])

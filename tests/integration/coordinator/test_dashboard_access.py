@@ -16,6 +16,7 @@ from support.api_cluster import ApiCluster, running
 from support.browser import Page, Pages, browser, dashboard_link, expect, is_live, needs_chromium, pages  # noqa: F401
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
 
@@ -211,7 +212,9 @@ def test_form_of_another_site_changes_nothing(tabs: Pages, cluster: ApiCluster, 
     assert cluster.requested_changes() == before
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+@parametrize("host", ["127.0.0.1", "evil.example"],
+             proved_in="tests/unit/coordinator/test_request_origin.py",
+             why="each further host")
 def test_scripts_of_another_site_change_and_read_nothing(tabs: Pages, cluster: ApiCluster, site: Site, engine: str,
                                                          host: str) -> None:
     context = signed_in(tabs, cluster)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.leader import Leader
+from support.tiers import parametrize
 
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.election.election import Election
@@ -369,7 +370,9 @@ def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_b
     leader.close()
 
 
-@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+@parametrize("skew_s", [3600.0, -3600.0],
+             proved_in="tests/unit/coordinator/test_leader_clock.py",
+             why="a clock that is behind")
 def test_skewed_clock_of_the_next_leader_neither_ends_an_operation_nor_keeps_it(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config, skew_s: float) -> None:
     short = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 2.0,

@@ -19,6 +19,7 @@ from support.coordinators import Replicas
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.leader import Leader
+from support.tiers import full
 
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.alerts.state_machine import Alert
@@ -163,6 +164,8 @@ def test_stopped_process_is_dead_and_returns_when_it_goes_on(
     view.until(lambda: view.alerts() == [], "the end of the alert")
 
 
+@full(proved_in="tests/unit/etcd/test_witness.py tests/unit/coordinator/test_member_registry.py",
+      why="the rule with real processes")
 def test_process_that_gets_hardly_any_time_is_not_dead(
         lead: Callable[[str], Leader], etcd: EtcdClient, keys: Keys, actor: subprocess.Popen[str], view: View) -> None:
     """It runs for some milliseconds of each second, and is found stopped by every look in between."""
@@ -180,6 +183,8 @@ def test_process_that_gets_hardly_any_time_is_not_dead(
         assert not view.events("dead") and view.alerts() == []
 
 
+@full(proved_in="tests/unit/etcd/test_witness.py tests/unit/coordinator/test_member_registry.py",
+      why="the rule with real processes")
 def test_next_leader_goes_on_with_suspicion_and_evidence(
         lead: Callable[[str], Leader], witness: HostWitness, actor: subprocess.Popen[str], view: View) -> None:
     first = lead("a")
@@ -198,6 +203,8 @@ def test_next_leader_goes_on_with_suspicion_and_evidence(
     assert "its process is gone" in view.events("dead")[0].message
 
 
+@full(proved_in="tests/unit/etcd/test_witness.py tests/unit/coordinator/test_member_registry.py",
+      why="the rule with real processes")
 def test_restarted_witness_reports_what_it_has_seen_alive_itself(
         lead: Callable[[str], Leader], etcd: EtcdClient, keys: Keys, actor: subprocess.Popen[str], view: View) -> None:
     lead("a")

@@ -16,6 +16,7 @@ import torch
 from publish_rank import STREAMS, TENSORS, tensor
 from support.dcs_cluster import CHUNK, DcsCluster
 from support.etcd_server import EtcdServers
+from support.tiers import full, parametrize
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import failpoints
@@ -92,8 +93,10 @@ def test_ranks_write_to_their_own_nodes_and_streams_become_visible_together(dcs:
     assert all(dcs.parts(2, stream) == [["n0"], ["n1"]] for stream in STREAMS)
 
 
-@pytest.mark.parametrize(("rank", "point"), [
-    (1, "publish.sealed:2"), (0, "publish.sealed:2"), (0, "publish.replicated")])
+@parametrize(("rank", "point"), [
+    (1, "publish.sealed:2"), (0, "publish.sealed:2"), (0, "publish.replicated")],
+             proved_in="chaos_tests/test_dcs_failpoints.py",
+             why="each further point that a rank is killed at")
 def test_rank_killed_during_publish_leaves_nothing_visible_and_the_next_group_publishes(
         dcs: TwoNodes, rank: int, point: str) -> None:
     ranks = spawn_ranks(dcs, 1, {rank: point})
@@ -212,6 +215,7 @@ def test_writer_that_dies_before_the_commit_loses_no_chunks(dcs: TwoNodes) -> No
     assert torch.equal(dcs.pull("policy", 1, "n0")["w0"], tensor(1, 0))
 
 
+@full(proved_in="tests/unit/dcs/test_manifest.py", why="a version at size")
 def test_version_of_a_hundred_thousand_tensors(dcs: TwoNodes) -> None:
     count = 100_000
     data = torch.arange(count * 4, dtype=torch.int32).view(count, 4)

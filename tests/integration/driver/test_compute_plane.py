@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support.etcd_server import EtcdServers
 from support.stub_actors import FAIL, StubEngine, StubRole, StubTrainer
+from support.tiers import full
 
 from elastic_rl import config
 from elastic_rl.driver import __main__ as driver
@@ -150,6 +151,8 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     assert not [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]
 
 
+@full(proved_in="tests/unit/driver/test_driver_plan.py tests/integration/driver/test_engine_pool.py",
+      why="several pools at once on a real Ray")
 def test_pools_have_engines_routers_and_faults_of_their_own(plane: Plane, tmp_path: Path) -> None:
     judge = config.PoolConfig(model=str(tmp_path / "judge"), engines=1)
     plane.ctx = plane.ctx.model_copy(update={"config": plane.ctx.config.model_copy(update={"pools": {"judge": judge}})})

@@ -11,6 +11,7 @@ import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 from support.etcd_server import EtcdServers
 from support.stub_actors import HungTrainer, KilledTrainer, StubTrainer
+from support.tiers import full
 
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
@@ -221,6 +222,7 @@ def test_end_of_the_agent_is_reported_and_it_is_started_again_without_end(group:
     assert "after 3 that failed" in group.waiting
 
 
+@full(proved_in="tests/unit/host/test_leftovers.py", why="the files of a real agent")
 def test_temporary_files_of_a_killed_agent_are_removed(make_group: MakeGroup) -> None:
     group = make_group(KilledTrainer)
     until(group, lambda: len(starts(group)) == 2, "the next group")
@@ -250,6 +252,8 @@ def test_closed_group_deregisters_its_ranks_when_the_agent_was_killed(group: Tra
     other.close()
 
 
+@full(proved_in="tests/integration/coordinator/test_leader_decides.py",
+      why="the restart of a real group")
 def test_requested_restart_of_a_hung_group_is_carried_out_by_later_passes(make_group: MakeGroup, etcd: EtcdClient,
                                                                           keys: Keys) -> None:
     """No pass waits for it: the pass that asks it to stop returns while it still runs."""
@@ -266,6 +270,7 @@ def test_requested_restart_of_a_hung_group_is_carried_out_by_later_passes(make_g
     assert reports(etcd, keys) == []
 
 
+@full(proved_in="tests/integration/driver/test_engine_pool.py", why="the same of a trainer group")
 def test_group_without_room_waits_and_starts_when_there_is_room(make_group: MakeGroup, etcd: EtcdClient, keys: Keys
                                                                 ) -> None:
     taken = placement_group([{"CPU": 3}])

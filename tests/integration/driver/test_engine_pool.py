@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from support.etcd_server import EtcdServers
 from support.stub_actors import FAIL, StubEngine
+from support.tiers import full
 
 from elastic_rl import config
 from elastic_rl.driver.pool import EnginePool
@@ -112,6 +113,7 @@ def test_engine_without_room_is_pending_while_the_pool_works_and_starts_when_the
     assert (two.status().pending, two.status().message) == (0, "")
 
 
+@full(proved_in="tests/unit/driver/test_driver_plan.py", why="the rule with real actors of Ray")
 def test_engine_without_room_is_cancelled_when_fewer_are_desired(two: PoolOfTwo, full_cluster: PlacementGroup) -> None:
     two.scale(4)
     two.until(lambda: two.status().pending == 2, "engines without room")
@@ -124,6 +126,7 @@ def test_engine_without_room_is_cancelled_when_fewer_are_desired(two: PoolOfTwo,
     assert "PENDING" not in states, "its placement group is removed too"
 
 
+@full(proved_in="tests/unit/driver/test_driver_plan.py", why="the rule with real actors of Ray")
 def test_starts_that_fail_are_repeated_with_backoff_until_one_succeeds(two: PoolOfTwo) -> None:
     fail = two.ctx.config.cluster_dir / FAIL
     fail.touch()

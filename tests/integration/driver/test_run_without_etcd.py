@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -113,7 +114,9 @@ def test_run_that_is_interrupted_without_etcd_has_a_report_that_says_so(run: Run
     assert "Made without etcd" in (run.cfg.job_dir / "report.html").read_text()
 
 
-@pytest.mark.parametrize(("code", "status"), [(0, "finished"), (1, "failed")])
+@parametrize(("code", "status"), [(0, "finished"), (1, "failed")],
+             proved_in="tests/integration/driver/test_run_without_etcd.py",
+             why="each further end of a run")
 def test_report_of_a_run_that_ended_is_written_without_etcd(run: Run, code: int, status: str) -> None:
     ctx = train.prepare(run.cfg, run.info)
     run.cfg.job_dir.joinpath("steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in _STEPS))

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl import config
 from elastic_rl.coordinator.targets import JOB
@@ -115,7 +116,9 @@ def await_polls() -> None:
     time.sleep(2.5)
 
 
-@pytest.mark.parametrize("behaviour", ["works", "hangs"])
+@parametrize("behaviour", ["works", "hangs"],
+             proved_in="tests/integration/driver/test_supervisor.py",
+             why="a driver that hangs")
 def test_requested_restart_of_the_job_is_carried_out_once(job: SupervisedJob, behaviour: str) -> None:
     """A driver that works ends when it is fenced off, before the supervisor has seen the request; one that hangs has to
     be killed for it."""
@@ -152,7 +155,9 @@ def test_request_from_before_the_first_start_is_carried_out_by_it(job: Supervise
     assert len(job.starts()) == 1 and job.finish() == 0
 
 
-@pytest.mark.parametrize("behaviour", ["crashes", "crashes-later"])
+@parametrize("behaviour", ["crashes", "crashes-later"],
+             proved_in="tests/unit/coordinator/test_failure_policy.py",
+             why="a driver that crashes later")
 def test_run_whose_driver_crashes_without_progress_ends_by_the_rule_for_crash_loops(job: SupervisedJob, behaviour: str
                                                                                     ) -> None:
     job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=7, steps=20).encode())

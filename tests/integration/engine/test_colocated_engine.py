@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone
+from support.tiers import full
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.engine.client import Sampling, finish_reason
@@ -123,6 +124,8 @@ def test_request_that_nobody_waits_for_does_not_keep_the_memory_from_the_trainer
     assert len(reasons) == 64 and "abort" in reasons
 
 
+@full(proved_in="tests/integration/pipeline/test_turns.py tests/integration/etcd/test_device_claims.py",
+      why="the turns of a real server")
 def test_engine_whose_server_dies_while_it_is_released_is_dead_and_holds_nothing(
         testbed: EngineTestbed, turns: TurnsOfTest) -> None:
     assert turns.begin(Side.ENGINES)
@@ -139,6 +142,8 @@ def test_engine_whose_server_dies_while_it_is_released_is_dead_and_holds_nothing
     turns.give_up()
 
 
+@full(proved_in="tests/integration/pipeline/test_turns.py tests/integration/etcd/test_device_claims.py",
+      why="the turns of a real server")
 def test_engine_that_is_killed_with_its_memory_keeps_the_trainer_waiting_until_its_record_is_deleted(
         testbed: EngineTestbed, turns: TurnsOfTest) -> None:
     testbed.start_colocated_engine("rollout-leaver")

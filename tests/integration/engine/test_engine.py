@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files
 from support.otlp_collector import Collector, Span, collecting
+from support.tiers import parametrize
 from transformers import PreTrainedModel
 
 from elastic_rl.dcs.fetch.puller import Puller
@@ -267,7 +268,9 @@ def test_tensor_parallel_ranks_stage_a_version_part_by_part(testbed: EngineTestb
     testbed.await_end("tp2")
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort", "drain"])
+@parametrize("mode", ["in_place", "abort", "drain"],
+             proved_in="tests/integration/engine/test_engine.py",
+             why="each further way to pause")
 def test_requests_in_flight_are_complete_after_an_update_that_keeps_aborts_or_awaits_them(
         testbed: EngineTestbed, mode: str) -> None:
     testbed.stop_engines()

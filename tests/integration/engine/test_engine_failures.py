@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_testbed import EngineTestbed, await_gone, sglang_files, suspended
+from support.tiers import full
 
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.dcs import failpoints
@@ -19,6 +20,8 @@ from elastic_rl.host.processes import spawn
 from elastic_rl.runtime.waiting import wait_until
 
 
+@full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/engine/test_engine_failures.py",
+      why="an engine for each point of an update that it is killed at")
 def test_scheduler_killed_in_an_update_never_serves_half_of_it(testbed: EngineTestbed,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine replaces the one that died before it, and brings the version that it died of."""
@@ -68,6 +71,7 @@ def test_engine_that_hangs_in_an_update_is_quarantined_while_the_others_serve_on
     assert [(e.data["applying"], e.data["incarnation"]) for e in reports] == [(third, torn.incarnation)]
 
 
+@full(proved_in="tests/unit/engine/test_engine_lifecycle.py", why="the same end with a server")
 def test_engine_ends_when_the_leader_quarantines_it(testbed: EngineTestbed) -> None:
     """That the leader does so is a test of the leader's: test_weight_outliers."""
     engine = testbed.wait_ready(testbed.serving_engine())
@@ -101,6 +105,7 @@ def test_killed_engine_is_unrouted_and_leaves_no_file(testbed: EngineTestbed) ->
     assert not [f for f in files if f.exists()]
 
 
+@full(proved_in="tests/unit/host/test_leftovers.py", why="the files of a real server")
 def test_files_of_an_engine_killed_with_its_runner_are_swept_by_its_tag(testbed: EngineTestbed, tmp_path: Path) -> None:
     """A host's power is lost, or the driver's whole tree is killed: only the next start can clean up. The engine has
     two tensor-parallel ranks, which share a segment; Python's resource tracker may outlive them and remove that one."""

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support.engine_testbed import PROMPT, EngineTestbed
 from support.etcd_server import EtcdServers
 from support.rank_processes import RankProcesses, Scenario
+from support.tiers import parametrize
 
 from elastic_rl.config import parse
 
@@ -23,8 +24,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     ranks.close()
 
 
-@pytest.mark.parametrize("model", [{"family": "llama"}, {"family": "qwen2", "tied_embeddings": True},
-                                   {"family": "qwen3_moe"}], ids=lambda m: m["family"])
+@parametrize("model", [{"family": "llama"}, {"family": "qwen2", "tied_embeddings": True},
+                                   {"family": "qwen3_moe"}], ids=lambda m: m["family"],
+             proved_in="tests/integration/trainer/test_families.py",
+             why="an engine for each further family")
 def test_engine_takes_a_version_and_its_log_probs_are_the_trainers(
         etcd_servers: EtcdServers, ranks: RankProcesses, tmp_path: Path, model: dict[str, Any]) -> None:
     testbed = EngineTestbed(etcd_servers, tmp_path, model)

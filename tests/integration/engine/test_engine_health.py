@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_testbed import EngineTestbed, await_gone, suspended
+from support.tiers import full
 
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
@@ -92,6 +93,7 @@ def asking(testbed: EngineTestbed, *, n: int, tokens: int) -> tuple[threading.Th
     return thread, answers
 
 
+@full(proved_in="tests/unit/engine/test_health.py", why="a real server under load")
 def test_busy_or_starved_engine_is_not_taken_for_frozen(testbed: EngineTestbed) -> None:
     """With limits that are shorter than the work: a full batch with a long queue, then no CPU."""
     testbed.stop_engines()
@@ -131,6 +133,7 @@ class Nodes:
         monkeypatch.setattr(Puller, "pull", pull_if_connected)
 
 
+@full(proved_in="tests/unit/engine/test_fetch_failures.py", why="the rule with real servers")
 def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_waits(
         testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch)
@@ -163,6 +166,8 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
     testbed.assert_serves()
 
 
+@full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/driver/test_router_supervisor.py",
+      why="the wait with a real server")
 def test_engine_waits_for_a_router_that_is_away_and_follows_the_head_meanwhile(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
     os.kill(testbed.router.pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_testbed import PROMPT, EngineTestbed
+from support.tiers import full
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -174,6 +175,8 @@ def test_role_gives_the_log_probs_of_a_teacher(testbed: EngineTestbed, judges: J
         assert scores.top_ids.tolist() == top.indices.tolist()
 
 
+@full(proved_in="tests/integration/engine/test_engine.py tests/integration/engine/test_engine_failures.py",
+      why="the same of an engine that serves a folder")
 def test_engine_whose_server_dies_is_dead_and_the_other_one_serves(testbed: EngineTestbed, judges: Judges) -> None:
     for name in judges.runners:
         testbed.wait_ready(name, FOLDER_VERSION)
@@ -182,6 +185,8 @@ def test_engine_whose_server_dies_is_dead_and_the_other_one_serves(testbed: Engi
     assert judges.ask() == (judges.expected(), FOLDER_VERSION)
 
 
+@full(proved_in="tests/integration/engine/test_engine.py tests/integration/engine/test_engine_failures.py",
+      why="the same of an engine that serves a folder")
 def test_engine_drains(testbed: EngineTestbed, judges: Judges) -> None:
     testbed.wait_ready("judge-a", FOLDER_VERSION)
     judges.runners["judge-a"].drain()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
+from support.tiers import full
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator import etcd_maintenance
@@ -133,6 +134,8 @@ def test_full_etcd_recovers_and_its_leader_keeps_the_term(small: EtcdServers, ke
             election.stop()
 
 
+@full(proved_in="tests/unit/coordinator/test_etcd_maintenance_plan.py",
+      why="each further state of a real etcd that is full")
 def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """A full etcd grants no lease, so nobody can become leader."""
@@ -150,6 +153,8 @@ def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys,
         assert _alarms(etcd) == set()
 
 
+@full(proved_in="tests/unit/coordinator/test_etcd_maintenance_plan.py",
+      why="each further state of a real etcd that is full")
 def test_etcd_full_of_live_data_recovers_after_keys_are_deleted(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         with pytest.raises(EtcdFull):
@@ -168,6 +173,8 @@ def test_etcd_full_of_live_data_recovers_after_keys_are_deleted(small: EtcdServe
         etcd.put(keys.root + "written", b"")
 
 
+@full(proved_in="tests/unit/coordinator/test_etcd_maintenance_plan.py",
+      why="each further state of a real etcd that is full")
 def test_maintenance_leaves_a_full_etcd_alone_when_disabled(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         _overwrite(etcd, keys)
@@ -175,6 +182,8 @@ def test_maintenance_leaves_a_full_etcd_alone_when_disabled(small: EtcdServers, 
         assert _alarms(etcd) == {NO_SPACE}
 
 
+@full(proved_in="tests/unit/coordinator/test_etcd_maintenance_plan.py",
+      why="each further state of a real etcd that is full")
 def test_mostly_free_file_near_its_quota_is_defragmented_before_the_alarm(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         for n in itertools.count():

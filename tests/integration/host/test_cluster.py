@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl.cli import main, run
 from elastic_rl.cli.exit_codes import Exit
@@ -404,8 +405,10 @@ def test_unavailable_etcd_is_reported_by_its_endpoint(make: Make) -> None:
     assert not _pids(cluster)
 
 
-@pytest.mark.parametrize("error", [PreflightFailed("no room"), OSError("no room"), KeyboardInterrupt("no room")],
-                         ids=lambda e: type(e).__name__)
+@parametrize("error", [PreflightFailed("no room"), OSError("no room"), KeyboardInterrupt("no room")],
+                         ids=lambda e: type(e).__name__,
+             proved_in="tests/integration/host/test_cluster.py",
+             why="each further kind of error")
 def test_failed_up_stops_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     cluster = make()
     started: list[str] = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.actor_runs import ThreadedJob
 from support.etcd_server import EtcdServers
+from support.tiers import full
 from support.trainer_groups import TOKEN, running_groups
 
 from elastic_rl.config.groups import ACTOR, ACTOR_FWD, REFERENCE
@@ -49,6 +50,8 @@ def require_fenced(job: ThreadedJob) -> None:
         client.close()
 
 
+@full(proved_in="tests/unit/pipeline/test_trainer_groups.py tests/integration/pipeline/test_critic_group.py",
+      why="real groups that only compute, killed in a job")
 def test_run_whose_forward_groups_are_killed_equals_one_whose_trainer_does_their_work(
         etcd_servers: EtcdServers, etcd: EtcdClient, tmp_path: Path) -> None:
     found = {}

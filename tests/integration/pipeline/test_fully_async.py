@@ -12,6 +12,7 @@ import pytest
 from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
 from support.simulated_job import STEPS, SimulatedJob
+from support.tiers import full, parametrize
 
 from elastic_rl.data.samples import Sample
 from elastic_rl.engine.generation import PromptRequest
@@ -127,7 +128,9 @@ def test_gradients_of_parts_are_computed_while_other_groups_of_the_step_are_gene
             s for name, s in metrics.seconds.items() if name != "total")) < 0.01, "no second is counted twice"
 
 
-@pytest.mark.parametrize("lost", ["parts", "trainer"])
+@parametrize("lost", ["parts", "trainer"],
+             proved_in="tests/unit/pipeline/test_flow_model.py",
+             why="a lost trainer in place of lost parts")
 def test_lost_parts_are_computed_again_and_no_group_is_trained_twice(make_job: MakeJob, lost: str) -> None:
     job = make_job(**PARTS)
     job.start_actor()
@@ -148,6 +151,7 @@ def test_lost_parts_are_computed_again_and_no_group_is_trained_twice(make_job: M
     assert job.kinds("actor.resynced" if lost == "parts" else "trainer.failed")
 
 
+@full(proved_in="tests/unit/pipeline/test_flow_model.py", why="the rule in a whole job")
 def test_lost_trainer_is_resumed_with_the_groups_that_were_generated_meanwhile(make_job: MakeJob) -> None:
     job = make_job(**{"train.max_staleness": "2"})
     job.start_actor()
@@ -175,6 +179,7 @@ def test_absent_engines_are_shown_as_what_the_run_waits_for(make_job: MakeJob) -
     job.assert_exactly_once()
 
 
+@full(proved_in="tests/unit/pipeline/test_flow_model.py", why="the rule in a whole job")
 def test_overtaken_group_is_generated_again_when_it_is_too_stale(make_job: MakeJob) -> None:
     job = make_job(**{"rollout.groups_per_request": "1", "train.eval_every_steps": "100"})
     release, versions = _slow_once(job, 3)
@@ -188,6 +193,7 @@ def test_overtaken_group_is_generated_again_when_it_is_too_stale(make_job: MakeJ
     assert sum(m.update["groups_stale"] for m in _metrics(job)) == 1
 
 
+@full(proved_in="tests/unit/pipeline/test_flow_model.py", why="the rule in a whole job")
 def test_groups_that_the_queue_loses_are_generated_again(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, lost = EmbeddedQueue.put, list[int]()
 
@@ -205,6 +211,7 @@ def test_groups_that_the_queue_loses_are_generated_again(make_job: MakeJob, monk
     assert len(lost) >= STEPS and sum(m.update["groups_lost"] for m in _metrics(job)) >= len(lost)
 
 
+@full(proved_in="tests/unit/pipeline/test_flow_model.py", why="the rule in a whole job")
 def test_actor_that_takes_over_trains_no_group_of_its_predecessor_again(make_job: MakeJob) -> None:
     job = make_job()
     first = job.start_actor()

@@ -17,6 +17,7 @@ import torch
 from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
 from support.simulated_job import STEPS, SimulatedJob
+from support.tiers import full
 
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.data.ledger import ConsumedGroups, audit
@@ -105,6 +106,7 @@ def test_run_waits_for_a_teacher_that_is_away_and_trains_on_what_it_says_of_each
     assert metrics.update["kl_teacher"] == pytest.approx(divergence, rel=1e-5)
 
 
+@full(proved_in="tests/unit/pipeline/test_waits.py", why="the rule in a whole job")
 def test_step_that_fails_again_and_again_is_a_wait_that_is_shown(job: SimulatedJob) -> None:
     """Every attempt begins its stages anew."""
     job.roles.broken.set()
@@ -281,6 +283,7 @@ def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> No
     assert job.kinds("groups.") in ([], ["groups.leased_again"]), "once, if there were any in progress"
 
 
+@full(proved_in="tests/unit/pipeline/test_pipeline_model.py", why="one moment of a take-over in a whole job")
 def test_actor_that_takes_over_says_that_the_trainer_which_the_first_one_missed_is_back(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(1)
@@ -291,6 +294,7 @@ def test_actor_that_takes_over_says_that_the_trainer_which_the_first_one_missed_
     assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]
 
 
+@full(proved_in="tests/unit/pipeline/test_pipeline_model.py", why="one moment of a take-over in a whole job")
 def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_next_one(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(2)
@@ -307,6 +311,7 @@ def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_n
     assert len([step for step, _ in job.trainer.trained if step == done + 1]) == 1
 
 
+@full(proved_in="tests/unit/pipeline/test_pipeline_model.py", why="one moment of a take-over in a whole job")
 def test_actor_that_died_in_mid_step_is_continued(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(2)
@@ -359,6 +364,7 @@ def test_loop_of_an_older_epoch_ends_and_reports_nothing(job: SimulatedJob) -> N
     assert isinstance(errors[0], Fenced) and job.kinds("trainer.") == []
 
 
+@full(proved_in="tests/unit/pipeline/test_pipeline_model.py", why="one moment of a take-over in a whole job")
 def test_actor_resumes_from_the_trainers_progress_alone(job: SimulatedJob) -> None:
     """Evaluations and early stop are functions of committed state: a new actor neither repeats nor skips one."""
     consumed = ConsumedGroups()
@@ -419,6 +425,7 @@ def test_source_that_is_away_or_slow_when_an_actor_starts_is_waited_for(
         (tmp_path / "read").touch()
 
 
+@full(proved_in="tests/unit/pipeline/test_reward_failures.py", why="the rule in a whole job")
 def test_groups_whose_reward_fails_are_on_the_record_and_replaced(
         make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "picky_reward.py").write_text(
@@ -439,6 +446,8 @@ def test_groups_whose_reward_fails_are_on_the_record_and_replaced(
     assert job.kinds("reward.") == ["reward.failed"], "rarely, whatever fails"
 
 
+@full(proved_in="tests/integration/pipeline/test_sampled_jobs.py tests/unit/pipeline/test_sampling.py",
+      why="the rule in a whole job")
 def test_groups_that_a_filter_drops_are_on_the_record_and_replaced(
         make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_filter.py").write_text(

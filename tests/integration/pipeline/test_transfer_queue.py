@@ -20,6 +20,7 @@ from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.simulated_job import SimulatedJob
+from support.tiers import parametrize
 
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.queue.transfer_queue import RemoteSamples
@@ -231,7 +232,9 @@ def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(que
     assert {at.ip for at in listening} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["controller", "storage"])
+@parametrize("killed", [0, 1], ids=["controller", "storage"],
+             proved_in="tests/integration/pipeline/test_transfer_queue.py",
+             why="the death of each kind of actor")
 def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
         queue: TransferQueueQueue, killed: int) -> None:
     for ordinal in range(3):
@@ -252,7 +255,9 @@ def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
     assert list(queue.get([0, 1])) == [0]
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["controller", "storage"])
+@parametrize("killed", [0, 1], ids=["controller", "storage"],
+             proved_in="tests/integration/pipeline/test_transfer_queue.py",
+             why="the death of each kind of actor")
 def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_trained_exactly_once(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, killed: int) -> None:
     job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{

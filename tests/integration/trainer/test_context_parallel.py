@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.rank_processes import RankProcesses, Scenario, Sizes, Tensors, assert_close
+from support.tiers import parametrize, selected
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -22,6 +23,10 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups
 ALONE: Sizes = (1, 1, 1, 1)
 SPLIT: list[Sizes] = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2), (1, 3, 1, 1)]
 EXPERTS: list[Sizes] = [ALONE, (2, 2, 1, 1), (1, 2, 1, 2)]
+MORE_SIZES = {"proved_in": "tests/integration/trainer/test_context_parallel.py "
+                           "tests/unit/trainer/test_context_positions.py",
+              "why": "context parallelism with each further way to split"}
+ON_SPLIT = parametrize("sizes", SPLIT, by_default=2, **MORE_SIZES)
 
 
 def make_config(sizes: Sizes, family: str = "qwen3", *, distributed_optimizer: bool = False) -> Config:
@@ -47,7 +52,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("context")
     dense = make_model_dir(folder / "dense", make_config(ALONE))
     experts = make_model_dir(folder / "experts", make_config(ALONE, "qwen3_moe"))
@@ -56,12 +61,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         runs.distributed = ranks.run(folder / "distributed", make_config((1, 2, 1, 2), distributed_optimizer=True),
                                      [Scenario("train", "train", dense)])["train"]
         save_file(runs.distributed, saved)
+        asked = selected(request, "sizes") | {ALONE}
         for sizes in (ALONE, *SPLIT):
+            if sizes not in asked:
+                continue
             scenarios = [Scenario(kind, kind, dense) for kind in (
                 "algorithms", "packed", "temperature", "one sample", "train", "failing")]
             runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), [
                 *scenarios, Scenario("restore", "restore", dense, str(saved))])
         for sizes in EXPERTS:
+            if sizes not in asked:
+                continue
             scenarios = [Scenario(kind, kind, experts) for kind in ("gradients", "packed", "one sample")]
             runs.experts[sizes] = ranks.run(folder / f"experts {sizes}", make_config(sizes, "qwen3_moe"), scenarios)
     finally:
@@ -70,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("scenario", ["algorithms", "packed", "one sample"])
-@pytest.mark.parametrize("sizes", SPLIT)
+@ON_SPLIT
 def test_gradients_and_metrics_of_every_algorithm_are_those_of_one_rank(runs: Runs, sizes: Sizes, scenario: str
                                                                         ) -> None:
     """Those of losses of whole sequences too, whose tokens are on several ranks. Sequences have several lengths, hardly
@@ -78,7 +88,7 @@ def test_gradients_and_metrics_of_every_algorithm_are_those_of_one_rank(runs: Ru
     assert_close(runs.dense[sizes][scenario], runs.dense[ALONE][scenario], sizes)
 
 
-@pytest.mark.parametrize("sizes", SPLIT)
+@ON_SPLIT
 def test_log_probs_are_those_of_transformers(runs: Runs, sizes: Sizes) -> None:
     found = runs.dense[sizes]["temperature"]
     reference = AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.float32).eval()
@@ -93,7 +103,7 @@ def test_log_probs_are_those_of_transformers(runs: Runs, sizes: Sizes) -> None:
             torch.testing.assert_close(logprobs[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", SPLIT)
+@ON_SPLIT
 def test_state_after_two_steps_is_that_of_one_rank_and_is_restored_bit_for_bit(runs: Runs, sizes: Sizes) -> None:
     """Each tensor is saved once, though all ranks of a context-parallel group have it."""
     alone = without_random_states(runs.dense[ALONE]["train"])
@@ -109,7 +119,7 @@ def without_random_states(state: Tensors) -> Tensors:
     return {name: tensor for name, tensor in state.items() if not name.startswith("rng.")}
 
 
-@pytest.mark.parametrize("sizes", SPLIT)
+@ON_SPLIT
 def test_loss_that_fails_on_one_rank_is_raised_on_all_and_leaves_no_rank_waiting(runs: Runs, sizes: Sizes) -> None:
     found, ranks = runs.dense[sizes]["failing"], math.prod(sizes)
     for kind in ("raises", "no_gradient", "not_finite"):
@@ -117,7 +127,7 @@ def test_loss_that_fails_on_one_rank_is_raised_on_all_and_leaves_no_rank_waiting
 
 
 @pytest.mark.parametrize("scenario", ["gradients", "packed", "one sample"])
-@pytest.mark.parametrize("sizes", EXPERTS[1:])
+@parametrize("sizes", EXPERTS[1:], **MORE_SIZES)
 def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, sizes: Sizes, scenario: str) -> None:
     """With expert parallelism a replica without samples fills up with micro-batches of its own."""
     assert_close(runs.experts[sizes][scenario], runs.experts[ALONE][scenario], sizes)

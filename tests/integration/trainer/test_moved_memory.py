@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.rank_processes import RankProcesses, Scenario, Tensors
+from support.tiers import parametrize, selected
 
 from elastic_rl import config
 from elastic_rl.config import Config
@@ -12,7 +13,7 @@ from elastic_rl.data.tiny_model import make_model_dir
 
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all groups
 
-GROUPS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (True, False)]
+GROUPS = [(dtype, distributed) for dtype in ("bfloat16", "float32") for distributed in (True, False)]
 """With the distributed optimizer fp32 masters are views of the parameters' buffer; without it they are the parameters.
 """
 
@@ -23,19 +24,21 @@ def make_config(dtype: str, distributed: bool) -> Config:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Tensors]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+            ) -> dict[tuple[str, bool], dict[str, Tensors]]:
     folder = tmp_path_factory.mktemp("moved")
     model = make_model_dir(folder / "model", make_config("float32", False))
     ranks = RankProcesses(folder)
     try:
         return {group: ranks.run(folder / f"{group[0]}-{group[1]}", make_config(*group),
                                  [Scenario("train", "train", model), Scenario("moved", "moved", model)])
-                for group in GROUPS}
+                for group in selected(request, "group")}
     finally:
         ranks.close()
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@parametrize("group", GROUPS, proved_in="tests/integration/trainer/test_moved_memory.py",
+             why="each further dtype and optimizer")
 def test_steps_with_moves_in_between_are_the_same_bits(
         results: dict[tuple[str, bool], dict[str, Tensors]], group: tuple[str, bool]) -> None:
     expected, found = results[group]["train"], results[group]["moved"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.rank_processes import RankProcesses, Scenario, Tensors
+from support.tiers import parametrize, selected
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -46,8 +47,10 @@ SHARDED, WHOLE = Group(dp=2, distributed=True), Group(dp=2)
 FP32_SHARDED, FP32_WHOLE = (Group(dp=2, distributed=d, dtype="float32", max_grad_norm=CLIPPING) for d in (True, False))
 ALONE, ALONE_FP32 = Group(max_grad_norm=CLIPPING), Group(dtype="float32")
 SAVED = Group(2, 2, 2, distributed=True)
-RESTORED = [Group(tp, pp, dp, distributed=distributed)
-            for tp, pp, dp, distributed in product((1, 2), (1, 2), (1, 2), (True, False))]
+_SIZES = [Group(tp, pp, dp, distributed=distributed)
+          for tp, pp, dp, distributed in product((1, 2), (1, 2), (1, 2), (True, False))]
+SOME = _SIZES[::5]
+RESTORED = [*SOME, *(group for group in _SIZES if group not in SOME)]
 """Each restores what the one before it has saved again, the first one what SAVED has trained."""
 SAVED_EXPERTS = Group(2, 1, 2, 2, distributed=True)
 RESTORED_EXPERTS = [Group(1, 2, 2, 2, distributed=True), Group(1, 1, 2, 1, distributed=True), Group()]
@@ -60,8 +63,10 @@ class Runs:
 
     folder: Path
     results: dict[Group, dict[str, Tensors]] = field(default_factory=dict)
-    chains: list[list[Tensors]] = field(default_factory=list)
-    """Dense, and with experts: the state that was saved, and what each group after it has saved again."""
+    saved: list[Tensors] = field(default_factory=list)
+    """Dense, and with experts: the state that was saved,"""
+    restored: list[dict[Group, Tensors]] = field(default_factory=list)
+    """and what each group after it has saved again."""
 
 
 def make_folder(folder: Path, name: str, dtype: torch.dtype, **model: Any) -> Path:
@@ -77,7 +82,7 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype, **model: Any) -> Pa
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("precision")
     dense = make_folder(folder, "dense", torch.float32, tied_embeddings=True)
     experts = make_folder(folder, "experts", torch.float32, family="qwen3_moe")
@@ -111,13 +116,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         runs.results[ALONE_FP32] = run(ALONE_FP32, Scenario("refused", "refused", dense, files[SHARDED]))
         loads = [Scenario(str(dtype), "load", halves.get(dtype, dense)) for dtype in FILE_DTYPES]
         runs.results[SAVED] = run(SAVED, train, *loads)
-        for model, saved, restored in ((dense, SAVED, RESTORED), (experts, SAVED_EXPERTS, RESTORED_EXPERTS)):
-            states = [runs.results[saved]["train"] if model == dense else
-                      run(saved, Scenario("train", "train", experts))["train"]]
-            for i, group in enumerate(restored):
-                file = save(f"{model.name}-{i}", states[-1])
-                states.append(run(group, Scenario("restore", "restore", model, file))["restore"])
-            runs.chains.append(states)
+        runs.saved = [runs.results[SAVED]["train"],
+                      run(SAVED_EXPERTS, Scenario("train", "train", experts))["train"]]
+        asked = [group for group in RESTORED if group in selected(request, "restored")]
+        for model, state, groups in ((dense, runs.saved[0], asked), (experts, runs.saved[1], RESTORED_EXPERTS)):
+            restored: dict[Group, Tensors] = {}
+            for i, group in enumerate(groups):
+                file = save(f"{model.name}-{i}", state)
+                state = restored[group] = run(group, Scenario("restore", "restore", model, file))["restore"]
+            runs.restored.append(restored)
     finally:
         ranks.close()
     return runs
@@ -141,17 +148,25 @@ def without_random_states(state: Tensors) -> Tensors:
     return {name: t for name, t in state.items() if not name.startswith("rng.")}
 
 
+@parametrize("restored", RESTORED, by_default=len(SOME), ids=str,
+             proved_in="tests/integration/trainer/test_precision.py",
+             why="every combination of sizes, with and without the distributed optimizer")
+def test_state_is_restored_bit_for_bit_at_all_sizes_with_and_without_the_distributed_optimizer(
+        runs: Runs, restored: Group) -> None:
+    same(without_random_states(runs.restored[0][restored]), without_random_states(runs.saved[0]))
+
+
+def test_state_of_experts_is_restored_bit_for_bit_at_other_sizes(runs: Runs) -> None:
+    for group in RESTORED_EXPERTS:
+        same(without_random_states(runs.restored[1][group]), without_random_states(runs.saved[1]))
+
+
 @pytest.mark.parametrize("chain", [0, 1], ids=["dense", "experts"])
-def test_state_is_restored_bit_for_bit_at_all_sizes_with_and_without_the_distributed_optimizer(runs: Runs, chain: int
-                                                                                               ) -> None:
-    saved, *again = (without_random_states(state) for state in runs.chains[chain])
-    assert len(again) == (len(RESTORED), len(RESTORED_EXPERTS))[chain]
-    names = weights(saved).keys()
+def test_saved_state_has_a_master_and_moments_of_each_weight(runs: Runs, chain: int) -> None:
+    names = weights(runs.saved[chain]).keys()
     for kind in KINDS:
-        found = of_kind(saved, kind)
+        found = of_kind(runs.saved[chain], kind)
         assert found.keys() == names and all(t.dtype == torch.float32 and t.any() for t in found.values())
-    for restored in again:
-        same(restored, saved)
 
 
 @pytest.mark.parametrize("group", [SHARDED, FP32_SHARDED], ids=["bf16", "fp32"])
@@ -165,7 +180,7 @@ def test_rank_that_goes_back_has_the_saved_state_and_never_two_sets_of_moments(r
 
 @pytest.mark.parametrize("chain", [0, 1], ids=["dense", "experts"])
 def test_parameters_are_the_rounded_masters(runs: Runs, chain: int) -> None:
-    saved = runs.chains[chain][0]
+    saved = runs.saved[chain]
     masters = of_kind(saved, "master.")
     same(weights(saved), {name: master.bfloat16() for name, master in masters.items()})
     assert any((master != master.bfloat16().float()).any() for master in masters.values())

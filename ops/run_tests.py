@@ -1,0 +1,184 @@
+"""Runs checks and tests in the environment that ``ops/test.sh`` has set up; its header has the forms of the command.
+
+A test that fails is run once more, alone, when all others have ended. If it passes then it is *unstable*: it is printed
+with both outputs, and up to three such tests do not fail the run. Unstable tests are defects, of the test or of the
+product. With ``--all`` every first failure fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support import durations, outcomes  # noqa: E402
+
+CHECKS = {
+    "ruff": ["ruff", "check", "--quiet", "."],
+    "mypy": ["mypy", "--no-error-summary"],
+    "imports": ["lint-imports", "--no-cache"],
+    "docs": ["mkdocs", "build", "--strict", "--quiet", "--site-dir"],  # and a folder
+}
+DEFAULT_TIER = ["-m", "not full"]
+# Whole runs come alone: they start some twenty processes, and what else runs would starve their heartbeats.
+WHOLE_RUNS = ["tests/e2e"]
+# Most integration tests wait for other processes more than they compute, so there are more workers than cores. Files
+# that take minutes come first: one that begins last would run alone at the end.
+SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder",
+                *(f"tests/integration/{part}" for part in ("driver", "engine", "pipeline", "trainer")), "chaos_tests",
+                "tests/integration", "tests/unit", "tests/gpu"]
+ALL_SEEDS = "3000"
+MAX_UNSTABLE = 3
+RECORDS = ROOT / ".pytest_cache" / "suite"
+"""What the plug-ins have written of the last run."""
+
+
+@dataclass
+class Suite:
+    """One run of the suite. ``cwd``: the folder that tests are named relative to; ``records``: the folder that the
+    plug-ins write to; ``forgiving``: whether a test that passes in its second run counts as passed."""
+
+    cwd: Path
+    records: Path
+    forgiving: bool = True
+    failed: list[str] = field(default_factory=list)
+    """Checks that failed, and groups of tests that did not run to their end."""
+    found: dict[str, outcomes.Outcome] = field(default_factory=dict)
+    """The first outcome of each test."""
+    unstable: list[str] = field(default_factory=list)
+    """Tests that failed, and passed in their second run."""
+    started: float = field(default_factory=time.monotonic)
+
+    def check(self, checks: dict[str, list[str]]) -> None:
+        """Runs the checks side by side; the output of one that failed is shown."""
+        running = {name: subprocess.Popen(command, cwd=self.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                          text=True) for name, command in checks.items()}
+        for name, process in running.items():
+            output, _ = process.communicate()
+            say(f"{name}: {'FAILED' if process.returncode else 'ok'}")
+            if process.returncode:
+                print(output, flush=True)
+                self.failed.append(name)
+
+    def run(self, name: str, args: Sequence[str]) -> None:
+        """Runs a group of tests with these arguments of pytest."""
+        say(f"pytest: {name}")
+        began = time.monotonic()
+        code, first = self._pytest([*args, "--continue-on-collection-errors",
+                                    "--durations-to", str(self.records / "durations")])
+        ended = first.pop(outcomes.END, None)
+        self.found |= first
+        # pytest's 1 is "all ran, some failed", and its 0 "all ran and passed"; otherwise it did not run to the end.
+        if ended is None or code != (1 if any(each.outcome == "failed" for each in first.values()) else 0):
+            self.failed.append(f"pytest {name} (exit status {code})")
+        say(f"{name}: {time.monotonic() - began:.0f} s")
+
+    def run_failed_again(self) -> None:
+        """Runs each test that failed once more, alone. More failures than are forgiven need no second run."""
+        failed = self._failed_tests()
+        for test in failed if len(failed) <= MAX_UNSTABLE else ():
+            say(f"once more, alone: {test}")
+            with tempfile.TemporaryFile("w+", dir=self.records) as log:
+                code, again = self._pytest(["-p", "no:xdist", test], stdout=log)
+                ended = again.pop(outcomes.END, None)
+                log.seek(0)
+                output = log.read()
+            if code == 0 and ended is not None and any(each.outcome == "passed" for each in again.values()):
+                self.unstable.append(test)
+                say(f"UNSTABLE {test}")
+                output = f"--- first run, which failed ---\n{self.found[test].output}\n--- second run ---\n{output}"
+            print(output, flush=True)
+
+    def close(self) -> int:
+        """Prints what the run has found and, last, a line like pytest's closing line. Returns the exit status."""
+        if self.unstable:
+            say("unstable (defects of the test or of the product; both outputs of each are above):")
+            print(*(f"    {test}" for test in self.unstable), sep="\n")
+        forgiven = set(self.unstable) if self.forgiving else set()
+        failed = [*self.failed, *(test for test in self._failed_tests() if test not in forgiven)]
+        say("all checks passed" if not failed else "FAILED:")
+        print(*(f"    {name}\n" for name in failed), sep="", end="")
+        counts = Counter("passed" if test in forgiven else each.outcome for test, each in self.found.items())
+        told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("failed", "passed", "skipped")
+                         if counts[outcome])
+        print(f"===== {told or 'no tests ran'} in {time.monotonic() - self.started:.2f}s =====", flush=True)
+        return 1 if failed else 0
+
+    def _failed_tests(self) -> list[str]:
+        return [test for test, each in self.found.items() if each.outcome == "failed"]
+
+    def _pytest(self, args: Sequence[str], stdout: IO[str] | None = None) -> tuple[int, dict[str, outcomes.Outcome]]:
+        """Runs pytest to its end, also after Ctrl-C, when it ends what its tests have started. Returns its exit status
+        and what became of each test."""
+        record = self.records / "outcomes.jsonl"
+        record.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-p", "support.outcomes", "-p", "support.durations",
+                   "--outcomes-to", str(record), *args]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        process = subprocess.Popen(command, cwd=self.cwd, env=os.environ | {"PYTHONPATH": path}, stdout=stdout,
+                                   stderr=stdout)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # which pytest has had too
+            process.wait()
+            raise
+        return code, outcomes.read(record)
+
+
+class FullTests:
+    """A plug-in that prints, of the tests it collects, what runs with ``--all`` only and where its rule is proved."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        cases: Counter[tuple[str, str, str]] = Counter()
+        for item in session.items:
+            mark = item.get_closest_marker("full")
+            if mark is not None:
+                cases[item.nodeid.partition("[")[0], mark.kwargs["why"], mark.kwargs["proved_in"]] += 1
+        for (test, why, proved_in), count in cases.items():
+            print(f"{test}{f' ({count} cases)' if count > 1 else ''}\n    {why}; see {proved_in}")
+
+
+def say(text: str) -> None:
+    print(f"[test] {text}", flush=True)
+
+
+def main(args: Sequence[str]) -> int:
+    if args == ["--durations"]:
+        print(durations.tables(durations.read(RECORDS / "durations")))
+        return 0
+    if args == ["--list-full"]:
+        return int(pytest.main(["--collect-only", "-qq", "-m", "full"], plugins=[FullTests()]))
+    everything, args = args[:1] == ["--all"], [arg for arg in args if arg != "--all"]
+    if everything:
+        os.environ.setdefault("ELASTIC_RL_SEEDS", ALL_SEEDS)
+    shutil.rmtree(RECORDS, ignore_errors=True)
+    RECORDS.mkdir(parents=True)
+    suite = Suite(ROOT, RECORDS, forgiving=not (everything or args))
+    with tempfile.TemporaryDirectory() as site:
+        suite.check(CHECKS | {"docs": [*CHECKS["docs"], site]})
+    if args:
+        suite.run(" ".join(args), args)
+    else:
+        tier = [] if everything else DEFAULT_TIER
+        suite.run("whole runs", [*WHOLE_RUNS, *tier])
+        suite.run("unit, integration, chaos", [*SIDE_BY_SIDE, *tier])
+        suite.run_failed_again()
+    return suite.close()
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(main(sys.argv[1:]))
