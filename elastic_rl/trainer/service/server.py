@@ -28,10 +28,10 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from elastic_rl.coordinator.api.connections import Limits
-from elastic_rl.coordinator.api.server import Server
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, GroupsLost, PreflightFailed, QueueUnavailable
+from elastic_rl.net.http_connections import Limits
+from elastic_rl.net.http_server import Server
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import Command

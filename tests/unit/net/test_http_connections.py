@@ -1,4 +1,4 @@
-"""Connections of the API's server: those without an authenticated request do not keep others out."""
+"""Connections of the HTTP server: those without an authenticated request do not keep others out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from support.certificates import Authority
 
 from elastic_rl.config import CoordinatorConfig
-from elastic_rl.coordinator.api.connections import Connection, IdleConnections, Limits
-from elastic_rl.coordinator.api.server import bind, make_server
+from elastic_rl.coordinator.api.listening import bind, make_server
+from elastic_rl.net.http_connections import Connection, IdleConnections, Limits
 from elastic_rl.runtime.waiting import wait_until
 
 _CLIENT_HELLO = bytes.fromhex("160301020001")
