@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from elastic_rl.config import ENVIRONMENT, Config, PoolSettings
+from elastic_rl.config.checks import unread_settings
 from elastic_rl.config.groups import CRITIC
-from elastic_rl.config.unused import unused_settings
 from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.queue.group_codec import encode_group
 from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
@@ -77,8 +77,8 @@ def check(cfg: Config) -> Iterator[Finding]:
     made: list[CheckedSource] = []
     yield from _model_and_data(cfg, made.append)
     yield from _of_defaults(cfg)
-    if unused := unused_settings(cfg):
-        yield Finding("settings", "; ".join(unused), hint="without that they change nothing: leave them out, or set it")
+    if unread := unread_settings(cfg):
+        yield Finding("settings", "; ".join(unread), hint="without that they change nothing: leave them out, or set it")
     for source in made:
         yield from _of_requests(cfg, source)
         prompts = _of_prompts(cfg, source)

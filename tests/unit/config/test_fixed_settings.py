@@ -39,7 +39,7 @@ def test_setting_that_the_job_has_decided_is_a_contradiction(new: dict[str, Any]
     {"train": {"steps": 9, "lr": 0.1, "updates_per_step": 4, "max_staleness": 2}}, {"rollout": {"engines": 5}},
     {"trainer": {"tensor_parallel": 1, "distributed_optimizer": True, "collective_timeout_s": 30}},
     {"engine": {"request_timeout_s": 30}},
-    {"run_dir": "/elsewhere"}, {"dcs": {"keep_versions": 9}}, {"algorithm": {"clip_high": 0.3}},
+    {"run_dir": "/elsewhere"}, {"dcs": {"keep_versions": 9}}, {"algorithm": {"options": {"clip_high": 0.3}}},
     {"alerts": {"urls": ["json://x"]}}, {"failure_policy": {"max_faults": 2}}, {"telemetry": {"log_level": "debug"}}])
 def test_setting_that_decides_nothing_may_change(new: dict[str, Any]) -> None:
     assert changed(new) == []
