@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from elastic_rl.net.http_connections import Acceptor, Connection, Limits
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Uvicorn without its signal handlers, since a replica resigns before it stops to answer, and with an ``Acceptor``
     in place of asyncio's, which has no limits."""
 

@@ -13,7 +13,7 @@ from elastic_rl.coordinator.api import tls
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.net.addresses import reachable_address, require_port_free
 from elastic_rl.net.http_connections import Limits, limits_of_process
-from elastic_rl.net.http_server import Server
+from elastic_rl.net.http_server import HttpServer
 
 _HEADER_BYTES = 32 * 1024
 _KEEP_ALIVE_S = 30
@@ -22,12 +22,12 @@ _UNACKNOWLEDGED_MS = 30_000
 _BACKLOG = 256
 
 
-def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> Server:
+def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> HttpServer:
     """``limits``: of idle connections; default: as many as this process may have. The state of each request's scope has
     its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings cannot be used."""
     context = tls.server_context(cfg)
     limits = limits or limits_of_process(cfg.max_requests + cfg.max_streams)
-    return Server(uvicorn.Config(
+    return HttpServer(uvicorn.Config(
         app, interface="asgi3", ws="none", log_config=None, access_log=False, lifespan="off",
         server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_HEADER_BYTES,

@@ -20,7 +20,7 @@ def changed(new: dict[str, Any], *, sft_is_over: bool = True, old: dict[str, Any
 
 
 @pytest.mark.parametrize("rule", FIXED, ids=lambda r: r.key)
-def test_each_rule_of_the_table_covers_a_setting(rule: fixed.Rule) -> None:
+def test_each_rule_of_the_table_covers_a_setting(rule: fixed.Fixed) -> None:
     mode = rule.modes[0] if rule.modes else "rl"
     assert [key for key in settings(mode=mode) if rule.covers(key, mode)]
 

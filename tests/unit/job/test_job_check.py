@@ -50,7 +50,7 @@ def text_job(tmp_path: Path, model: Path, rows: list[dict[str, str]], *more: str
 ROWS = [{"question": f"what is {a} and {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
 
-def by_part(cfg: Config) -> dict[str, job_check.Finding]:
+def by_part(cfg: Config) -> dict[str, job_check.JobFinding]:
     return {finding.part: finding for finding in job_check.check(cfg)}
 
 
@@ -281,7 +281,7 @@ def exchange_two_tokens(tokenizer: Any) -> None:
 
 
 def test_critic_must_have_the_policys_tokens_and_positions_for_its_sequences(tmp_path: Path, model: Path) -> None:
-    def found(*settings: str) -> dict[str, job_check.Finding]:
+    def found(*settings: str) -> dict[str, job_check.JobFinding]:
         return by_part(text_job(tmp_path, model, ROWS, "--algorithm.name=ppo", *settings))
 
     assert not any(f.fault for f in found(f"--critic.model={model}").values())
