@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 
+from elastic_rl.algorithms.advantages import GroupRelativeOptions
 from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.losses import bounded_log_ratio, clipped_surrogate, ratio_stats
-from elastic_rl.config import AlgorithmConfig
 
 
-def sequence_policy_loss(logp: Tensor, batch: LossBatch, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate with one importance ratio for each sequence, of M tokens: ``-min(s A, clip(s, 1 -
-    gspo_clip_low, 1 + gspo_clip_high) A)`` with ``s = exp(mean over the sequence of (logp - old))``, the
+class GspoOptions(GroupRelativeOptions):
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
+    """The importance ratio of a sequence is clipped from below at 1 minus this. It is a mean over the sequence's
+    tokens, so it is far closer to 1 than a token's."""
+    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+    """The importance ratio of a sequence is clipped from above at 1 plus this."""
+
+
+def sequence_policy_loss(logp: Tensor, batch: LossBatch, options: GspoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate with one importance ratio for each sequence, of M tokens: ``-min(s A, clip(s, 1 - clip_low,
+    1 + clip_high) A)`` with ``s = exp(mean over the sequence of (logp - old))``, the
     length-normalised likelihood ratio (eqs. 5 and 7).
 
     It is written as GSPO-token (eqs. 13 and 14): each token has the value of its sequence's ratio, and the gradient of
@@ -25,5 +36,5 @@ def sequence_policy_loss(logp: Tensor, batch: LossBatch, cfg: AlgorithmConfig) -
     log_ratio = bounded_log_ratio(logp, batch["old_logprobs"])
     of_sequence = batch.to_tokens(batch.sequence_mean(log_ratio.detach()))
     ratio = (of_sequence + (logp - logp.detach())).exp()
-    loss, clipped = clipped_surrogate(ratio, batch.advantages.detach(), cfg.gspo_clip_low, cfg.gspo_clip_high)
+    loss, clipped = clipped_surrogate(ratio, batch.advantages.detach(), options.clip_low, options.clip_high)
     return loss, ratio_stats(log_ratio.detach()) | {"ratio_mean": ratio.detach(), "clip_fraction": clipped}

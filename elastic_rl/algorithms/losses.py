@@ -3,11 +3,14 @@ denominator, is the training step's business."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.config import AlgorithmConfig
+from elastic_rl.config.options import Options
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, in both directions, before their exponential is taken, which would overflow."""
@@ -33,7 +36,15 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).detach().to(ratio.dtype)
 
 
-def clipped_policy_loss(logp: Tensor, batch: LossBatch, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+class ClipOptions(Options):
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The importance ratio is clipped from below at 1 minus this."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The importance ratio is clipped from above at 1 plus this; larger than ``clip_low`` as in DAPO
+    (arXiv:2503.14476)."""
+
+
+def clipped_policy_loss(logp: Tensor, batch: LossBatch, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with an asymmetric clip (DAPO, arXiv:2503.14476), of M tokens:
     ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``, ``rho = exp(logp - old)``.
 
@@ -44,11 +55,11 @@ def clipped_policy_loss(logp: Tensor, batch: LossBatch, cfg: AlgorithmConfig) ->
     """
     # Beyond the clamp the clipped loss has no gradient anyway, and inf * 0 would be nan in the backward pass.
     log_ratio = bounded_log_ratio(logp, batch["old_logprobs"])
-    loss, clipped = clipped_surrogate(log_ratio.exp(), batch.advantages.detach(), cfg.clip_low, cfg.clip_high)
+    loss, clipped = clipped_surrogate(log_ratio.exp(), batch.advantages.detach(), options.clip_low, options.clip_high)
     return loss, ratio_stats(log_ratio) | {"clip_fraction": clipped}
 
 
-def negative_log_likelihood(logp: Tensor, _batch: LossBatch, _cfg: AlgorithmConfig
+def negative_log_likelihood(logp: Tensor, _batch: LossBatch, _options: Options
                             ) -> tuple[Tensor, dict[str, Tensor]]:
     """Supervised fine-tuning: ``-logp`` [M]."""
     return -logp, {}

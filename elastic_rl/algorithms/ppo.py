@@ -6,18 +6,31 @@ is a part of the state that follows, and has no advantage, value or return of it
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from elastic_rl.algorithms.kl import kl_estimate
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.config import AlgorithmConfig
+from elastic_rl.algorithms.losses import ClipOptions
+from elastic_rl.config import AlgorithmConfig, CriticConfig
+from elastic_rl.config.options import Options
 from elastic_rl.data.batch import Batch
 
 _STD_EPSILON = 1e-8
 
 
-def sample_rewards(rewards: Tensor, _cfg: AlgorithmConfig) -> Tensor:
+class PpoOptions(ClipOptions):
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What a reward one token later counts."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The lambda of generalised advantage estimation (arXiv:1506.02438): 0 trusts the critic, with little variance; 1
+    trusts the rewards, without bias."""
+
+
+def sample_rewards(rewards: Tensor, _options: Options) -> Tensor:
     """[G, K] fp32: the rewards as they are, since the critic is the baseline. ``gae_advantages`` finds them in the
     place of the samples' advantages. Raises ValueError for another shape than [G, K] and for rewards that are not
     finite."""
@@ -26,7 +39,7 @@ def sample_rewards(rewards: Tensor, _cfg: AlgorithmConfig) -> Tensor:
     return rewards.to(torch.float32)
 
 
-def gae_advantages(batch: Batch, cfg: AlgorithmConfig) -> Tensor:
+def gae_advantages(batch: Batch, options: PpoOptions, cfg: AlgorithmConfig) -> Tensor:
     """[N, T] fp32: generalised advantage estimates of the loss tokens (arXiv:1506.02438, eq. 16), 0 elsewhere.
 
     The last loss token of a sample gets the sample's reward (``advantages`` [N], see ``sample_rewards``), but for what
@@ -45,7 +58,7 @@ def gae_advantages(batch: Batch, cfg: AlgorithmConfig) -> Tensor:
         rewards += (of_turns := batch["turn_rewards"].double())
         at_end = at_end - of_turns.sum(dim=1)
     rewards[rows, last] += at_end[rows]
-    return estimated(rewards, batch["values"], mask, gamma=cfg.gamma, lam=cfg.gae_lambda).to(torch.float32)
+    return estimated(rewards, batch["values"], mask, gamma=options.gamma, lam=options.gae_lambda).to(torch.float32)
 
 
 def last_loss_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +108,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - float(error.var(unbiased=False)) / variance if variance > 0 else 0.0
 
 
-def clipped_value_loss(value: Tensor, batch: LossBatch, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_value_loss(value: Tensor, batch: LossBatch, cfg: CriticConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the larger squared error of the value, and of the value within ``value_clip`` of that before the step, from
     the return (as in OpenAI's baselines; arXiv:2006.05990, C.5), of M tokens.
 

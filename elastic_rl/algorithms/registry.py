@@ -4,33 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from elastic_rl.algorithms.advantages import (
+    GroupRelativeOptions,
     batch_normalised,
     batch_normalised_with_baseline,
     group_centred,
     group_relative,
     leave_one_out,
 )
-from elastic_rl.algorithms.cispo import clipped_weight_loss
-from elastic_rl.algorithms.distillation import teacher_advantages
-from elastic_rl.algorithms.gspo import sequence_policy_loss
+from elastic_rl.algorithms.cispo import CispoOptions, clipped_weight_loss
+from elastic_rl.algorithms.distillation import DistillationOptions, teacher_advantages
+from elastic_rl.algorithms.gspo import GspoOptions, sequence_policy_loss
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.algorithms.losses import clipped_policy_loss, negative_log_likelihood
-from elastic_rl.algorithms.ppo import clipped_value_loss, gae_advantages, sample_rewards
-from elastic_rl.algorithms.sapo import soft_gated_loss
-from elastic_rl.config import AlgorithmConfig, Config
+from elastic_rl.algorithms.losses import ClipOptions, clipped_policy_loss, negative_log_likelihood
+from elastic_rl.algorithms.ppo import PpoOptions, clipped_value_loss, gae_advantages, sample_rewards
+from elastic_rl.algorithms.sapo import SapoOptions, soft_gated_loss
+from elastic_rl.config import AlgorithmConfig, Config, CriticConfig
 from elastic_rl.config.algorithm import Aggregate
+from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import ConfigError
 from elastic_rl.plugins.user_code import MAX_NAME, is_name, resolve
 from elastic_rl.telemetry.training_metrics import PUBLISH
 
-TokenLoss = Callable[[Tensor, LossBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
-"""``(logp [M], the M tokens' other tensors and sequences, settings) -> (loss [M], stats [M] by name)``. The loss may
+TokenLoss = Callable[[Tensor, LossBatch, Any], tuple[Tensor, dict[str, Tensor]]]
+"""``(logp [M], the M tokens' other tensors and sequences, options) -> (loss [M], stats [M] by name)``. The loss may
 depend on a whole sequence, never on another one: which sequences are in one call is not defined. Pure, and the same on
 every rank that gets the same input."""
 
@@ -44,22 +47,26 @@ class AlgorithmSpec:
     needs: tuple[str, ...]
     """Tensors of the batch, besides the tokens, that the loss reads; ``data/batch.py`` has the schema."""
     token_loss: TokenLoss
+    options: type[BaseModel] = Options
+    """Model of ``algorithm.options``, which the functions get: what they read is what it has, and another option is
+    refused. One that uses functions of the algorithms here has theirs, such as ``GrpoOptions``."""
     stats: tuple[str, ...] = ()
     """Names that ``token_loss`` returns; their means over all tokens become metrics."""
-    advantages: Callable[[Tensor, AlgorithmConfig], Tensor] | None = None
-    """``(rewards [G, K] of all groups of a step, settings) -> [G, K]``; None where no reward is used."""
+    advantages: Callable[[Tensor, Any], Tensor] | None = None
+    """``(rewards [G, K] of all groups of a step, options) -> [G, K]``; None where no reward is used."""
     per_group: bool = False
     """Whether the advantages of a group depend on no other group of the step, so that a part of the step may be
     trained on before the others are there (``train.prompts_per_part``)."""
-    token_advantages: Callable[[Batch, AlgorithmConfig], Tensor] | None = None
-    """``(a step's batch, settings) -> [N, T]``: an advantage for each token, which the loss gets in the place of one
-    for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``, and ``turn_rewards`` where
-    the rewards of samples say what of them is of each turn. The loss ``needs`` "token_advantages" then."""
+    token_advantages: Callable[[Batch, Any, AlgorithmConfig], Tensor] | None = None
+    """``(a step's batch, options, the section algorithm) -> [N, T]``: an advantage for each token, which the loss gets
+    in the place of one for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``, and
+    ``turn_rewards`` where the rewards of samples say what of them is of each turn. The loss ``needs``
+    "token_advantages" then."""
     inputs: tuple[str, ...] = ()
     """Further tensors of the batch that ``token_advantages`` reads: "teacher_logprobs", "values".
     With "values" the job has a critic: what the function returns are its errors, so values and these add up to the
-    returns that it learns from, and the policy's loss gets them whitened if the settings say so. The batch has
-    ``ref_logprobs`` too then, where the divergence from the reference policy is a part of the reward
+    returns that it learns from, and the policy's loss gets them whitened with ``critic.whiten_advantages``. The batch
+    has ``ref_logprobs`` too then, where the divergence from the reference policy is a part of the reward
     (``algorithm.kl_in``), which the function is to take off each token."""
     aggregate: Aggregate = "token"
     """How the losses of tokens become that of a batch, unless ``algorithm.aggregate`` says otherwise. ``token``: the
@@ -85,32 +92,40 @@ _TOP = ("teacher_top_ids", "teacher_top_logprobs")
 _CLIP_STATS = ("ratio_mean", "clip_fraction", "kl")
 _SAPO_STATS = ("ratio_mean", "gate_mean", "kl")
 
+
+class GrpoOptions(ClipOptions, GroupRelativeOptions):
+    """Options of ``grpo`` and ``dapo``."""
+
+
 ALGOS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in (
-    AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative, per_group=True),
-    AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative, per_group=True),
-    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_centred, per_group=True,
+    AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, GrpoOptions, _CLIP_STATS, group_relative, per_group=True),
+    AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, GrpoOptions, _CLIP_STATS, group_relative, per_group=True),
+    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, ClipOptions, _CLIP_STATS, group_centred, per_group=True,
                   aggregate="constant"),
-    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, _CLIP_STATS, group_relative, per_group=True,
+    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, GspoOptions, _CLIP_STATS, group_relative, per_group=True,
                   aggregate="sequence"),
-    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, _SAPO_STATS, group_relative, per_group=True, aggregate="sequence"),
-    AlgorithmSpec("cispo", _NEEDS, clipped_weight_loss, _CLIP_STATS, group_relative, per_group=True),
-    AlgorithmSpec("rloo", _NEEDS, clipped_policy_loss, _CLIP_STATS, leave_one_out, per_group=True),
-    AlgorithmSpec("reinforce_pp", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised),
-    AlgorithmSpec("reinforce_pp_baseline", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised_with_baseline),
-    AlgorithmSpec("on_policy_distillation", ("old_logprobs", "token_advantages"), clipped_policy_loss, _CLIP_STATS,
-                  group_relative, token_advantages=teacher_advantages, inputs=(_TEACHER,)),
-    AlgorithmSpec("ppo", ("old_logprobs", "token_advantages"), clipped_policy_loss, _CLIP_STATS, sample_rewards,
-                  token_advantages=gae_advantages, inputs=(_VALUES,)),
+    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, SapoOptions, _SAPO_STATS, group_relative, per_group=True,
+                  aggregate="sequence"),
+    AlgorithmSpec("cispo", _NEEDS, clipped_weight_loss, CispoOptions, _CLIP_STATS, group_relative, per_group=True),
+    AlgorithmSpec("rloo", _NEEDS, clipped_policy_loss, ClipOptions, _CLIP_STATS, leave_one_out, per_group=True),
+    AlgorithmSpec("reinforce_pp", _NEEDS, clipped_policy_loss, ClipOptions, _CLIP_STATS, batch_normalised),
+    AlgorithmSpec("reinforce_pp_baseline", _NEEDS, clipped_policy_loss, ClipOptions, _CLIP_STATS,
+                  batch_normalised_with_baseline),
+    AlgorithmSpec("on_policy_distillation", ("old_logprobs", "token_advantages"), clipped_policy_loss,
+                  DistillationOptions, _CLIP_STATS, group_relative, token_advantages=teacher_advantages,
+                  inputs=(_TEACHER,)),
+    AlgorithmSpec("ppo", ("old_logprobs", "token_advantages"), clipped_policy_loss, PpoOptions, _CLIP_STATS,
+                  sample_rewards, token_advantages=gae_advantages, inputs=(_VALUES,)),
     AlgorithmSpec("sft", (), negative_log_likelihood),
 )}
 
-CRITIC_LOSS = AlgorithmSpec("value", ("values", "returns"), clipped_value_loss, ("value_clip_fraction",))
-"""How a critic learns, in whose loss values are in the place of log-probs."""
+CRITIC_LOSS = AlgorithmSpec("value", ("values", "returns"), clipped_value_loss, CriticConfig, ("value_clip_fraction",))
+"""How a critic learns, in whose loss values are in the place of log-probs. Its options are the section ``critic``."""
 
 
 def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
-    """The algorithm of a phase. Raises ConfigError for an unknown name, one that cannot be trained with RL, and
-    settings that do not fit it."""
+    """The algorithm of a phase. Raises ConfigError for an unknown name, one that cannot be trained with RL, options
+    that it does not have, and settings that do not fit it."""
     name = cfg.algorithm.name
     offered = ALGOS if name in ALGOS else {n: spec for n, spec in ALGOS.items() if spec.advantages is not None}
     spec = ALGOS["sft"] if phase == "sft" else resolve(name, offered, setting="algorithm.name")
@@ -134,6 +149,13 @@ def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
                               "with the reference policy",
                               hint="set algorithm.kl_coef or algorithm.report_kl, or leave reference.enabled out")
     return spec
+
+
+def options_of(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> Any:
+    """What the functions of an algorithm get: ``algorithm.options``, as its model has them. Supervised steps have none.
+    Raises ConfigError for wrong options."""
+    return Options() if spec.advantages is None else read_options(
+        spec.options, algorithm.options, of=f"the algorithm {algorithm.name!r}", setting="algorithm.options")
 
 
 def uses_values(spec: AlgorithmSpec) -> bool:
@@ -163,29 +185,18 @@ def _require_trainable(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> None:
     if algorithm.teacher is not None and not taught:
         raise ConfigError(f"algorithm.name={algorithm.name!r} has no use for algorithm.teacher={algorithm.teacher}",
                           hint="set algorithm.name to on_policy_distillation, or algorithm.teacher_top_k")
-    if algorithm.reward_coef and "teacher_logprobs" not in spec.inputs:
-        raise ConfigError(f"algorithm.name={algorithm.name!r} has no use for algorithm.reward_coef="
-                          f"{algorithm.reward_coef:g}: its advantages are those of rewards",
-                          hint="leave it out; algorithm.teacher_coef is the weight of the teacher")
-    if "teacher_logprobs" in spec.inputs and not algorithm.reward_coef and (
+    options = options_of(spec, algorithm)
+    if isinstance(options, DistillationOptions) and not options.reward_coef and (
             algorithm.overlong_buffer_tokens or (algorithm.kl_coef and algorithm.kl_in == "reward")):
         raise ConfigError(f"algorithm.name={algorithm.name!r} learns nothing from rewards with reward_coef=0, so "
                           "algorithm.overlong_buffer_tokens and algorithm.kl_in=reward have no effect",
-                          hint="set algorithm.reward_coef, or leave them out")
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and algorithm.estimator != "k1":
-        raise ConfigError(f"algorithm.kl_in=reward with algorithm.kl_estimator={algorithm.kl_estimator}: what the "
-                          "policy learns from it does not keep it near its reference, and far from it pushes it away",
-                          hint="leave algorithm.kl_estimator out, or set algorithm.kl_in to loss")
-    if algorithm.kl_coef and (algorithm.kl_in, algorithm.estimator) == ("loss", "k1"):
-        raise ConfigError(f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_estimator=k1 in the loss: the "
-                          "expectation of its gradient is 0",
-                          hint="set algorithm.kl_estimator to k2 or k3, or algorithm.kl_in to reward")
+                          hint="set algorithm.options.reward_coef, or leave them out")
     if algorithm.kl_coef and algorithm.kl_in == "reward" and spec.advantages is group_relative \
-            and algorithm.normalize_std:
+            and options.normalize_std:
         raise ConfigError(f"algorithm.kl_in=reward with algorithm.name={algorithm.name!r}: in a group whose rewards "
                           "are equal the noise of the divergence would be divided by its own standard deviation",
-                          hint="set algorithm.kl_in to loss, or algorithm.normalize_std to false, or algorithm.name to "
-                               "rloo or reinforce_pp")
+                          hint="set algorithm.kl_in to loss, or algorithm.options.normalize_std to false, or "
+                               "algorithm.name to rloo or reinforce_pp")
 
 
 def _faults(spec: AlgorithmSpec) -> Iterator[str]:
@@ -193,6 +204,8 @@ def _faults(spec: AlgorithmSpec) -> Iterator[str]:
     for what in ("token_loss", "advantages"):
         if not callable(getattr(spec, what)):
             yield f"has a {what} that is no function"
+    if not (isinstance(spec.options, type) and issubclass(spec.options, BaseModel)):
+        yield "has options that are no pydantic model"
     if spec.aggregate not in get_args(Aggregate):
         yield f"has aggregate={spec.aggregate!r}, which is none of {', '.join(get_args(Aggregate))}"
     for name in spec.needs:

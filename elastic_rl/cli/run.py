@@ -21,7 +21,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 if TYPE_CHECKING:
     from elastic_rl.config import Config
     from elastic_rl.host.local_cluster import Cluster
-    from elastic_rl.job.check import Finding
+    from elastic_rl.job.check import JobFinding
 
 _VIEW_ETCD_BUDGET_S = 1.0
 """Retries of the live view, which reads again anyway."""
@@ -272,7 +272,7 @@ def config_check(ctx: typer.Context, file: File = None, output: Output = Format.
         raise typer.Exit(Exit.USAGE)
 
 
-def _state(finding: Finding) -> str:
+def _state(finding: JobFinding) -> str:
     return "FAULT" if finding.fault else "warn" if finding.hint else "ok"
 
 

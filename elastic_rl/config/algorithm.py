@@ -1,11 +1,12 @@
-"""The RL algorithm."""
+"""The RL algorithm: what every one has. Each declares further options where it is defined (``algorithms/``)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from elastic_rl.config.json_values import require_json
 from elastic_rl.config.pools import PoolName
 from elastic_rl.config.section import Positive, Section
 
@@ -30,27 +31,9 @@ class AlgorithmConfig(Section):
     ``reinforce_pp`` and ``reinforce_pp_baseline`` (arXiv:2501.03262), ``ppo`` (arXiv:1707.06347, with
     the critic of the section ``critic``), ``on_policy_distillation`` (arXiv:2306.13649; it needs a ``teacher``), or
     your own ``AlgorithmSpec`` as ``package.module:name``."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """The importance ratio is clipped from below at 1 minus this."""
-    clip_high: NotNegative = 0.28
-    """The importance ratio is clipped from above at 1 plus this; larger than ``clip_low`` as in DAPO
-    (arXiv:2503.14476)."""
-    gspo_clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
-    """With ``gspo``, the importance ratio of a sequence is clipped from below at 1 minus this. It is a mean over the
-    sequence's tokens, so it is far closer to 1 than a token's."""
-    gspo_clip_high: NotNegative = 4e-4
-    """With ``gspo``, the importance ratio of a sequence is clipped from above at 1 plus this."""
-    sapo_tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the gate of ``sapo`` for tokens with a positive advantage: the larger, the faster their gradient
-    falls when the importance ratio leaves 1."""
-    sapo_tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """Temperature of the gate of ``sapo`` for tokens with a negative advantage; larger than ``sapo_tau_positive``,
-    since their gradients raise the logits of all other tokens and are less stable."""
-    cispo_max_weight: Annotated[float, Field(gt=0)] = 5.0
-    """Largest importance weight of a token with ``cispo`` (1 + epsilon_high in the paper)."""
-    normalize_std: bool = True
-    """Whether the group-centred rewards are divided by their standard deviation, as in GRPO (arXiv:2402.03300).
-    ``dr_grpo``, ``rloo`` and ``reinforce_pp`` have advantages of their own, and do not read it."""
+    options: dict[str, Any] = {}
+    """Options of the algorithm, such as ``clip_high`` of ``dapo`` or ``gae_lambda`` of ``ppo``: the page
+    docs/algorithms.md has those of each. One of your own has those that its ``AlgorithmSpec`` declares."""
     aggregate: Aggregate | None = None
     """How the losses of tokens become the loss of a batch. ``token``: the mean over all tokens, so that long responses
     count more (DAPO). ``sequence``: the mean over samples of each one's mean (GRPO as published). ``constant``: the sum
@@ -98,21 +81,6 @@ class AlgorithmConfig(Section):
     """Number of the teacher's most probable tokens at each place whose log-probs it gives. With them the reverse
     divergence from the teacher is a term of the loss, in which all other tokens count as one; of any algorithm. 0: the
     divergence is estimated from the sampled tokens alone, by the advantages of ``on_policy_distillation``."""
-    reward_coef: NotNegative = 0.0
-    """Weight of the advantages that follow from rewards, as those of ``grpo``, beside the teacher's with
-    ``on_policy_distillation``. 0: rewards are reported, and teach nothing."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """With ``ppo``, what a reward one token later counts."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """With ``ppo``, the lambda of generalised advantage estimation (arXiv:1506.02438): 0 trusts the critic, with little
-    variance; 1 trusts the rewards, without bias."""
-    whiten_advantages: bool = True
-    """Whether the advantages of an algorithm with a critic are brought to mean 0 and standard deviation 1 over all
-    trained tokens of a step. What the critic learns from is not."""
-    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """With a critic, how far a token's value may move in one step before its gradient ends (PPO's clipped value loss):
-    the loss is the larger squared error of the value and of the value within this of the one before the step. null:
-    not clipped."""
     entropy_coef: float = 0.0
     """Weight of the entropy of the policy's distribution at each trained token, which is subtracted from its loss:
     above 0 it keeps the policy exploring. Other than 0, it takes memory for two more copies of a micro-batch's logits
@@ -120,6 +88,11 @@ class AlgorithmConfig(Section):
     report_entropy: bool = False
     """Whether the entropy is a metric of each step also where ``entropy_coef`` is 0. It costs another pass over the
     logits at the trained tokens, without a gradient."""
+
+    @field_validator("options")
+    @classmethod
+    def _require_json(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return require_json(options)
 
     @property
     def estimator(self) -> KlEstimator:

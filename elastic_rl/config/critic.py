@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from elastic_rl.config.groups import CRITIC
-from elastic_rl.config.section import PathText, Section, faults_of_changes
-from elastic_rl.config.train import TrainConfig
-from elastic_rl.config.trainer import TrainerConfig
+from elastic_rl.config.section import PathText, Section
 
 
 class CriticConfig(Section):
@@ -27,14 +23,12 @@ class CriticConfig(Section):
     train: dict[str, Any] = {}
     """Settings of the section ``train`` that are different for the critic: those of the learning rate (``lr`` is mostly
     larger than the policy's), of AdamW, ``max_grad_norm``, ``updates_per_step`` and ``minibatches``."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """How far a token's value may move in one step before its gradient ends (PPO's clipped value loss): the loss is the
+    larger squared error of the value and of the value within this of the one before the step. null: not clipped."""
+    whiten_advantages: bool = True
+    """Whether the advantages that the policy's loss gets are brought to mean 0 and standard deviation 1 over all
+    trained tokens of a step. What the critic learns from is not."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of first RL steps that only the critic learns from. The policy stays as it is meanwhile; its loss is
     measured."""
-
-
-def faults(trainer: TrainerConfig, train: TrainConfig, critic: CriticConfig) -> Iterator[str]:
-    """What is wrong with the changes of these sections."""
-    for name in critic.train.keys() - CRITIC.train_keys:
-        yield f"critic.train.{name}: a critic can have otherwise only {', '.join(CRITIC.train_keys)}"
-    yield from faults_of_changes(trainer, critic.trainer, "critic.trainer")
-    yield from faults_of_changes(train, critic.train, "critic.train")

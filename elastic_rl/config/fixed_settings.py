@@ -27,7 +27,7 @@ _SAMPLED = ("eval", "rejection_sampling")
 
 
 @dataclass(frozen=True)
-class Rule:
+class Fixed:
     """A setting, with a dot at the end a section, or what settings say together, that stays as it was."""
 
     key: str
@@ -43,33 +43,34 @@ class Rule:
 
 
 FIXED = (
-    Rule("seed", "the split and the order of the data, and the initial weights, come from it"),
-    Rule("mode", "the steps so far were made in the other one; begin another job with --from-job"),
-    Rule("deterministic", "the steps so far were made the other way"),
-    Rule("data.", "the trained and the held-out examples would not be those of the steps before"),
-    Rule("model.", "the committed weights have this model's shape"),
-    Rule("sft.batch_size", "it gives each supervised step its prompts, so some would be skipped or imitated twice"),
-    Rule("sft.", "the SFT phase is over, so it would have no effect", after_sft=True),
-    Rule("eval.", "the prompts so far were evaluated the other way", modes=("eval",)),
-    Rule("rejection.", "the samples so far were kept by the other rule", modes=("rejection_sampling",)),
-    *(Rule(f"rollout.{key}", "the output so far was made the other way", modes=modes) for key, modes in (
+    Fixed("seed", "the split and the order of the data, and the initial weights, come from it"),
+    Fixed("mode", "the steps so far were made in the other one; begin another job with --from-job"),
+    Fixed("deterministic", "the steps so far were made the other way"),
+    Fixed("data.", "the trained and the held-out examples would not be those of the steps before"),
+    Fixed("model.", "the committed weights have this model's shape"),
+    Fixed("sft.batch_size", "it gives each supervised step its prompts, so some would be skipped or imitated twice"),
+    Fixed("sft.", "the SFT phase is over, so it would have no effect", after_sft=True),
+    Fixed("eval.", "the prompts so far were evaluated the other way", modes=("eval",)),
+    Fixed("rejection.", "the samples so far were kept by the other rule", modes=("rejection_sampling",)),
+    *(Fixed(f"rollout.{key}", "the output so far was made the other way", modes=modes) for key, modes in (
         ("reward", _SAMPLED), ("reward_options", _SAMPLED), ("generate", _SAMPLED),
         ("filters", ("rejection_sampling",)), ("temperature", ("rejection_sampling",)))),
-    Rule("train.prompts_per_step", "it gives each step its prompts, so some would be skipped or trained on twice"),
-    Rule("train.group_size", "rewards are compared within a group of this size"),
-    Rule("algorithm.name", "the committed optimizer state belongs to it"),
-    Rule(_MEASURES_KL, "a reference policy is kept from the beginning of RL or not at all", after_sft=True),
-    Rule("algorithm.reference_every_steps", "it decides which policy is the reference of a step", after_sft=True),
-    Rule("reference.enabled", "the ranks that train keep the reference policy from the beginning of RL or not at all",
-         after_sft=True),
-    Rule("critic.enabled", "the states of the policy and of the critic belong together from the beginning of RL"),
-    Rule("critic.model", "the committed weights of the critic have this model's shape"),
-    Rule("device.dtype", "the committed weights have this dtype; another job, begun with --from-job, may have another"),
+    Fixed("train.prompts_per_step", "it gives each step its prompts, so some would be skipped or trained on twice"),
+    Fixed("train.group_size", "rewards are compared within a group of this size"),
+    Fixed("algorithm.name", "the committed optimizer state belongs to it"),
+    Fixed(_MEASURES_KL, "a reference policy is kept from the beginning of RL or not at all", after_sft=True),
+    Fixed("algorithm.reference_every_steps", "it decides which policy is the reference of a step", after_sft=True),
+    Fixed("reference.enabled", "the ranks that train keep the reference policy from the beginning of RL or not at all",
+          after_sft=True),
+    Fixed("critic.enabled", "the states of the policy and of the critic belong together from the beginning of RL"),
+    Fixed("critic.model", "the committed weights of the critic have this model's shape"),
+    Fixed("device.dtype",
+          "the committed weights have this dtype; another job, begun with --from-job, may have another"),
 )
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedSetting:
     """A fixed setting with another value than the job has."""
 
     key: str
@@ -89,14 +90,14 @@ def fixed_settings(cfg: Config) -> dict[str, Any]:
             and not (cfg.model.path and key.startswith("model.") and key != _MODEL_PATH)}
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, sft_is_over: bool) -> list[Change]:
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, sft_is_over: bool) -> list[ChangedSetting]:
     """What contradicts the job. ``old``: its settings as recorded, perhaps by another release: a key that only one of
     the two has is not compared."""
     found, mode = [], str(old.get("mode", "rl"))
     for key in sorted(old.keys() & new.keys()):
         rule = next((r for r in FIXED if r.covers(key, mode) and (sft_is_over or not r.after_sft)), None)
         if rule is not None and old[key] != new[key]:
-            found.append(Change(key, old[key], new[key], rule.why))
+            found.append(ChangedSetting(key, old[key], new[key], rule.why))
     return found
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_rl.config.section import Section, faults_of_changes
-from elastic_rl.config.trainer import TrainerConfig
+from elastic_rl.config.section import Section
 
 
 class ForwardConfig(Section):
@@ -16,9 +14,3 @@ class ForwardConfig(Section):
     trainer: dict[str, Any] = {}
     """Settings of the section ``trainer`` that are different for the group, such as ``tensor_parallel``,
     ``data_parallel`` and ``micro_batch_tokens``."""
-
-
-def faults(trainer: TrainerConfig, groups: Mapping[str, ForwardConfig]) -> Iterator[str]:
-    """What is wrong with the changes of these sections. ``groups``: by name."""
-    for name, group in groups.items():
-        yield from faults_of_changes(trainer, group.trainer, f"{name}.trainer")

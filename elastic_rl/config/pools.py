@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from elastic_rl.config.dcs import Stream
 from elastic_rl.config.engine import EngineConfig
-from elastic_rl.config.section import PathText, Positive, Section, faults_of_changes
+from elastic_rl.config.section import PathText, Positive, Section
 
 ROLLOUT_POOL = "rollout"
 """Name of the pool that serves the policy."""
@@ -51,15 +50,3 @@ class PoolSettings:
     def call_timeout_s(self, attempts: int) -> float:
         """Limit of a call of a role that asks the pool, in seconds: more than the role takes for so many attempts."""
         return self.engine.request_timeout_s * (attempts + 1)
-
-
-def faults(engine: EngineConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
-    """What is wrong with the further pools of a job whose section ``engine`` this is."""
-    found = [f"pools.{ROLLOUT_POOL}: this is the name of the policy's pool; give it another name"
-             ] if ROLLOUT_POOL in pools else []
-    for name, pool in pools.items():
-        if name.startswith(f"{ROLLOUT_POOL}-"):  # as the names of the policy's engines, which are rollout-…
-            found.append(f"pools.{name}: a name that begins with {ROLLOUT_POOL}- cannot be told from those of the "
-                         "policy's engines; give it another name")
-        found += faults_of_changes(engine, pool.engine, f"pools.{name}.engine")
-    return found

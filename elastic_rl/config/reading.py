@@ -22,8 +22,16 @@ _MAX_SHOWN = 200
 _ENGINE_KEY = "engines ask for the key in <run_dir>/<job>/cluster/engine.key, which `elastic-rl up` makes"
 _JUDGE = "a judge is a pool: set pools.genrm.model to the folder of its model"
 _TEACHER = "set algorithm.teacher=large and pools.large.model to the folder of its model"
+_OF_ALGORITHMS = {
+    **{name: name for name in ("clip_low", "clip_high", "normalize_std", "gamma", "gae_lambda", "reward_coef")},
+    "gspo_clip_low": "clip_low", "gspo_clip_high": "clip_high", "sapo_tau_positive": "tau_positive",
+    "sapo_tau_negative": "tau_negative", "cispo_max_weight": "max_weight"}
+"""What may be taken for a setting of the section ``algorithm``, and the option of an algorithm that is meant."""
 _MEANT = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JUDGE, "judge": _JUDGE,
-          "teacher": f"a teacher is a pool: {_TEACHER}"}
+          "teacher": f"a teacher is a pool: {_TEACHER}",
+          **{f"algorithm.{name}": f"did you mean 'algorithm.options.{option}'?"
+             for name, option in _OF_ALGORITHMS.items()},
+          **{f"algorithm.{name}": f"did you mean 'critic.{name}'?" for name in ("value_clip", "whiten_advantages")}}
 """What to set instead of keys that there are not and that no known one resembles."""
 _FORMS = {("mode", "literal_error"): "how generation and training take turns is train.schedule, such as fully_async",
           ("pools", "dict_type"): "write pools by name, such as {genrm: {model: /models/judge}}",

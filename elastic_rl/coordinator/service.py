@@ -27,7 +27,7 @@ from elastic_rl.coordinator.api.authentication import Authenticator
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
-from elastic_rl.coordinator.api.server import ApiServer, advertised, bind, make_server
+from elastic_rl.coordinator.api.listening import advertised, bind, make_server
 from elastic_rl.coordinator.api.sessions import SessionStore
 from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
@@ -43,6 +43,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.witness import HostWitness
+from elastic_rl.net.http_server import HttpServer
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import LogRotation
@@ -140,7 +141,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
     return 0
 
 
-async def _listen(server: ApiServer, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
+async def _listen(server: HttpServer, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
     requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

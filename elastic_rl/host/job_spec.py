@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from elastic_rl.config import Config, Stream
-from elastic_rl.config.fixed_settings import Change, changes, fixed_settings
+from elastic_rl.config.fixed_settings import ChangedSetting, changes, fixed_settings
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -67,7 +67,7 @@ def require_same(cfg: Config, decided: Decided) -> None:
         raise _contradiction(cfg.job, found)
 
 
-def _contradiction(job: str, found: list[Change]) -> ConfigError:
+def _contradiction(job: str, found: list[ChangedSetting]) -> ConfigError:
     lines = [str(change) for change in found[:_SHOWN]]
     if len(found) > _SHOWN:
         lines.append(f"and {len(found) - _SHOWN} more")

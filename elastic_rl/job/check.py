@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from elastic_rl.config import ENVIRONMENT, Config, PoolSettings
+from elastic_rl.config.checks import unread_settings
 from elastic_rl.config.groups import CRITIC
-from elastic_rl.config.unused import unused_settings
 from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.queue.group_codec import encode_group
 from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
@@ -45,7 +45,7 @@ _SHOWN = 200
 
 
 @dataclass(frozen=True)
-class Finding:
+class JobFinding:
     """What was found of one part of a job. ``fault``: what is wrong; "" for nothing. ``hint``: what to do, or what to
     look at where there is no fault."""
 
@@ -66,7 +66,7 @@ def require(cfg: Config, *, begun: bool = False) -> None:
                           hint="; ".join(dict.fromkeys(f.hint for f in faults if f.hint)))
 
 
-def check(cfg: Config) -> Iterator[Finding]:
+def check(cfg: Config) -> Iterator[JobFinding]:
     """A finding for each part of the job, as it is examined. Prompts are read, and the reward is asked what the data's
     own answers are worth."""
     usable = plays = True
@@ -77,8 +77,9 @@ def check(cfg: Config) -> Iterator[Finding]:
     made: list[CheckedSource] = []
     yield from _model_and_data(cfg, made.append)
     yield from _of_defaults(cfg)
-    if unused := unused_settings(cfg):
-        yield Finding("settings", "; ".join(unused), hint="without that they change nothing: leave them out, or set it")
+    if unread := unread_settings(cfg):
+        yield JobFinding("settings", "; ".join(unread),
+                         hint="without that they change nothing: leave them out, or set it")
     for source in made:
         yield from _of_requests(cfg, source)
         prompts = _of_prompts(cfg, source)
@@ -89,7 +90,7 @@ def check(cfg: Config) -> Iterator[Finding]:
             yield _of_reward(cfg, source)
 
 
-def _plug_ins(cfg: Config) -> Iterator[Finding]:
+def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
     from elastic_rl.algorithms.registry import algorithm_of  # these import torch, which no other command needs
     from elastic_rl.pipeline.fully_async.queues import make_queue
     rollout = cfg.rollout
@@ -129,7 +130,7 @@ def _plug_ins(cfg: Config) -> Iterator[Finding]:
         yield replace(found, hint=hint)
 
 
-def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[Finding]:
+def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[JobFinding]:
     """``made``: gets the source, if the data and the model fit."""
     facts: model_folder.Facts | None = None
     critic_arch: ModelArch | None = None
@@ -188,7 +189,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         arch = facts.arch
         yield _finding("checkpoints", lambda: _capacity(cfg, arch))
     if found.fault and cfg.data.source != "addition":
-        yield Finding("data", "not examined: it may need the model's tokenizer")
+        yield JobFinding("data", "not examined: it may need the model's tokenizer")
     else:
         yield _finding("data", data)
         if source is not None:
@@ -263,11 +264,11 @@ def _require_same_tokens(setting: str, folder: Path, cfg: Config) -> int:
     return len(other)
 
 
-def _of_eval_set_names(source: CheckedSource) -> Iterator[Finding]:
+def _of_eval_set_names(source: CheckedSource) -> Iterator[JobFinding]:
     wrong = [name for name in source.evals if not is_name(name)]
     if wrong:
-        yield Finding("evaluation sets", fault=f"the name {plain(wrong[0], 100)!r} of an evaluation set",
-                      hint=f"names of sets have 1 to {MAX_NAME} printable characters")
+        yield JobFinding("evaluation sets", fault=f"the name {plain(wrong[0], 100)!r} of an evaluation set",
+                         hint=f"names of sets have 1 to {MAX_NAME} printable characters")
 
 
 def _capacity(cfg: Config, arch: ModelArch) -> str:
@@ -278,7 +279,7 @@ def _capacity(cfg: Config, arch: ModelArch) -> str:
     return f"a version of the policy has {sizes.policy >> 20} MiB{state}"
 
 
-def _of_defaults(cfg: Config) -> Iterator[Finding]:
+def _of_defaults(cfg: Config) -> Iterator[JobFinding]:
     """Settings that were left at defaults which are for the built-in model, of which a larger one would be ruined or
     not fit into memory."""
     if not cfg.model.path or not cfg.uses_trainer:
@@ -295,24 +296,25 @@ def _of_defaults(cfg: Config) -> Iterator[Finding]:
         if applies and name not in settings.model_fields_set:
             left.append(f"{section}.{name}={getattr(settings, name)}")
     if left:
-        yield Finding("defaults", f"{', '.join(left)}: for the small built-in model",
-                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual" + (
-                          ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
+        yield JobFinding("defaults", f"{', '.join(left)}: for the small built-in model",
+                         hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual" + (
+                             ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
 
 
-def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[Finding]:
+def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[JobFinding]:
     """Requests that engines under load would not end in time."""
     tokens, limit_s = source.max_response_tokens, cfg.engine.request_timeout_s
     if cfg.rollout.environment:  # a request for each turn
         tokens = min(tokens, cfg.rollout.max_turn_tokens)
     if cfg.uses_engines and tokens > _SURE_TOKENS_PER_S * limit_s:
-        yield Finding("requests", f"a response of up to {tokens} tokens within engine.request_timeout_s={limit_s:g}: "
-                      f"{tokens / limit_s:.0f} tokens/s",
-                      hint="set engine.request_timeout_s by what a request gets while an engine has many: one that "
-                      "takes longer is ended and sent again, without end")
+        yield JobFinding(
+            "requests", f"a response of up to {tokens} tokens within engine.request_timeout_s={limit_s:g}: "
+            f"{tokens / limit_s:.0f} tokens/s",
+            hint="set engine.request_timeout_s by what a request gets while an engine has many: one that takes longer "
+                 "is ended and sent again, without end")
 
 
-def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
+def _of_prompts(cfg: Config, source: CheckedSource) -> JobFinding:
     hint = ""
 
     def examine() -> str:
@@ -352,7 +354,7 @@ def _first_prompts(cfg: Config, source: CheckedSource) -> Sequence[Prompt]:
                         vocabulary=source.vocabulary)
 
 
-def _of_environment(cfg: Config, source: CheckedSource) -> Finding:
+def _of_environment(cfg: Config, source: CheckedSource) -> JobFinding:
     """Whether an episode begins with the first prompts."""
     hint = ""
 
@@ -376,7 +378,7 @@ def _of_environment(cfg: Config, source: CheckedSource) -> Finding:
     return replace(found, hint=hint) if hint else found
 
 
-def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
+def _of_reward(cfg: Config, source: CheckedSource) -> JobFinding:
     """What the reward gives for the data's own answers. 0 for each may show a wrong column or reward, or only that a
     response must have more than the answer; so it is no fault."""
     hint = ""
@@ -433,8 +435,8 @@ async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], dec
     return values
 
 
-def _finding(part: str, examine: Callable[[], str]) -> Finding:
+def _finding(part: str, examine: Callable[[], str]) -> JobFinding:
     try:
-        return Finding(part, examine())
+        return JobFinding(part, examine())
     except ElasticRLError as e:
-        return Finding(part, fault=e.message, hint=e.hint or "")
+        return JobFinding(part, fault=e.message, hint=e.hint or "")

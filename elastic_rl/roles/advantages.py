@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from elastic_rl.algorithms.registry import algorithm_of
+from elastic_rl.algorithms.registry import algorithm_of, options_of
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import PluginFailed
@@ -25,17 +25,19 @@ class AdvantagesRole(Role):
     async def compute(self, rewards: list[list[float]]) -> list[list[float]]:
         """Advantages [groups, samples] of rewards of the same shape. Raises PluginFailed for whatever the algorithm
         raises, and for advantages of another shape or that are not finite."""
-        advantages = algorithm_of(self.ctx.config).advantages
+        spec = algorithm_of(self.ctx.config)
+        options, advantages = options_of(spec, self.ctx.config.algorithm), spec.advantages
         assert advantages is not None  # checked by algorithm_of
         given = torch.tensor(rewards, dtype=torch.float32)
-        return self._checked("advantages", lambda: advantages(given.clone(), self.ctx.config.algorithm), given.shape,
+        return self._checked("advantages", lambda: advantages(given.clone(), options), given.shape,
                              "the rewards").tolist()  # type: ignore[no-any-return]
 
     async def compute_of_tokens(self, raw: bytes) -> np.ndarray:
         """Advantages [N, T] fp32 of the tokens of a batch, in safetensors. Raises as ``compute``."""
-        batch, make = Batch.from_bytes(raw), algorithm_of(self.ctx.config).token_advantages
+        batch, spec, cfg = Batch.from_bytes(raw), algorithm_of(self.ctx.config), self.ctx.config.algorithm
+        options, make = options_of(spec, cfg), spec.token_advantages
         assert make is not None
-        return self._checked("token_advantages", lambda: make(batch, self.ctx.config.algorithm), batch["tokens"].shape,
+        return self._checked("token_advantages", lambda: make(batch, options, cfg), batch["tokens"].shape,
                              "the tokens").numpy()
 
     def _checked(self, what: str, make: Callable[[], torch.Tensor], shape: tuple[int, ...], like: str) -> torch.Tensor:

@@ -50,7 +50,7 @@ UPDATE: dict[str, Quantity] = {
     "critic_loss": Quantity("", "with a critic: its loss in its last update, half a squared error"),
     "critic_grad_norm": Quantity("", "norm of its gradient before it is clipped to `train.max_grad_norm`"),
     "critic_lr": Quantity("", "its learning rate"),
-    "value_clip_fraction": Quantity("0 to 1", "share of the tokens whose value `algorithm.value_clip` stopped"),
+    "value_clip_fraction": Quantity("0 to 1", "share of the tokens whose value `critic.value_clip` stopped"),
     "value_mean": Quantity("", "mean of its values of the tokens, before the step"),
     "return_mean": Quantity("", "mean of what they should have been"),
     "explained_variance": Quantity("", "share of the variance of the returns that the values explain: 1 for a perfect "

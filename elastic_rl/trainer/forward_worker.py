@@ -27,7 +27,7 @@ from elastic_rl.trainer.megatron.policy import ModelArch, Policy
 from elastic_rl.trainer.policy_version import PolicyVersion
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.commands import Command, CommandKind
+from elastic_rl.trainer.service.commands import Command, ForwardVersion
 from elastic_rl.trainer.service.dispatch import executed_by, executes
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ class ForwardWorker(GroupWorker):
         try:
             self._learn_term()
             self.gate.admit(command, Progress("rl"))
-            number = self.version.number_of(command.step, command.version)
+            number = (self.version.number_of(command.step, command.at_least) if isinstance(command, ForwardVersion)
+                      else self.version.number)  # every rank refuses it
         except EtcdUnavailable as e:
             self._pending, self.board.waits_for = command, f"etcd, to find a version of the policy: {e}"
             self._pause.wait(min(1.0, self._idle_s))
@@ -93,8 +94,8 @@ class ForwardWorker(GroupWorker):
                 self.board.refused(command, VersionNotFound(f"version {number} of the policy is not available: {e}"))
         self._report()
 
-    @executes(CommandKind.FORWARD_VERSION)
-    def _forward_version(self, command: Command, share: Batch) -> dict[str, torch.Tensor]:
+    @executes(ForwardVersion)
+    def _forward_version(self, command: ForwardVersion, share: Batch) -> dict[str, torch.Tensor]:
         return self.passes.forward_logprobs(share, greedy=False)
 
     def _facts(self) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer.broadcast import Message, Order, share_of_replica
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.calls import DISPATCH
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate
-from elastic_rl.trainer.service.dispatch import Refused, Split
+from elastic_rl.trainer.service.commands import BatchCommand, Command, ForwardCommand, WriterGate
+from elastic_rl.trainer.service.dispatch import Refused
 
 _SAY_EVERY_S = 1.0
 """Of micro-batches that take less."""
@@ -35,7 +34,7 @@ _SAY_EVERY_S = 1.0
 class GroupWorker(ABC):
     """One rank."""
 
-    methods: ClassVar[dict[CommandKind, Callable[..., dict[str, Any] | None]]] = {}
+    methods: ClassVar[dict[type[Command], Callable[..., dict[str, Any] | None]]] = {}
     """What executes each command that the group has, see ``dispatch.executes``."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
@@ -68,7 +67,7 @@ class GroupWorker(ABC):
 
     def _require_possible(self, command: Command, share: Batch | None = None) -> None:
         """Raises Refused for what this group cannot execute now or at all; the same on every rank."""
-        if command.kind not in self.methods:
+        if type(command) not in self.methods:
             raise Refused(ConfigError(f"the group {self.ctx.group.name} has no {command.kind}"))
 
     def _facts(self) -> dict[str, Any]:
@@ -98,24 +97,23 @@ class GroupWorker(ABC):
     def _execute(self, command: Command) -> None:
         """On every rank. What a rank raises here ends it, and the group re-forms from its last state."""
         self._report(command.kind)
-        how = DISPATCH[command.kind]
         try:
-            inputs = () if how.split is Split.NONE else (self._share(command),)
+            inputs = (self._share(command),) if isinstance(command, BatchCommand) else ()
             self._require_possible(command, *inputs)
-            output = self.methods[command.kind](self, command, *inputs)
+            output = self.methods[type(command)](self, command, *inputs)
         except Refused as refusal:
             self._report()
             if self.par.rank == 0:
                 self.board.refused(command, refusal.error)
         else:
-            if how.collect.of_replicas:
+            if isinstance(command, ForwardCommand):
                 if self.par.is_share_leader:
                     self.board.put_output(command.id, save(output or {}))
                 parallel.barrier(self.par)  # once rank 0 says that it is done, every output is there
                 output = self._facts()
             if output is not None:
                 self._finish(command, output)
-        if command.batch:
+        if isinstance(command, BatchCommand):
             self.board.discard_share(command.batch)
 
     def _finish(self, command: Command, result: dict[str, Any]) -> None:
@@ -126,10 +124,8 @@ class GroupWorker(ABC):
             self.gate.executed(command, result)
             self.board.done(command, result)
 
-    def _share(self, command: Command) -> Batch:
-        """Of this rank's replica."""
-        if not command.batch:
-            raise Refused(ConfigError(f"{command.kind} needs a batch"))
+    def _share(self, command: BatchCommand) -> Batch:
+        """The share of this rank's replica."""
         raw = share_of_replica(self.board.share(command.batch) if self.par.is_share_leader else None, self.par)
         if raw is None:
             raise Refused(Conflict(f"not every rank has its share of batch {command.batch}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.algorithms.registry import CRITIC_LOSS, AlgorithmSpec, algorithm_of, required_tensors
+from elastic_rl.algorithms.registry import CRITIC_LOSS, AlgorithmSpec, algorithm_of, options_of, required_tensors
 from elastic_rl.algorithms.schedule import learning_rate
 from elastic_rl.config import Config
 from elastic_rl.data.batch import SCHEMA, Batch
@@ -109,7 +109,7 @@ class TrainStep(ForwardPass):
         if not part:
             self.discard_parts()
             self.adam.zero_grad()
-        loss = UpdateLoss(self._algorithm("rl"), self.cfg.algorithm)
+        loss = self._loss(self._algorithm("rl"))
         try:
             self._backward(share, loss)
         except PluginFailed:
@@ -121,7 +121,7 @@ class TrainStep(ForwardPass):
         """Makes the one update of RL step ``step`` with the gradients of its parts. Its metrics, as those of ``train``,
         and what has passed through the model for it. Raises TrainerFailed as ``train``."""
         start, lr = time.perf_counter(), learning_rate(self.cfg, "rl", step)
-        parts, loss = self.parts, UpdateLoss(self._algorithm("rl"), self.cfg.algorithm)
+        parts, loss = self.parts, self._loss(self._algorithm("rl"))
         tokens, sequences = self._over_data([float(parts.tokens), float(parts.sequences)], sum_over_data)
         scale = loss.scale(tokens, sequences)
         self.adam.scale_gradients(scale)
@@ -142,7 +142,7 @@ class TrainStep(ForwardPass):
         Raises PluginFailed, on every rank, when the loss of the algorithm fails on one."""
         self.adam.zero_grad()
         tokens, sequences = self._over_data([float(share.loss_tokens), float(_sequences(share))], sum_over_data)
-        loss = UpdateLoss(algorithm, self.cfg.algorithm, tokens=tokens, sequences=sequences)
+        loss = self._loss(algorithm, tokens=tokens, sequences=sequences)
         self._backward(share, loss)
         return self._metrics(loss.sums, loss.logprob_diff_max, tokens)
 
@@ -189,6 +189,10 @@ class TrainStep(ForwardPass):
 
     def _algorithm(self, phase: Phase) -> AlgorithmSpec:
         return CRITIC_LOSS if self._gives_values else algorithm_of(self.cfg, phase)
+
+    def _loss(self, algorithm: AlgorithmSpec, **counts: float) -> UpdateLoss:
+        options = self.cfg.critic if algorithm is CRITIC_LOSS else options_of(algorithm, self.cfg.algorithm)
+        return UpdateLoss(algorithm, self.cfg.algorithm, options, **counts)
 
     def _waits_for_critic(self, phase: Phase, step: int) -> bool:
         """Whether the policy stays as it is in this step, since the critic knows too little yet."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from elastic_rl.algorithms.importance import truncated_weight
@@ -26,11 +27,12 @@ class UpdateLoss:
     ranks and micro-batches together make the aggregate.
     """
 
-    def __init__(self, algorithm: AlgorithmSpec, cfg: AlgorithmConfig, *, tokens: float = 1.0, sequences: float = 1.0
-                 ) -> None:
-        """``tokens`` and ``sequences`` that are trained on, of all replicas. Without these, which nobody knows before
-        all parts of a step are there, what ``scale`` gives is to be multiplied in at the end."""
-        self.algorithm, self.cfg = algorithm, cfg
+    def __init__(self, algorithm: AlgorithmSpec, cfg: AlgorithmConfig, options: BaseModel, *, tokens: float = 1.0,
+                 sequences: float = 1.0) -> None:
+        """``options``: what the loss of the algorithm reads. ``tokens`` and ``sequences`` that are trained on, of all
+        replicas. Without these, which nobody knows before all parts of a step are there, what ``scale`` gives is to be
+        multiplied in at the end."""
+        self.algorithm, self.cfg, self._options = algorithm, cfg, options
         self._tokens, self._sequences = max(tokens, 1.0), max(sequences, 1.0)
         self._aggregate = aggregate_of(algorithm, cfg)
         self._learns = algorithm.advantages is not None
@@ -69,7 +71,7 @@ class UpdateLoss:
                 self._count("tis_capped_fraction", (factor >= self.tis_cap).float())
                 policy_weights = weights * factor
                 batch = LossBatch({**batch.tensors, "old_logprobs": trainer}, batch.sequence, batch.sequences)
-        value, total, stats = _algorithm_loss(self.algorithm, logp, batch, policy_weights, self.cfg)
+        value, total, stats = _algorithm_loss(self.algorithm, logp, batch, policy_weights, self._options, self.cfg.name)
         for name in self.algorithm.stats:
             self._count(name, stats[name])
         for name, coefficient, term in self._terms(logp, batch, entropy, teacher):
@@ -111,21 +113,22 @@ class UpdateLoss:
         return torch.full_like(ones, 1.0 / (self.cfg.constant_length_tokens * self._sequences))
 
 
-def _algorithm_loss(algorithm: AlgorithmSpec, logp: Tensor, batch: LossBatch, weights: Tensor, cfg: AlgorithmConfig
-                    ) -> tuple[float, Tensor, Mapping[str, Tensor]]:
+def _algorithm_loss(algorithm: AlgorithmSpec, logp: Tensor, batch: LossBatch, weights: Tensor, options: BaseModel,
+                    setting: str) -> tuple[float, Tensor, Mapping[str, Tensor]]:
     """The weighted sum of an algorithm's loss over M tokens; a tensor [] with the gradient of that; its stats.
+    ``setting``: the name that the settings give it.
 
     The gradient with respect to ``logp`` is taken here, and the tensor is linear in ``logp`` with these slopes: what a
     user's code raises, in its backward pass too, is raised before the pass through the model, in which other ranks wait
     for this one. Raises PluginFailed for whatever the token loss raises, a loss or stats that are not [M], a loss
     without a gradient, and a loss or gradient that is not finite although the log-probs are.
     """
-    name, leaf = f"the token_loss of algorithm.name={cfg.name}", logp.detach().requires_grad_()
+    name, leaf = f"the token_loss of algorithm.name={setting}", logp.detach().requires_grad_()
     if algorithm.advantages is None:
         name = f"the token_loss of {algorithm.name}"
     try:
         with torch.enable_grad():
-            loss, stats = algorithm.token_loss(leaf, batch, cfg)
+            loss, stats = algorithm.token_loss(leaf, batch, options)
             shapes = {key: tuple(value.shape) for key, value in (
                 ("the loss", loss), *((f"the stat {stat!r}", stats[stat]) for stat in algorithm.stats))}
             total = (loss * weights).sum()

@@ -42,7 +42,22 @@ from elastic_rl.trainer.megatron.policy import ModelArch, Policy
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind, after_begin_rl, after_update
+from elastic_rl.trainer.service.commands import (
+    Accumulate,
+    Apply,
+    Command,
+    ForwardLogprobs,
+    ForwardReference,
+    ForwardValues,
+    Load,
+    Offload,
+    Onload,
+    Save,
+    TrainCommand,
+    Update,
+    after_begin_rl,
+    after_update,
+)
 from elastic_rl.trainer.service.dispatch import Refused, executed_by, executes
 from elastic_rl.trainer.step import TrainStep
 from elastic_rl.trainer.throughput import Passed, Throughput
@@ -148,7 +163,7 @@ class TrainerWorker(GroupWorker):
         must_republish = self.checkpoints.must_republish()  # it looks after a publish in flight, too
         if self._wanted is not None or (must_republish and not self._offloaded and not self._awaits_parts()):
             return self._begin_publish(self._wanted or _Wanted())
-        if self._moving is not None and self._moving.kind is CommandKind.OFFLOAD:
+        if isinstance(self._moving, Offload):
             return self._give_up(self._moving)
         command = self._moving or self.board.next()
         if command is None:
@@ -156,14 +171,14 @@ class TrainerWorker(GroupWorker):
         try:
             self._learn_term()
             earlier = self.gate.admit(command, self.progress)
-            if self._offloaded and command.kind not in MOVES:
+            if self._offloaded and not isinstance(command, Offload | Onload):
                 raise Conflict("the trainer's memory is offloaded", hint="onload it, then send the command again")
         except (Fenced, Conflict, TrainerFailed, PluginFailed) as e:
-            log.warning("refused %s of step %d: %s", command.kind, command.step, e)
+            log.warning("refused %s: %s", command, e)
             self.board.refused(command, e)
             self._moving = None
             return Message(Order.IDLE)
-        if command.kind is CommandKind.ONLOAD and self._turns is not None and (why := self._turns.take()):
+        if isinstance(command, Onload) and self._turns is not None and (why := self._turns.take()):
             return self._move_later(command, why)
         self._moving = None
         if earlier is not None:
@@ -250,14 +265,16 @@ class TrainerWorker(GroupWorker):
                 **({"ready": True} if ready else {}))
 
     # -- commands -------------------------------------------------------------------------------------------------
-    @executes(CommandKind.FORWARD_LOGPROBS)
-    def _forward_logprobs(self, command: Command, share: Batch) -> dict[str, torch.Tensor]:
-        if command.weights == "reference":
-            return {"logprobs": self._reference_logprobs(share)}
+    @executes(ForwardLogprobs)
+    def _forward_logprobs(self, command: ForwardLogprobs, share: Batch) -> dict[str, torch.Tensor]:
         return self.train_step.forward_logprobs(share, self.progress.phase)
 
-    @executes(CommandKind.FORWARD_VALUES)
-    def _forward_values(self, command: Command, share: Batch) -> dict[str, torch.Tensor]:
+    @executes(ForwardReference)
+    def _forward_reference(self, command: ForwardReference, share: Batch) -> dict[str, torch.Tensor]:
+        return {"logprobs": self._reference_logprobs(share)}
+
+    @executes(ForwardValues)
+    def _forward_values(self, command: ForwardValues, share: Batch) -> dict[str, torch.Tensor]:
         return self.train_step.forward_values(share)
 
     def _reference_logprobs(self, share: Batch) -> torch.Tensor:
@@ -268,14 +285,14 @@ class TrainerWorker(GroupWorker):
 
     def _require_possible(self, command: Command, share: Batch | None = None) -> None:
         super()._require_possible(command, share)
-        is_critic, of_critic = self.ctx.group is CRITIC, command.kind is CommandKind.FORWARD_VALUES
-        if is_critic and command.kind is CommandKind.UPDATE and share is not None:
+        is_critic = self.ctx.group is CRITIC
+        if is_critic and isinstance(command, Update) and share is not None:
             if missing := [name for name in CRITIC_LOSS.needs if name not in share]:
                 raise Refused(ConfigError(f"a batch for a critic needs {', '.join(missing)}"))
-        elif command.kind in (CommandKind.ACCUMULATE, CommandKind.APPLY) and self.cfg.train.prompts_per_part is None:
+        elif isinstance(command, Accumulate | Apply) and self.cfg.train.prompts_per_part is None:
             raise Refused(ConfigError("the settings of this trainer ask for no parts of a step",
                                       hint="set train.prompts_per_part in a new job"))
-        elif command.kind in (CommandKind.FORWARD_LOGPROBS, CommandKind.FORWARD_VALUES) and is_critic is not of_critic:
+        elif isinstance(command, ForwardLogprobs | ForwardReference if is_critic else ForwardValues):
             raise Refused(ConfigError(
                 f"the group {self.ctx.group.name} has no {command.kind.removeprefix('forward_')}"))
         if fault := self._reference_fault(command):
@@ -284,15 +301,15 @@ class TrainerWorker(GroupWorker):
     def _reference_fault(self, command: Command) -> ConfigError | None:
         """Why a command cannot be executed that needs the reference policy; the same on every rank."""
         if self.reference is not None:
-            uses = command.kind in (CommandKind.UPDATE, CommandKind.ACCUMULATE) and command.phase == "rl"
-            return self.reference.fault(self.progress) if uses or command.weights == "reference" else None
-        if command.weights != "reference":
+            uses = isinstance(command, Update | Accumulate | ForwardReference) and command.phase == "rl"
+            return self.reference.fault(self.progress) if uses else None
+        if not isinstance(command, ForwardReference):
             return None
         return ConfigError("the settings of this trainer ask for no reference policy",
                            hint="set algorithm.kl_coef or algorithm.report_kl in a new job")
 
-    @executes(CommandKind.UPDATE)
-    def _update(self, command: Command, share: Batch) -> dict[str, Any] | None:
+    @executes(Update)
+    def _update(self, command: Update, share: Batch) -> dict[str, Any] | None:
         updates = self.adam.updates
         if command.phase == "rl" and self._adds_reference:
             share = Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
@@ -308,10 +325,10 @@ class TrainerWorker(GroupWorker):
         metrics |= self.throughput.of_step(Passed.of(share), passes, metrics["train_s"])
         return self._stepped(command, metrics)
 
-    @executes(CommandKind.ACCUMULATE)
-    def _accumulate(self, command: Command, share: Batch) -> dict[str, Any]:
-        if command.part:  # the first one begins anew
-            self._require_parts(command)
+    @executes(Accumulate)
+    def _accumulate(self, command: Accumulate, share: Batch) -> dict[str, Any]:
+        if command.part:  # the first one begins the step
+            self._require_parts(command, command.part)
         if self._adds_reference:
             share = Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
         try:
@@ -322,19 +339,19 @@ class TrainerWorker(GroupWorker):
         self._part_at = time.monotonic()
         return {"parts": self.train_step.parts.count}
 
-    @executes(CommandKind.APPLY)
-    def _apply(self, command: Command) -> dict[str, Any] | None:
-        self._require_parts(command)
+    @executes(Apply)
+    def _apply(self, command: Apply) -> dict[str, Any] | None:
+        self._require_parts(command, command.parts)
         metrics, passed = self.train_step.apply(command.step)
         return self._stepped(command, metrics | self.throughput.of_step(passed, 1, metrics["train_s"]))
 
-    def _require_parts(self, command: Command) -> None:
-        """Raises Refused, on every rank, unless the parts before this one, or all, were accumulated."""
-        if (found := self.train_step.parts.count) != command.part or (command.kind is CommandKind.APPLY and not found):
-            raise Refused(Conflict(f"{command.kind} with part={command.part} of step {command.step}: "
-                                   f"{found} parts are accumulated", hint="send the parts of the step again, from 0"))
+    def _require_parts(self, command: Accumulate | Apply, parts: int) -> None:
+        """Raises Refused, on every rank, unless so many parts of the step, and at least one, were accumulated."""
+        if (found := self.train_step.parts.count) != parts or not found:
+            raise Refused(Conflict(f"{command} after {parts} parts: {found} are accumulated",
+                                   hint="send the parts of the step again, from 0"))
 
-    def _stepped(self, command: Command, metrics: dict[str, Any]) -> dict[str, Any] | None:
+    def _stepped(self, command: TrainCommand, metrics: dict[str, Any]) -> dict[str, Any] | None:
         """After the update(s) of a step: goes on to its state, and publishes what is to be published."""
         self.progress = after_update(self.progress, command)
         if self.reference is not None:
@@ -354,7 +371,7 @@ class TrainerWorker(GroupWorker):
             return None  # when the publish has begun
         return metrics
 
-    def _go_back_from(self, command: Command, error: PluginFailed) -> PluginFailed:
+    def _go_back_from(self, command: Update, error: PluginFailed) -> PluginFailed:
         """After updates of a step that failed: the group goes back to its last committed state, and makes no step until
         a person has corrected what failed. Returns what the actor is told, and tells the operator."""
         self._join_before_restore("its last state")
@@ -374,8 +391,8 @@ class TrainerWorker(GroupWorker):
         self._report("waiting for the publish")
         self.checkpoints.join()  # else its collectives would meet those of the restore
 
-    @executes(CommandKind.LOAD)
-    def _load(self, command: Command) -> dict[str, Any] | None:
+    @executes(Load)
+    def _load(self, command: Load) -> dict[str, Any] | None:
         """Goes back to a committed state, or to the newest that there is: which it is, the status says."""
         before = self.progress
         self._join_before_restore(f"version {command.version} of its state")
@@ -401,8 +418,8 @@ class TrainerWorker(GroupWorker):
         self._wanted = None
         return result
 
-    @executes(CommandKind.SAVE)
-    def _save(self, command: Command) -> None:
+    @executes(Save)
+    def _save(self, command: Save) -> None:
         if command.begin_rl and self.progress.phase == "sft":
             self.adam.reset()  # RL starts with its own learning rate, without the momentum of the supervised gradient
             self.progress = after_begin_rl(self.progress, command)
@@ -419,17 +436,17 @@ class TrainerWorker(GroupWorker):
         return (self.cfg.uses_reference_group and self.ctx.group is ACTOR
                 and reference_step(step + 1, self.cfg.algorithm.reference_every_steps) == step)
 
-    @executes(CommandKind.OFFLOAD, CommandKind.ONLOAD)
-    def _move(self, command: Command) -> dict[str, Any] | None:
+    @executes(Offload, Onload)
+    def _move(self, command: Offload | Onload) -> dict[str, Any] | None:
         if self._turns is None:
             raise Refused(ConfigError("the trainer shares no device with engines",
                                       hint="it does with placement=colocated"))
-        if command.kind is CommandKind.OFFLOAD:
+        if isinstance(command, Offload):
             freed = self._memory.offload()
             log.info("offloaded %d MiB of device memory", freed >> 20)
         else:
             self._memory.onload()
-        self._offloaded = command.kind is CommandKind.OFFLOAD
+        self._offloaded = isinstance(command, Offload)
         parallel.barrier(self.par)  # what rank 0 says is of all ranks
         if self._offloaded:
             self._moving = command if self.par.rank == 0 else None

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.algorithms.registry import ALGOS
-from elastic_rl.config import AlgorithmConfig
+from elastic_rl.algorithms.registry import ALGOS, GrpoOptions
 
 FAILS = 777.0
 """The advantage of a sample with which the loss fails."""
@@ -18,14 +17,14 @@ FAILS_AFTER_AN_UPDATE = 778.0
 _first_seen: list[Tensor] = []
 
 
-def _token_loss(logp: Tensor, batch: LossBatch, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def _token_loss(logp: Tensor, batch: LossBatch, options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     if bool((batch.advantages == FAILS).any()):
         raise RuntimeError("the loss of the test")
     if bool((later := batch.advantages == FAILS_AFTER_AN_UPDATE).any()):
         _first_seen.append(logp[later].detach())
         if not torch.equal(_first_seen[0], _first_seen[-1]):
             raise RuntimeError("the loss of the test, after an update")
-    return ALGOS["grpo"].token_loss(logp, batch, cfg)
+    return ALGOS["grpo"].token_loss(logp, batch, options)
 
 
 spec = replace(ALGOS["grpo"], token_loss=_token_loss)

@@ -26,7 +26,16 @@ from elastic_rl.errors import Conflict, Fenced, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.schedule import Lost, Plan, State
 from elastic_rl.trainer.progress import Progress
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
+from elastic_rl.trainer.service.commands import (
+    BatchCommand,
+    Command,
+    ForwardReference,
+    Save,
+    Update,
+    WriterGate,
+    after_begin_rl,
+    after_update,
+)
 
 PLAN = Plan(mode="rl", steps=7, groups_per_step=3, max_staleness=0, eval_every_steps=3, stop_eval_accuracy=None,
             max_dropped_groups=4, sft_max_steps=4, sft_target=0.9, sft_eval_far=2, sft_eval_near=1)
@@ -167,9 +176,9 @@ class World:
             return
         if self.etcd_up and command.term != self.term:
             raise Violation(f"a command of term {command.term} was executed in term {self.term}")
-        if command.kind is CommandKind.UPDATE:
+        if isinstance(command, Update):
             self.run_update(trainer, command)
-        elif command.kind is CommandKind.SAVE:
+        elif isinstance(command, Save):
             if begins := command.begin_rl and trainer.progress.phase == "sft":
                 trainer.progress = after_begin_rl(trainer.progress, command)
             if begins or command.publish:
@@ -177,13 +186,14 @@ class World:
             self.commit(trainer)
             self.done(trainer, command, {"committed": self.etcd_up or self.random.random() < 0.5})
         else:
+            assert isinstance(command, ForwardReference)
             if (command.phase, command.step) != (trainer.progress.phase, trainer.progress.step + 1):
                 raise Violation(f"the reference of {command.phase} step {command.step} was asked of a trainer at "
                                 f"{trainer.progress.phase} step {trainer.progress.step}")
             self.reference_passes += 1
             self.done(trainer, command, {})
 
-    def run_update(self, trainer: Trainer, command: Command) -> None:
+    def run_update(self, trainer: Trainer, command: Update) -> None:
         if self.random.random() < 0.05 and self.faults_left:
             self.faults_left -= 1
             self.trainer = self.form_group()  # a rank dies in mid-step: nothing of it remains
@@ -261,12 +271,12 @@ class World:
             case schedule.Resume():
                 return (yield from self.resume(actor))
             case schedule.SftUpdate(step=step, cursor=cursor):
-                yield from self.command(actor, CommandKind.UPDATE, phase="sft", step=step, cursor=dict(cursor))
+                yield from self.command(actor, Update, phase="sft", step=step, cursor=dict(cursor))
             case schedule.SftEvaluate() | schedule.Evaluate():
                 yield from self.wait(actor, "engines", lambda: self.engines_up)
                 return 0.5
             case schedule.BeginRl(step=step, cursor=cursor):
-                yield from self.command(actor, CommandKind.SAVE, phase="sft", step=step, cursor=dict(cursor),
+                yield from self.command(actor, Save, phase="sft", step=step, cursor=dict(cursor),
                                         begin_rl=True)
             case schedule.Lease(groups=groups):
                 yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, groups)))
@@ -275,16 +285,15 @@ class World:
             case schedule.Train():
                 oldest = min(s.oldest_version for s in effect.groups.samples)
                 if self.asks_reference:
-                    yield from self.command(actor, CommandKind.FORWARD_LOGPROBS, phase="rl", step=effect.step,
-                                            weights="reference")
+                    yield from self.command(actor, ForwardReference, phase="rl", step=effect.step)
                 result = yield from self.command(
-                    actor, CommandKind.UPDATE, phase="rl", step=effect.step, consumption=effect.consumption,
+                    actor, Update, phase="rl", step=effect.step, consumption=effect.consumption,
                     cursor={**effect.cursor, "oldest": oldest,
                             "versions": sorted({v for s in effect.groups.samples for v in s.versions})})
                 return result["policy_version"]
             case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
                 # The trainer goes on publishing until it is committed; the world does not model that wait.
-                while not ((yield from self.command(actor, CommandKind.SAVE, phase=phase, step=step, publish=publish,
+                while not ((yield from self.command(actor, Save, phase=phase, step=step, publish=publish,
                                                     cursor=dict(cursor)))["committed"] and self.committed
                            and (last := self.committed[-1].progress).step == step and last.phase == phase):
                     pass
@@ -333,10 +342,11 @@ class World:
             out.append((group, drop))
         return out
 
-    def command(self, actor: Actor, kind: CommandKind, **fields: Any) -> Generator[None, None, dict[str, Any]]:
+    def command(self, actor: Actor, kind: type[Command], **fields: Any) -> Generator[None, None, dict[str, Any]]:
         """As the client does: send, ask again and again, send again what is not known, give up with the group."""
         group = actor.group  # type: ignore[attr-defined]
-        command = Command(f"c{next(self.ids)}", kind, 1, actor.term, str(group), **fields)
+        batch = {"batch": "shares"} if issubclass(kind, BatchCommand) else {}
+        command = kind(id=f"c{next(self.ids)}", epoch=1, term=actor.term, group=str(group), **batch, **fields)
         sent = False
         while True:
             yield

@@ -35,7 +35,20 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
+from elastic_rl.trainer.service.commands import (
+    Accumulate,
+    Apply,
+    BatchCommand,
+    Command,
+    ForwardLogprobs,
+    ForwardReference,
+    Save,
+    TrainCommand,
+    Update,
+    WriterGate,
+    after_begin_rl,
+    after_update,
+)
 from elastic_rl.trainer.service.server import TrainerService
 from elastic_rl.trainer.service.shares import Shares
 from support.actor_runs import WAIT_S, ThreadedJob
@@ -111,20 +124,23 @@ class TrainerWithoutTensors:
             except (Fenced, Conflict, PluginFailed) as e:
                 self.board.refused(command, e)
                 continue
-            late = command.kind is CommandKind.UPDATE and command.phase == "rl" and command.step % 2 == 0
+            late = isinstance(command, Update) and command.phase == "rl" and command.step % 2 == 0
             if late and self.loss_fails_late.is_set():
                 self.progress, failure = self.saved[-1], PluginFailed("algorithm.name=mine failed late")
                 self.gate.hold(failure)
                 self._report()
                 self.board.refused(command, failure)
                 continue
-            if self.loss_fails.is_set() and command.kind is CommandKind.UPDATE:
+            if self.loss_fails.is_set() and isinstance(command, Update):
                 self.board.refused(command, PluginFailed("the token_loss of algorithm.name=mine failed"))
                 continue
-            if command.kind is CommandKind.ACCUMULATE and command.part and self.loses_parts.is_set():
+            parts = 0
+            if isinstance(command, Accumulate | Apply):
+                parts = command.part if isinstance(command, Accumulate) else command.parts
+            if isinstance(command, Accumulate) and parts and self.loses_parts.is_set():
                 self.loses_parts.clear()
                 self.parts.clear()
-            if (command.kind is CommandKind.APPLY or command.part) and command.part != len(self.parts):
+            if parts and parts != len(self.parts):
                 self.board.refused(command, Conflict(f"{len(self.parts)} parts are accumulated"))
                 continue
             result = earlier if earlier is not None else self._execute(command)
@@ -133,22 +149,22 @@ class TrainerWithoutTensors:
             self.board.done(command, result)
 
     def _execute(self, command: Command) -> dict[str, Any]:
-        batch = Batch.from_bytes(self.board.share(command.batch) or b"") if command.batch else None
-        if command.kind is CommandKind.FORWARD_LOGPROBS and batch is not None:
+        batch = Batch.from_bytes(self.board.share(command.batch) or b"") if isinstance(command, BatchCommand) else None
+        if isinstance(command, ForwardLogprobs | ForwardReference) and batch is not None:
             mask = batch["loss_mask"]
-            if command.weights == "reference":
+            if isinstance(command, ForwardReference):
                 self.reference_passes.append(command.step)
                 self.board.put_output(command.id, save({"logprobs": -1.0 * mask}))
                 return {}
             self.board.put_output(command.id, save({"logprobs": torch.zeros(mask.shape), "greedy": mask.clone()}))
             return {}
-        if command.kind is CommandKind.SAVE and self.rejects_saves.is_set():
+        if isinstance(command, Save) and self.rejects_saves.is_set():
             self.board.waits_for = "the trainer to commit its state"
             self._stop.wait(1.0)
             self.board.waits_for = ""
             self.rejected_saves.append(time.monotonic())
             return {"committed": False}
-        if command.kind is CommandKind.SAVE:
+        if isinstance(command, Save):
             if command.begin_rl:
                 self.progress = after_begin_rl(self.progress, command)
                 self.version += 1
@@ -160,11 +176,12 @@ class TrainerWithoutTensors:
             self.saved.append(self.progress)
             self.saved_version = self.version
             return {"committed": True, "policy_version": self.version}
-        if command.kind is CommandKind.ACCUMULATE:
+        if isinstance(command, Accumulate):
             assert batch is not None
             self.parts = [*(self.parts if command.part else []), batch]
             self.at_part.set()
             return {"parts": len(self.parts)}
+        assert isinstance(command, TrainCommand)
         self.progress = after_update(self.progress, command)
         if command.phase == "rl":
             self.trained += [(command.step, made) for made in (self.parts if batch is None else [batch])]

@@ -15,7 +15,7 @@ from statistics import mean
 import httpx
 import torch
 
-from elastic_rl.algorithms.registry import algorithm_of
+from elastic_rl.algorithms.registry import algorithm_of, options_of
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch, collate
@@ -176,9 +176,10 @@ class _Rewards:
 
 
 def _write(cfg: Config, groups: Sequence[Group], target: Path) -> list[Path]:
-    advantages = algorithm_of(cfg).advantages
-    assert advantages is not None  # checked by algorithm_of
-    values = advantages(torch.tensor([g.rewards for g in groups]), cfg.algorithm).flatten().tolist()
+    spec = algorithm_of(cfg)
+    assert spec.advantages is not None  # checked by algorithm_of
+    rewards = torch.tensor([g.rewards for g in groups])
+    values = spec.advantages(rewards, options_of(spec, cfg.algorithm)).flatten().tolist()
     batch: Batch = collate([(g.prompt, s) for g in groups for s in g.samples], values)
     paths = [target.with_name(f"{target.name}-{i}.safetensors") for i in range(cfg.trainer.data_parallel)]
     shares = batch.shares(len(paths))

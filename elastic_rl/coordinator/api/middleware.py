@@ -20,12 +20,12 @@ from elastic_rl.coordinator import problems
 from elastic_rl.coordinator.api import request_origin
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.authentication import SESSION, Caller
-from elastic_rl.coordinator.api.connections import Connection
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.request_origin import ServedHosts
 from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.errors import ElasticRLError
+from elastic_rl.net.http_connections import Connection
 
 PROBES = ("/healthz", "/readyz")
 """Answered to anyone under any name, also by an overloaded replica: they say nothing of the job."""

@@ -40,7 +40,8 @@ from elastic_rl.pipeline.training.divergence import without_scores
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
-from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus, Uploaded
+from elastic_rl.trainer.service.calls import Uploaded
+from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 
 OnWait = Callable[[str, str], None]
 """``(group, what it waits for)``, as of ``TrainerClient``."""
@@ -227,9 +228,9 @@ class Trainers:
 
     def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
         """[N, T] of the loss tokens, by the reference policy of RL step ``step``. Raises as
-        ``TrainerClient.forward_logprobs``."""
+        ``TrainerClient.forward_reference``."""
         if REFERENCE.name not in self._clients:
-            return self._policy.forward_logprobs(batch, weights="reference", step=step)["logprobs"]
+            return self._policy.forward_reference(batch, step)
         return self._by_version(REFERENCE, batch, reference_step(step, self._reference_every),
                                 self._reference_version)
 
@@ -275,7 +276,7 @@ class Trainers:
         ``TrainerClient.forward_values``."""
         assert self._critic is not None
         with _of(CRITIC):
-            return self._critic.forward_values(batch, step)["values"]
+            return self._critic.forward_values(batch, step)
 
     def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,
              cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:

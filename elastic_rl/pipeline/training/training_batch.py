@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from elastic_rl.algorithms import ppo
-from elastic_rl.algorithms.registry import AlgorithmSpec, algorithm_of, required_tensors, uses_values
+from elastic_rl.algorithms.registry import AlgorithmSpec, algorithm_of, options_of, required_tensors, uses_values
 from elastic_rl.algorithms.reward_shaping import shaped_rewards
 from elastic_rl.config import Config
 from elastic_rl.config.algorithm import reference_step
@@ -178,7 +178,7 @@ class TrainingBatches:
     def _for_critic(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """With the advantages as the policy's loss gets them, and metrics of the values."""
         values, returns, mask = batch["values"], batch["returns"], batch["loss_mask"]
-        if self._cfg.algorithm.whiten_advantages:
+        if self._cfg.critic.whiten_advantages:
             batch = batch.with_tensors(token_advantages=ppo.whitened(batch["token_advantages"], mask))
         tokens = max(batch.loss_tokens, 1)
         return batch, {"value_mean": float(values[mask].double().sum()) / tokens,
@@ -207,7 +207,7 @@ class TrainingBatches:
     def _token_advantages(self, batch: Batch, spec: AlgorithmSpec) -> torch.Tensor:
         """[N, T]. Those of a user's own code are made by the role, which it cannot hold up for long."""
         if ":" not in self._cfg.algorithm.name and spec.token_advantages is not None:
-            return spec.token_advantages(batch, self._cfg.algorithm)
+            return spec.token_advantages(batch, options_of(spec, self._cfg.algorithm), self._cfg.algorithm)
         raw = batch.only("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", *spec.inputs,
                          *(name for name in ("ref_logprobs", "turn_rewards") if name in batch)).loaded().to_bytes()
         found = self._waits.retry("advantages", lambda: self._roles.token_advantages(raw))

@@ -1,5 +1,17 @@
-"""The commands of a trainer group as their caller sees them: what each carries, how it is split and collected, and what
-comes back. See ``dispatch.py``.
+"""The commands of a trainer group as their caller sees them: what each carries, and what comes back.
+
+There is one controller, the actor, and SPMD inside a group: every rank executes the same command on what its replica
+has. A batch is split over the data-parallel replicas, balanced by tokens (``Batch.share_rows``), and what the replicas
+give back is joined in the order of the batch. Who holds what of a batch:
+
+- a replica: its own share and nothing of the others';
+- rank 0: the share of its replica, like any other; commands carry no tensors;
+- the controller: what it decides by. A baseline or a whitened advantage is of all groups of a step, and so is the order
+  of samples; for most algorithms these are a few numbers for each sample. Where samples are in a queue that ranks can
+  read (``QueuedBatch``), that is all it has, but for tensors that an algorithm asks for, which it has whole; each
+  replica reads its own share. Where they are in the controller's memory, as in a synchronous run, it has the whole
+  batch as tensors too, with the shares that are being sent, up to eight at a time (as tensors and as bytes). Outputs
+  are two tensors [N, T] at most.
 
 Each call waits for its result for as long as that takes. Each raises TrainerFailed when the group is lost, Conflict for
 a command about a step that does not fit the trainer's progress, Fenced when another actor has taken over, ConfigError
@@ -10,38 +22,62 @@ steps are held for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.trainer.progress import Phase
-from elastic_rl.trainer.service.commands import CommandKind, Weights
-from elastic_rl.trainer.service.dispatch import (
-    DP,
-    FIRST,
-    WITH_RESULT,
-    Call,
-    Dispatch,
-    Split,
-    Uploaded,
-    command,
-    dispatched_by,
+from elastic_rl.trainer.service.commands import (
+    Accumulate,
+    Apply,
+    Command,
+    ForwardLogprobs,
+    ForwardReference,
+    ForwardValues,
+    ForwardVersion,
+    Load,
+    Offload,
+    Onload,
+    Save,
+    Update,
 )
 
-R = TypeVar("R")
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A batch whose shares a group has taken, for one command."""
+
+    batch: str
+    """Its name."""
+    group: str
+    """The formation of the group that has them."""
+
+
+class Executed(NamedTuple):
+    """What a command gave back."""
+
+    result: dict[str, Any]
+    """What rank 0 returned, which is JSON; what other ranks return is the same, or of no interest."""
+    tensors: dict[str, torch.Tensor]
+    """Tensors [N, T] of a ``ForwardCommand``, in the order of its batch."""
 
 
 class TrainerCalls(ABC):
-    """What a trainer group can be asked. A subclass brings the calls to the ranks."""
+    """What a trainer group can be asked. A subclass brings the commands to the ranks."""
 
     @abstractmethod
-    def dispatch(self, kind: CommandKind, how: Dispatch[R], call: Call) -> R:
-        """Has the ranks execute a command; what was collected of it."""
+    def execute(self, make: Callable[..., Command], batch: Batch | Uploaded | None = None) -> Executed:
+        """Has the ranks execute a command. ``make`` makes it from the fields that its sender knows: ``id``, ``epoch``,
+        ``term``, ``group`` and, of one with a batch, ``batch``. A batch that is uploaded already is for commands that
+        give no tensors. Raises ConfigError for tensors that are not [n, t] of the replicas' samples."""
 
-    @command(CommandKind.UPDATE, split=Split.DP, collect=FIRST)
     def update(self, phase: Phase, step: int, batch: Batch | Uploaded, *, consumption: Consumption = Consumption(),
-               cursor: Mapping[str, Any] | None = None, step_id: str = "") -> Call:
+               cursor: Mapping[str, Any] | None = None, step_id: str = "") -> dict[str, Any]:
         """Runs step ``step`` of a phase (the trainer's step + 1) and returns its metrics once its policy is being
         published. Keys: those of ``TrainStep.train`` and, for RL, gather_s, copy_s, publish_stall_s, publish_wait_s
         (seconds), policy_version and state_version (0 when no state was saved).
@@ -50,74 +86,66 @@ class TrainerCalls(ABC):
         it failed after an update, the group is at its last state, and every further step is refused with the same error
         until another actor takes over or the group re-forms.
         """
-        return Call(batch, phase=phase, step=step, consumption=consumption, cursor=dict(cursor or {}), step_id=step_id)
+        return self.execute(partial(Update, phase=phase, step=step, consumption=consumption, cursor=dict(cursor or {}),
+                                    step_id=step_id), batch).result
 
-    @command(CommandKind.ACCUMULATE, split=Split.DP, collect=FIRST)
-    def accumulate(self, step: int, batch: Batch, part: int) -> Call:
+    def accumulate(self, step: int, batch: Batch, part: int) -> dict[str, Any]:
         """Computes the gradients of one part of the samples of RL step ``step`` (the trainer's step + 1) and adds them
-        to those of the parts before it. ``part``: its number; 0 begins the step anew, whatever was accumulated before.
+        to those of the parts before it. ``part``: its number; 0 begins the step, whatever was accumulated before.
 
         Raises Conflict when another part is the next one: those before were lost, with a group that has re-formed, or
         when the trainer had to publish its weights again. After PluginFailed no part is left either."""
-        return Call(batch, phase="rl", step=step, part=part)
+        return self.execute(partial(Accumulate, step=step, part=part), batch).result
 
-    @command(CommandKind.APPLY, split=Split.NONE, collect=FIRST)
     def apply(self, step: int, parts: int, *, consumption: Consumption = Consumption(),
-              cursor: Mapping[str, Any] | None = None) -> Call:
+              cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Runs RL step ``step`` on the gradients of its ``parts`` parts: what ``update`` does with the samples of all
         of them in one batch, up to rounding. Raises Conflict unless these parts were accumulated."""
-        return Call(phase="rl", step=step, part=parts, consumption=consumption, cursor=dict(cursor or {}))
+        return self.execute(partial(Apply, step=step, parts=parts, consumption=consumption, cursor=dict(cursor or {}))
+                            ).result
 
-    @command(CommandKind.FORWARD_LOGPROBS, split=Split.DP, collect=DP)
-    def forward_logprobs(self, batch: Batch, *, weights: Weights = "policy", step: int = 0) -> Call:
-        """``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and, by the policy, ``greedy`` [N, T] bool:
-        whether the token is the most probable one.
+    def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """By the policy, ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N, T] bool:
+        whether the token is the most probable one."""
+        return self.execute(ForwardLogprobs, batch).tensors
 
-        ``weights``: whose log-probs; by the reference policy they are those of RL step ``step`` (the trainer's step +
-        1), and ConfigError is raised when the trainer has no such reference."""
-        return Call(batch, phase="rl", weights=weights, step=step)
+    def forward_reference(self, batch: Batch, step: int) -> torch.Tensor:
+        """Log-probs [N, T] fp32 of the batch's loss tokens (0 elsewhere) by the reference policy of RL step ``step``
+        (the trainer's step + 1). Raises ConfigError when the trainer has no such reference."""
+        return self.execute(partial(ForwardReference, step=step), batch).tensors["logprobs"]
 
-    @command(CommandKind.FORWARD_VALUES, split=Split.DP, collect=DP)
-    def forward_values(self, batch: Batch, step: int) -> Call:
-        """``values`` [N, T] fp32, of a critic: of the states in which the batch's loss tokens were chosen (0
-        elsewhere), before RL step ``step`` (the trainer's step + 1)."""
-        return Call(batch, phase="rl", step=step)
+    def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
+        """Values [N, T] fp32, by a critic: of the states in which the batch's loss tokens were chosen (0 elsewhere),
+        before RL step ``step`` (the trainer's step + 1)."""
+        return self.execute(partial(ForwardValues, step=step), batch).tensors["values"]
 
-    @command(CommandKind.FORWARD_VERSION, split=Split.DP, collect=WITH_RESULT)
-    def forward_version(self, batch: Batch, step: int, at_least: int = 0) -> Call:
-        """Of a group that does not train: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere), by the
+    def forward_version(self, batch: Batch, step: int, at_least: int = 0) -> Executed:
+        """In a group that does not train: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere), by the
         oldest version of the policy that RL step ``step`` made (0: with which RL began), whose number is ``at_least``
         this. The result has its number, ``version``, and its step, ``step``. Raises Conflict while there is no such
         version: it may not be committed yet."""
-        return Call(batch, phase="rl", step=step, version=at_least)
+        return self.execute(partial(ForwardVersion, step=step, at_least=at_least), batch)
 
-    @command(CommandKind.SAVE, split=Split.NONE, collect=FIRST)
     def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,
-             cursor: Mapping[str, Any] | None = None) -> Call:
+             cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Commits the state of this step, and ends the SFT phase first with ``begin_rl``; with ``publish`` also the
         policy, under a new number. The result says whether it is ``committed``: if not, the trainer goes on trying by
         itself."""
-        return Call(phase=phase, step=step, begin_rl=begin_rl, publish=publish, cursor=dict(cursor or {}))
+        return self.execute(partial(Save, phase=phase, step=step, begin_rl=begin_rl, publish=publish,
+                                    cursor=dict(cursor or {}))).result
 
-    @command(CommandKind.LOAD, split=Split.NONE, collect=FIRST)
-    def load(self, version: int, phase: Phase, step: int) -> Call:
+    def load(self, version: int, phase: Phase, step: int) -> dict[str, Any]:
         """Has the group, which is at this step, go back to a version of its state, 0: the one that the job began with.
         The result says whether it is ``loaded``; else the version is not available, and the group is at the newest
         state that is."""
-        return Call(version=version, phase=phase, step=step)
+        return self.execute(partial(Load, version=version, phase=phase, step=step)).result
 
-    @command(CommandKind.OFFLOAD, split=Split.NONE, collect=FIRST)
-    def offload(self) -> Call:
+    def offload(self) -> None:
         """Has the trainer keep everything in host memory, so that engines may have its devices. Raises ConfigError for
         a trainer that shares no device with engines."""
-        return Call()
+        self.execute(Offload)
 
-    @command(CommandKind.ONLOAD, split=Split.NONE, collect=FIRST)
-    def onload(self) -> Call:
+    def onload(self) -> None:
         """Has the trainer compute on its devices again; waits until engines have released their memory. Raises as
         ``offload``."""
-        return Call()
-
-
-DISPATCH = dispatched_by(TrainerCalls)
-"""How each command is dispatched."""
+        self.execute(Onload)

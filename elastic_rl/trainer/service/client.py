@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import torch
@@ -37,11 +37,8 @@ from elastic_rl.etcd.records import Member
 from elastic_rl.net import http_client
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
-from elastic_rl.trainer.service.calls import DISPATCH, TrainerCalls
-from elastic_rl.trainer.service.commands import REFUSALS, Command, CommandKind
-from elastic_rl.trainer.service.dispatch import Call, Dispatch, Uploaded
-
-R = TypeVar("R")
+from elastic_rl.trainer.service.calls import Executed, TrainerCalls, Uploaded
+from elastic_rl.trainer.service.commands import REFUSALS, Command, ForwardCommand
 
 _POLL_S = 0.1
 _REQUEST_S = 10.0
@@ -168,22 +165,23 @@ class TrainerClient(TrainerCalls):
         refused before anything else has happened. Raises as ``update``."""
         if not self._group:
             self.wait_ready()
-        return self._upload(batch, DISPATCH[CommandKind.UPDATE].rows(batch, len(self._shares)))
+        return self._upload(batch, batch.share_rows(len(self._shares)))
 
-    def dispatch(self, kind: CommandKind, how: Dispatch[R], call: Call) -> R:
+    def execute(self, make: Callable[..., Command], batch: Batch | Uploaded | None = None) -> Executed:
         """See ``TrainerCalls``."""
         if not self._group:
             self.wait_ready()
-        batch, rows, uploaded = None, list[torch.Tensor](), call.batch
-        if not isinstance(uploaded, Uploaded):
-            batch, rows = uploaded, how.rows(uploaded, len(self._shares))
-            uploaded = self._upload(batch, rows) if batch is not None else Uploaded("", self._group)
-        command = Command(id=self._new_id(), kind=kind, epoch=self._epoch, term=self._term, group=uploaded.group,
-                          batch=uploaded.batch, **call.fields)
+        rows = batch.share_rows(len(self._shares)) if isinstance(batch, Batch) else []
+        uploaded = self._upload(batch, rows) if isinstance(batch, Batch) else batch
+        command = make(id=self._new_id(), epoch=self._epoch, term=self._term,
+                       **({"group": self._group} if uploaded is None else vars(uploaded)))
         result = self._await_result(command)
-        outputs = list(self._threads.map(lambda url: self._output(url, command.id), self._shares)
-                       ) if how.collect.of_replicas else []
-        return how.collected(result, batch, rows, outputs)
+        if not isinstance(command, ForwardCommand):
+            return Executed(result, {})
+        assert isinstance(batch, Batch)
+        outputs = list(self._threads.map(lambda url: self._output(url, command.id), self._shares))
+        return Executed(result, {name: batch.joined(rows, [of_replica[name] for of_replica in outputs])
+                                 for name in outputs[0]})
 
     def _new_id(self) -> str:
         return f"{self._epoch}-{self._term}-{secrets.token_hex(8)}"

@@ -11,7 +11,7 @@ import pytest
 from support.hosts import Host, TwoNetworks
 
 from elastic_rl.config import CoordinatorConfig
-from elastic_rl.coordinator.api.server import advertised
+from elastic_rl.coordinator.api.listening import advertised
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.net.addresses import free_port, reachable_address, require_port_free
 
@@ -39,8 +39,8 @@ def host(networks: TwoNetworks) -> Host:
 
 def test_wildcard_bind_is_advertised_with_the_address_of_the_route_to_etcd(networks: TwoNetworks, host: Host) -> None:
     in_etcd_network = networks.etcd_address.rpartition(".")[0]
-    url = on(host, "from elastic_rl.config import CoordinatorConfig; from elastic_rl.coordinator.api import server; "
-             f"print(server.advertised(CoordinatorConfig(host='0.0.0.0'), 80, ['{networks.etcd_address}:2379']))")
+    url = on(host, "from elastic_rl.config import CoordinatorConfig; from elastic_rl.coordinator.api import listening; "
+             f"print(listening.advertised(CoordinatorConfig(host='0.0.0.0'), 80, ['{networks.etcd_address}:2379']))")
     assert url.startswith(f"http://{in_etcd_network}.")
     of_clients = host.address.rpartition(".")[0] + ".1"
     assert address_on(host, "0.0.0.0", "no-such-host.invalid:2379", f"{of_clients}:2379") == host.address

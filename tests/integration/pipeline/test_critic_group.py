@@ -11,8 +11,7 @@ import torch
 from support.etcd_server import EtcdServers
 from support.trainer_groups import TOKEN, WAIT_S, Engines, Groups, running_groups
 
-from elastic_rl.algorithms.ppo import sample_rewards
-from elastic_rl.config import AlgorithmConfig
+from elastic_rl.algorithms.ppo import PpoOptions, sample_rewards
 from elastic_rl.config.groups import ACTOR, CRITIC, GroupSpec
 from elastic_rl.data.ledger import ConsumedGroups, audit
 from elastic_rl.dcs.catalog import reads
@@ -25,12 +24,12 @@ from elastic_rl.runtime.waiting import wait_until
 pytestmark = pytest.mark.timeout(900)
 
 STEPS = 6
-SETTINGS = {"algorithm": {"name": "ppo", "gae_lambda": 0.9, "kl_coef": 0.1, "kl_in": "reward"},
+SETTINGS = {"algorithm": {"name": "ppo", "options": {"gae_lambda": 0.9}, "kl_coef": 0.1, "kl_in": "reward"},
             "critic": {"warmup_steps": 1, "train": {"lr": 1e-2}}}
 
 
 def sample_advantages(rewards: list[list[float]]) -> list[list[float]]:
-    found: list[list[float]] = sample_rewards(torch.tensor(rewards), AlgorithmConfig()).tolist()
+    found: list[list[float]] = sample_rewards(torch.tensor(rewards), PpoOptions()).tolist()
     return found
 
 

@@ -216,7 +216,7 @@ def test_divergence_from_the_reference_lowers_rewards_before_advantages_are_made
     """Each token has a log-prob of -1 under the reference. A trainer that is lost while it is asked is asked again."""
     job = make_job(**{
         "algorithm.kl_coef": "0.1", "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1",
-        "algorithm.normalize_std": "false"})
+        "algorithm.options.normalize_std": "false"})
     job.start_actor()
     job.wait_for(2)
     job.trainer.frozen.set()

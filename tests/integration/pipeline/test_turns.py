@@ -24,7 +24,7 @@ from elastic_rl.etcd.device_turn import SeenTurn, Side
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, StepMetrics, Version, VersionState
 from elastic_rl.runtime.waiting import wait_until
-from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind
+from elastic_rl.trainer.service.commands import Command, Offload, Onload
 from elastic_rl.trainer.service.shares import Shares
 
 ENGINES = ("rollout-a", "rollout-b")
@@ -38,7 +38,7 @@ class TrainerInTurns(TrainerWithoutTensors):
 
     def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares) -> None:
         self.epoch_claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
-        self.without_memory: list[CommandKind] = []
+        self.without_memory: list[Command] = []
         """Commands that it was given while it had none."""
         super().__init__(etcd, keys, epoch, shares)
 
@@ -60,11 +60,11 @@ class TrainerInTurns(TrainerWithoutTensors):
         super()._run()
 
     def _execute(self, command: Command) -> dict[str, Any]:
-        if command.kind not in MOVES:
+        if not isinstance(command, Offload | Onload):
             if not self.has_memory:
-                self.without_memory.append(command.kind)
+                self.without_memory.append(command)
             return super()._execute(command)
-        if command.kind is CommandKind.ONLOAD:
+        if isinstance(command, Onload):
             self._take()
         else:
             self.has_memory = False

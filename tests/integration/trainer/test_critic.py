@@ -32,7 +32,7 @@ EXPERTS: list[Sizes] = [ALONE, (2, 1, 1, 1)]
 def make_config(sizes: Sizes, family: str = "qwen3") -> Config:
     tp, cp, pp, dp = sizes
     return config.parse({
-        "seed": 3, "device": {"type": "cpu"}, "model": {"family": family}, "algorithm": {"value_clip": 0.5},
+        "seed": 3, "device": {"type": "cpu"}, "model": {"family": family}, "critic": {"value_clip": 0.5},
         "trainer": {"tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp, "data_parallel": dp,
                     "micro_batch_tokens": 60}})
 

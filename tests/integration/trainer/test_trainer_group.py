@@ -61,7 +61,7 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def reference_logprobs(group: Group, batch: Batch, step: int) -> torch.Tensor:
-    return group.client.forward_logprobs(batch, weights="reference", step=step)["logprobs"]
+    return group.client.forward_reference(batch, step)
 
 
 def batch_for(group: Group) -> Batch:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
-from elastic_rl.algorithms.advantages import STD_EPSILON, group_relative
+from elastic_rl.algorithms.advantages import STD_EPSILON, GroupRelativeOptions, group_relative
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.algorithms.losses import clipped_policy_loss
-from elastic_rl.algorithms.registry import algorithm_of
+from elastic_rl.algorithms.losses import ClipOptions, clipped_policy_loss
+from elastic_rl.algorithms.registry import ALGOS, GrpoOptions, algorithm_of, options_of
 from elastic_rl.algorithms.schedule import decay, learning_rate
-from elastic_rl.config import AlgorithmConfig, Config, SftConfig, TrainConfig
+from elastic_rl.config import AlgorithmConfig, Config, SftConfig, TrainConfig, load
 from elastic_rl.data.batch import SCHEMA
 from elastic_rl.errors import ConfigError
 
-CFG = AlgorithmConfig()
+DEFAULTS = GrpoOptions()
 thorough = settings(deadline=None, max_examples=seeds(60))
 reward = st.floats(-10, 10, width=32)
 groups = st.integers(2, 8).flatmap(
@@ -31,7 +34,7 @@ groups = st.integers(2, 8).flatmap(
 @thorough
 @given(groups, st.booleans())
 def test_advantages_of_a_group_sum_to_zero_up_to_rounding(rewards: list[list[float]], normalize: bool) -> None:
-    out = group_relative(torch.tensor(rewards), AlgorithmConfig(normalize_std=normalize))
+    out = group_relative(torch.tensor(rewards), GroupRelativeOptions(normalize_std=normalize))
     assert out.shape == (len(rewards), len(rewards[0]))
     assert torch.isfinite(out).all()
     # Rounding of the mean, at most a few ulp of the largest reward, is divided by the epsilon at worst.
@@ -42,7 +45,7 @@ def test_advantages_of_a_group_sum_to_zero_up_to_rounding(rewards: list[list[flo
 @thorough
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=16))
 def test_advantages_of_binary_rewards_equal_the_formula_of_the_paper(row: list[float]) -> None:
-    out = group_relative(torch.tensor([row]), CFG)[0]
+    out = group_relative(torch.tensor([row]), DEFAULTS)[0]
     mean = sum(row) / len(row)
     std = math.sqrt(sum((r - mean) ** 2 for r in row) / (len(row) - 1))
     expected = [(r - mean) / (std + STD_EPSILON) if std else 0.0 for r in row]
@@ -52,21 +55,21 @@ def test_advantages_of_binary_rewards_equal_the_formula_of_the_paper(row: list[f
 @thorough
 @given(reward, st.integers(2, 9), st.booleans())
 def test_advantages_of_equal_rewards_are_exactly_zero(value: float, k: int, normalize: bool) -> None:
-    assert (group_relative(torch.full((2, k), value), AlgorithmConfig(normalize_std=normalize)) == 0).all()
+    assert (group_relative(torch.full((2, k), value), GroupRelativeOptions(normalize_std=normalize)) == 0).all()
 
 
 @thorough
 @given(groups)
 def test_advantages_of_a_group_do_not_depend_on_other_groups(rewards: list[list[float]]) -> None:
-    together = group_relative(torch.tensor(rewards), CFG)
-    alone = torch.cat([group_relative(torch.tensor([row]), CFG) for row in rewards])
+    together = group_relative(torch.tensor(rewards), DEFAULTS)
+    alone = torch.cat([group_relative(torch.tensor([row]), DEFAULTS) for row in rewards])
     assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 1), torch.tensor([[0.0, math.nan]])])
 def test_advantages_reject_bad_shapes_and_nan(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="rewards"):
-        group_relative(bad, CFG)
+        group_relative(bad, DEFAULTS)
 
 
 def _case(seed: int, m: int) -> tuple[torch.Tensor, LossBatch]:
@@ -85,7 +88,7 @@ def _batch(old: torch.Tensor, advantages: torch.Tensor) -> LossBatch:
 @given(st.integers(0, 10_000), st.integers(1, 30), st.floats(0, 0.9), st.floats(0, 2))
 def test_clipped_loss_equals_the_formula_of_the_paper(seed: int, m: int, low: float, high: float) -> None:
     logp, batch = _case(seed, m)
-    loss, stats = clipped_policy_loss(logp, batch, AlgorithmConfig(clip_low=low, clip_high=high))
+    loss, stats = clipped_policy_loss(logp, batch, ClipOptions(clip_low=low, clip_high=high))
     for i in range(m):
         rho, a = math.exp(logp[i] - batch["old_logprobs"][i]), float(batch["advantages"][i])
         assert loss[i].item() == pytest.approx(-min(rho * a, min(max(rho, 1 - low), 1 + high) * a), abs=1e-4, rel=1e-4)
@@ -98,7 +101,7 @@ def test_clipped_loss_equals_the_formula_of_the_paper(seed: int, m: int, low: fl
 def test_gradient_vanishes_exactly_where_the_clip_binds(seed: int) -> None:
     logp, batch = _case(seed, 20)
     logp.requires_grad_()
-    loss, stats = clipped_policy_loss(logp, batch, CFG)
+    loss, stats = clipped_policy_loss(logp, batch, DEFAULTS)
     loss.sum().backward()
     ratio, a = (logp - batch["old_logprobs"]).exp().detach(), batch["advantages"]
     bound = ((a > 0) & (ratio > 1.28)) | ((a < 0) & (ratio < 0.8))
@@ -110,13 +113,50 @@ def test_gradient_vanishes_exactly_where_the_clip_binds(seed: int) -> None:
 def test_on_policy_gradient_equals_the_plain_policy_gradient() -> None:
     logp, batch = _case(1, 18)
     logp.requires_grad_()
-    clipped_policy_loss(logp, _batch(logp.detach(), batch["advantages"]), CFG)[0].sum().backward()
+    clipped_policy_loss(logp, _batch(logp.detach(), batch["advantages"]), DEFAULTS)[0].sum().backward()
     assert torch.allclose(logp.grad, -batch["advantages"])
 
 
 def test_registry_has_the_default_algorithm() -> None:
     assert algorithm_of(Config()).token_loss is clipped_policy_loss
     assert set(algorithm_of(Config()).needs) <= set(SCHEMA)
+
+
+@pytest.mark.parametrize(("name", "options", "said"), [
+    ("dapo", {"clip_hihg": 0.3}, "algorithm.options.clip_hihg: there is no such option; did you mean 'clip_high'?"),
+    ("dr_grpo", {"normalize_std": False}, "algorithm.options.normalize_std: there is no such option"),
+    ("gspo", {"clip_low": 2}, "algorithm.options.clip_low: Input should be less than or equal to 1"),
+    ("ppo", {"gamma": 0.9, "lambda": 0.9}, "did you mean 'gae_lambda'?")])
+def test_option_that_an_algorithm_does_not_have_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+    cfg = Config(algorithm=AlgorithmConfig(name=name, options=options, constant_length_tokens=9))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        algorithm_of(cfg)
+
+
+def test_algorithms_have_options_of_their_own_under_one_name() -> None:
+    found = {name: options_of(ALGOS[name], AlgorithmConfig(name=name)) for name in ("dapo", "gspo")}
+    assert (found["dapo"].clip_high, found["gspo"].clip_high) == (0.28, 4e-4)
+    cfg = AlgorithmConfig(name="dapo", options={"clip_high": 0.3})
+    assert options_of(ALGOS["dapo"], cfg).clip_high == 0.3
+    options_of(ALGOS["sft"], cfg)  # supervised steps before RL have no options
+
+
+@pytest.mark.parametrize("name", [name for name, spec in ALGOS.items() if spec.advantages is not None])
+def test_every_option_has_a_description_and_a_place_in_the_documentation(name: str) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    for option, field in ALGOS[name].options.model_fields.items():
+        [default] = [row[1] for row in rows if row[0] == f"`{option}`" and f"`{name}`" in row[2]]
+        assert field.description and yaml.safe_load(default) == field.default
+
+
+@pytest.mark.parametrize(("setting", "meant"), [
+    ("algorithm.clip_high", "algorithm.options.clip_high"), ("algorithm.gspo_clip_low", "algorithm.options.clip_low"),
+    ("algorithm.sapo_tau_positive", "algorithm.options.tau_positive"), ("algorithm.value_clip", "critic.value_clip"),
+    ("algorithm.cispo_max_weight", "algorithm.options.max_weight")])
+def test_option_that_is_given_as_a_setting_is_pointed_to_where_it_belongs(setting: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{setting}'; did you mean '{meant}'"):
+        load(overrides=[f"{setting}=0.1"])
 
 
 @pytest.mark.parametrize(("name", "named"), [

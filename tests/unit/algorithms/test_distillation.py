@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl import config
-from elastic_rl.algorithms.distillation import teacher_advantages
+from elastic_rl.algorithms.distillation import DistillationOptions, teacher_advantages
 from elastic_rl.algorithms.registry import algorithm_of, required_tensors
 from elastic_rl.config import AlgorithmConfig
 from elastic_rl.data.batch import Batch
@@ -96,8 +96,9 @@ def test_advantage_of_a_token_is_what_the_teacher_thinks_of_it() -> None:
     given = batch(advantages=[2.0, -1.0], old_logprobs=[[0.0, -1.0, -2.0], [0.0, -0.5, 0.0]],
                   teacher_logprobs=[[0.0, -1.5, -0.5], [0.0, -0.5, 0.0]])
 
-    def found(**settings: float) -> list[list[float]]:
-        return teacher_advantages(given, AlgorithmConfig(name="on_policy_distillation", **settings)).tolist()
+    def found(reward_coef: float = 0.0, **settings: float) -> list[list[float]]:
+        cfg = AlgorithmConfig(name="on_policy_distillation", **settings)
+        return teacher_advantages(given, DistillationOptions(reward_coef=reward_coef), cfg).tolist()
 
     assert found() == [[0.0, -0.5, 1.5], [0.0, 0.0, 0.0]]
     assert found(teacher_coef=2.0) == [[0.0, -1.0, 3.0], [0.0, 0.0, 0.0]]
@@ -122,7 +123,7 @@ def test_batch_needs_the_teachers_tokens_only_if_the_loss_reads_them() -> None:
     ({"algorithm": {"teacher": "t"}, "pools": {"t": {"model": "/t"}}}, "has no use for algorithm.teacher=t"),
     ({"algorithm": {"name": "on_policy_distillation", "teacher": "t"}}, "teacher=t is no further pool of the job"),
     ({"algorithm": {"name": "on_policy_distillation", "teacher": "rollout"}}, "set algorithm.teacher=NAME and"),
-    ({"algorithm": {"reward_coef": 0.5}}, "no use for algorithm.reward_coef"),
+    ({"algorithm": {"options": {"reward_coef": 0.5}}}, "algorithm.options.reward_coef: there is no such option"),
     ({"algorithm": {"name": "on_policy_distillation", "teacher": "t", "overlong_buffer_tokens": 5},
       "pools": {"t": {"model": "/t"}}}, "have no effect"),
     ({"algorithm": {"teacher_coef": 0}}, "greater than 0"),

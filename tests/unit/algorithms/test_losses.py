@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.algorithms.registry import ALGOS, aggregate_of
+from elastic_rl.algorithms.registry import ALGOS, aggregate_of, options_of
 from elastic_rl.config import AlgorithmConfig
 from elastic_rl.trainer.update_loss import UpdateLoss
 
 Sequences = list[list[float]]
 """One number a token, by sequence."""
-Formula = Callable[[list[float], list[float], list[float], float, AlgorithmConfig], list[float]]
+Formula = Callable[[list[float], list[float], list[float], float, Any], list[float]]
 """Loss of each token of one sequence, from its log-probs, the same before the gradient is taken (what a stop-gradient
 sees), those that it was sampled with, and its advantage."""
 
@@ -28,24 +29,24 @@ lengths = st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any)
 LEARNING = sorted(name for name, spec in ALGOS.items() if spec.advantages is not None)
 
 
-def clipped(logp: list[float], _stopped: list[float], old: list[float], a: float, cfg: AlgorithmConfig) -> list[float]:
+def clipped(logp: list[float], _stopped: list[float], old: list[float], a: float, options: Any) -> list[float]:
     ratios = [math.exp(new - before) for new, before in zip(logp, old, strict=True)]
-    return [-min(r * a, min(max(r, 1 - cfg.clip_low), 1 + cfg.clip_high) * a) for r in ratios]
+    return [-min(r * a, min(max(r, 1 - options.clip_low), 1 + options.clip_high) * a) for r in ratios]
 
 
-def gspo(logp: list[float], _stopped: list[float], old: list[float], a: float, cfg: AlgorithmConfig) -> list[float]:
+def gspo(logp: list[float], _stopped: list[float], old: list[float], a: float, options: Any) -> list[float]:
     s = math.exp(sum(new - before for new, before in zip(logp, old, strict=True)) / len(logp))
-    return [-min(s * a, min(max(s, 1 - cfg.gspo_clip_low), 1 + cfg.gspo_clip_high) * a)] * len(logp)
+    return [-min(s * a, min(max(s, 1 - options.clip_low), 1 + options.clip_high) * a)] * len(logp)
 
 
-def sapo(logp: list[float], _stopped: list[float], old: list[float], a: float, cfg: AlgorithmConfig) -> list[float]:
-    tau = cfg.sapo_tau_positive if a > 0 else cfg.sapo_tau_negative
+def sapo(logp: list[float], _stopped: list[float], old: list[float], a: float, options: Any) -> list[float]:
+    tau = options.tau_positive if a > 0 else options.tau_negative
     return [-4 / tau / (1 + math.exp(-tau * (math.exp(new - before) - 1))) * a
             for new, before in zip(logp, old, strict=True)]
 
 
-def cispo(logp: list[float], stopped: list[float], old: list[float], a: float, cfg: AlgorithmConfig) -> list[float]:
-    return [-min(math.exp(was - before), cfg.cispo_max_weight) * a * new
+def cispo(logp: list[float], stopped: list[float], old: list[float], a: float, options: Any) -> list[float]:
+    return [-min(math.exp(was - before), options.max_weight) * a * new
             for new, was, before in zip(logp, stopped, old, strict=True)]
 
 
@@ -65,8 +66,8 @@ def aggregated(losses: Sequences, cfg: AlgorithmConfig) -> float:
 
 def formula(logp: Sequences, stopped: Sequences, old: Sequences, advantages: list[float], cfg: AlgorithmConfig
             ) -> float:
-    of_sequence = FORMULAS.get(cfg.name, clipped)
-    return aggregated([of_sequence(*row, cfg) if row[0] else []
+    of_sequence, options = FORMULAS.get(cfg.name, clipped), options_of(ALGOS[cfg.name], cfg)
+    return aggregated([of_sequence(*row, options) if row[0] else []
                        for row in zip(logp, stopped, old, advantages, strict=True)], cfg)
 
 
@@ -86,13 +87,20 @@ def tensors(old: Sequences, advantages: list[float]) -> LossBatch:
 
 
 def update_loss(cfg: AlgorithmConfig, sizes: list[int]) -> UpdateLoss:
-    return UpdateLoss(ALGOS[cfg.name], cfg, tokens=sum(sizes), sequences=sum(n > 0 for n in sizes))
+    spec = ALGOS[cfg.name]
+    return UpdateLoss(spec, cfg, options_of(spec, cfg), tokens=sum(sizes), sequences=sum(n > 0 for n in sizes))
 
 
 def config_of(name: str, **changes: object) -> AlgorithmConfig:
     """Clips that bind for some sequences and not for others."""
-    return AlgorithmConfig(name=name, constant_length_tokens=6, gspo_clip_low=0.1, gspo_clip_high=0.15,
-                           sapo_tau_negative=1.7, cispo_max_weight=1.2, **changes)  # type: ignore[arg-type]
+    options = {"gspo": {"clip_low": 0.1, "clip_high": 0.15}, "sapo": {"tau_negative": 1.7},
+               "cispo": {"max_weight": 1.2}}
+    return AlgorithmConfig(name=name, constant_length_tokens=6, options=options.get(name, {}),
+                           **changes)  # type: ignore[arg-type]
+
+
+def token_loss(name: str, logp: torch.Tensor, batch: LossBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return ALGOS[name].token_loss(logp, batch, options_of(ALGOS[name], config_of(name)))
 
 
 @pytest.mark.parametrize("name", LEARNING)
@@ -145,7 +153,7 @@ def test_log_probs_that_are_far_apart_give_finite_losses_and_gradients(name: str
 def test_clip_fraction_of_gspo_counts_the_sequences_whose_gradient_is_gone() -> None:
     old = [[-1.0, -2.0], [-1.0], [-3.0, -1.0]]
     logp = torch.tensor([-0.9, -1.5, -0.99, -3.5, -1.5], dtype=torch.float64)
-    loss, stats = ALGOS["gspo"].token_loss(logp, tensors(old, [1.0, 1.0, 1.0]), config_of("gspo"))
+    loss, stats = token_loss("gspo", logp, tensors(old, [1.0, 1.0, 1.0]))
     assert stats["clip_fraction"].tolist() == [1, 1, 0, 0, 0] and loss.shape == (5,)
     assert stats["ratio_mean"].tolist() == pytest.approx([math.exp(0.3)] * 2 + [math.exp(0.01)] + [math.exp(-0.5)] * 2)
 
@@ -156,7 +164,7 @@ def test_gspo_takes_an_advantage_for_each_token() -> None:
     advantages = torch.tensor([1.0, -2.0], dtype=torch.float64)
     batch = LossBatch({"old_logprobs": torch.tensor([-1.0, -2.0], dtype=torch.float64),
                        "token_advantages": advantages}, torch.tensor([0, 0]), 1)
-    loss, _ = ALGOS["gspo"].token_loss(logp, batch, config_of("gspo"))
+    loss, _ = token_loss("gspo", logp, batch)
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -math.exp(0.015) * advantages)
 
@@ -165,7 +173,7 @@ def test_gate_of_sapo_is_one_on_policy_and_falls_on_both_sides() -> None:
     shifts = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0])
     batch = LossBatch({"old_logprobs": torch.zeros(5), "advantages": torch.ones(5)},
                       torch.zeros(5, dtype=torch.int64), 1)
-    gate = ALGOS["sapo"].token_loss(shifts, batch, config_of("sapo"))[1]["gate_mean"]
+    gate = token_loss("sapo", shifts, batch)[1]["gate_mean"]
     assert gate[2] == 1 and gate[0] < gate[1] < 1 and gate[4] < gate[3] < 1
 
 

@@ -13,6 +13,7 @@ from elastic_rl import config
 from elastic_rl.algorithms.kl import kl_estimate
 from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.ppo import (
+    PpoOptions,
     clipped_value_loss,
     estimated,
     explained_variance,
@@ -22,7 +23,7 @@ from elastic_rl.algorithms.ppo import (
     whitened,
 )
 from elastic_rl.algorithms.registry import algorithm_of
-from elastic_rl.config import AlgorithmConfig
+from elastic_rl.config import AlgorithmConfig, CriticConfig
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import ConfigError
 
@@ -85,9 +86,9 @@ def test_reward_is_at_the_last_trained_token_and_the_divergence_at_each() -> Non
     old, other, values = (torch.randn(3, 5, generator=generator) for _ in range(3))
     batch = batch_of(mask, advantages=torch.tensor([2.0, -1.0, 5.0]), old_logprobs=old, ref_logprobs=other,
                      values=values)
-    cfg = AlgorithmConfig(name="ppo", gamma=0.9, gae_lambda=0.8, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
+    cfg = AlgorithmConfig(name="ppo", kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     divergence = kl_estimate(old.double(), other.double(), "k1")
-    found = gae_advantages(batch, cfg)
+    found = gae_advantages(batch, PpoOptions(gamma=0.9, gae_lambda=0.8), cfg)
     for row, reward in enumerate((2.0, -1.0)):
         own = batch["loss_mask"][row]
         rewards = (-0.3 * divergence[row][own]).tolist()
@@ -101,7 +102,7 @@ def test_reward_is_at_the_last_trained_token_and_the_divergence_at_each() -> Non
 
 def test_batch_without_a_trained_token_has_no_advantages() -> None:
     batch = batch_of([[0, 0]], advantages=torch.ones(1), old_logprobs=torch.zeros(1, 2), values=torch.ones(1, 2))
-    assert not gae_advantages(batch, AlgorithmConfig(name="ppo")).any()
+    assert not gae_advantages(batch, PpoOptions(), AlgorithmConfig(name="ppo")).any()
     assert not whitened(torch.ones(1, 2), batch["loss_mask"]).any()
 
 
@@ -132,7 +133,7 @@ def test_value_loss_is_the_larger_error_and_its_gradient_ends_at_the_clip(
     value, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     value.requires_grad_()
     batch = LossBatch({"values": old, "returns": target}, torch.zeros(len(rows), dtype=torch.int64), 1)
-    loss, stats = clipped_value_loss(value, batch, AlgorithmConfig(value_clip=clip))
+    loss, stats = clipped_value_loss(value, batch, CriticConfig(value_clip=clip))
     loss.sum().backward()
     for i, (v, o, r) in enumerate(rows):
         bounded = v if clip is None else min(max(v, o - clip), o + clip)
@@ -147,9 +148,9 @@ def test_value_loss_is_the_larger_error_and_its_gradient_ends_at_the_clip(
 
 def test_rewards_of_samples_stay_as_they_are_and_must_be_finite() -> None:
     rewards = torch.tensor([[1.0, 0.0], [3.0, 3.0]], dtype=torch.float64)
-    assert torch.equal(sample_rewards(rewards, AlgorithmConfig()), rewards.float())
+    assert torch.equal(sample_rewards(rewards, PpoOptions()), rewards.float())
     with pytest.raises(ValueError, match="finite"):
-        sample_rewards(torch.tensor([[float("nan")]]), AlgorithmConfig())
+        sample_rewards(torch.tensor([[float("nan")]]), PpoOptions())
 
 
 def test_ppo_has_a_critic_and_other_algorithms_have_none() -> None:

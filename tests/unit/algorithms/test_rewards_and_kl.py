@@ -22,13 +22,21 @@ from elastic_rl.algorithms.advantages import (
     leave_one_out,
 )
 from elastic_rl.algorithms.kl import kl_estimate, rewards_less_kl
-from elastic_rl.algorithms.registry import ALGOS, AlgorithmSpec, algorithm_of, required_tensors, uses_reference
+from elastic_rl.algorithms.registry import (
+    ALGOS,
+    AlgorithmSpec,
+    GrpoOptions,
+    algorithm_of,
+    required_tensors,
+    uses_reference,
+)
 from elastic_rl.algorithms.reward_shaping import overlong_penalty, shaped_rewards
-from elastic_rl.config import AlgorithmConfig, Config, PoolConfig
+from elastic_rl.config import AlgorithmConfig, Config, PoolConfig, parse
 from elastic_rl.data.batch import SCHEMA
 from elastic_rl.errors import ConfigError
 
 CFG = AlgorithmConfig()
+OPTIONS = GrpoOptions()
 ESTIMATORS = (group_relative, group_centred, leave_one_out, batch_normalised, batch_normalised_with_baseline)
 thorough = settings(deadline=None, max_examples=seeds(50))
 groups = st.tuples(st.integers(1, 5), st.integers(2, 6)).flatmap(lambda size: st.lists(
@@ -62,7 +70,7 @@ def by_definition(name: str, rows: list[list[float]]) -> list[list[float]]:
 @thorough
 @given(groups)
 def test_advantages_equal_their_definition(estimator: Any, rows: list[list[float]]) -> None:
-    out = estimator(torch.tensor(rows, dtype=torch.float32), CFG)
+    out = estimator(torch.tensor(rows, dtype=torch.float32), OPTIONS)
     assert out.dtype == torch.float32
     for found, expected in zip(out.tolist(), by_definition(estimator.__name__, rows), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
@@ -74,7 +82,7 @@ def test_advantages_equal_their_definition(estimator: Any, rows: list[list[float
 def test_advantages_do_not_change_when_all_rewards_are_shifted(estimator: Any, rows: list[list[float]], shift: int
                                                                ) -> None:
     rewards = torch.tensor(rows, dtype=torch.float32)
-    torch.testing.assert_close(estimator(rewards + shift, CFG), estimator(rewards, CFG), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(estimator(rewards + shift, OPTIONS), estimator(rewards, OPTIONS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -82,7 +90,7 @@ def test_advantages_do_not_change_when_all_rewards_are_shifted(estimator: Any, r
 @given(groups)
 def test_advantages_sum_to_zero(estimator: Any, rows: list[list[float]]) -> None:
     """Of each group; with REINFORCE++ without a baseline, of the step."""
-    out = estimator(torch.tensor(rows, dtype=torch.float32), CFG)
+    out = estimator(torch.tensor(rows, dtype=torch.float32), OPTIONS)
     assert (out.sum() if estimator is batch_normalised else out.sum(1)).abs().max() < 1e-3
 
 
@@ -90,14 +98,14 @@ def test_advantages_sum_to_zero(estimator: Any, rows: list[list[float]]) -> None
 @thorough
 @given(st.floats(-10, 10, width=32), st.integers(1, 4), st.integers(2, 7))
 def test_equal_rewards_give_exactly_no_advantage(estimator: Any, value: float, g: int, k: int) -> None:
-    assert (estimator(torch.full((g, k), value), CFG) == 0).all()
+    assert (estimator(torch.full((g, k), value), OPTIONS) == 0).all()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 1), torch.tensor([[0.0, math.inf]])])
 def test_advantages_reject_bad_shapes_and_infinite_rewards(estimator: Any, bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="rewards"):
-        estimator(bad, CFG)
+        estimator(bad, OPTIONS)
 
 
 # -- reward shaping ----------------------------------------------------------------------------------------------------
@@ -197,14 +205,14 @@ def test_every_algorithm_is_found_by_its_name_and_needs_what_batches_have() -> N
     ({"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"}, "algorithm.kl_estimator=k2")])
 def test_settings_that_cannot_be_carried_out_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        algorithm_of(Config(algorithm=AlgorithmConfig(**settings)))
+        algorithm_of(parse({"algorithm": settings}))
 
 
 def test_reference_policy_is_used_where_the_settings_or_the_loss_ask_for_it() -> None:
     own = replace(ALGOS["grpo"], needs=("advantages", "ref_logprobs"))
     assert uses_reference(own, CFG) and not uses_reference(ALGOS["grpo"], CFG)
-    for asked in ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward", "normalize_std": False}, {"report_kl": True},
-                  {"report_kl": True, "kl_in": "reward", "kl_estimator": "k1"}):
+    for asked in ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward", "options": {"normalize_std": False}},
+                  {"report_kl": True}, {"report_kl": True, "kl_in": "reward", "kl_estimator": "k1"}):
         cfg = AlgorithmConfig(**asked)
         assert algorithm_of(Config(algorithm=cfg)) is ALGOS["grpo"]
         assert uses_reference(ALGOS["grpo"], cfg) and not uses_reference(ALGOS["sft"], cfg)
@@ -218,7 +226,8 @@ def test_stats_with_names_of_the_step_are_refused(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("wrong", "said"), [
     ({"aggregate": "mean"}, "aggregate='mean'"), ({"needs": ("values",)}, "needs 'values'"),
-    ({"token_loss": None}, "token_loss"), ({"advantages": 3}, "advantages"), ({"stats": ("a\x1b[2J",)}, "printable"),
+    ({"token_loss": None}, "token_loss"), ({"options": dict}, "no pydantic model"), ({"advantages": 3}, "advantages"),
+    ({"stats": ("a\x1b[2J",)}, "printable"),
     ({"stats": ("",)}, "printable")])
 def test_specification_that_the_ranks_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any],
                                                             said: str) -> None:
@@ -228,7 +237,7 @@ def test_specification_that_the_ranks_cannot_use_is_refused(monkeypatch: pytest.
 
 
 def test_settings_add_to_what_a_batch_must_have() -> None:
-    plain = AlgorithmSpec("plain", ("advantages",), ALGOS["grpo"].token_loss, (), group_relative)
+    plain = AlgorithmSpec("plain", ("advantages",), ALGOS["grpo"].token_loss, advantages=group_relative)
     assert required_tensors(plain, CFG) == ("advantages",)
     assert required_tensors(plain, AlgorithmConfig(tis_cap=2.0)) == ("advantages", "old_logprobs")
     assert required_tensors(ALGOS["grpo"], AlgorithmConfig(tis_cap=2.0, kl_coef=0.1)) == (

@@ -16,7 +16,7 @@ from support.budget import seeds
 
 from elastic_rl.algorithms.kl import kl_estimate
 from elastic_rl.algorithms.loss_batch import LossBatch
-from elastic_rl.algorithms.registry import ALGOS, RESERVED_STATS
+from elastic_rl.algorithms.registry import ALGOS, RESERVED_STATS, GrpoOptions, options_of
 from elastic_rl.config import AlgorithmConfig
 from elastic_rl.errors import PluginFailed
 from elastic_rl.trainer.update_loss import UpdateLoss
@@ -35,7 +35,7 @@ def make_batch(sizes: list[int], seed: int = 0) -> LossBatch:
 
 
 def loss_of(cfg: AlgorithmConfig, batch: LossBatch, **counts: float) -> UpdateLoss:
-    return UpdateLoss(ALGOS[cfg.name], cfg, **{
+    return UpdateLoss(ALGOS[cfg.name], cfg, options_of(ALGOS[cfg.name], cfg), **{
         "tokens": float(len(batch.sequence)), "sequences": float(len(batch.sequence.unique())), **counts})
 
 
@@ -144,7 +144,8 @@ def test_divergence_in_the_reward_is_no_term_of_the_loss() -> None:
 
 def test_names_of_the_steps_own_metrics_are_refused_as_stats() -> None:
     cfg = AlgorithmConfig(kl_coef=0.7, entropy_coef=0.4, tis_cap=2.0)
-    assert set(UpdateLoss(replace(ALGOS["grpo"], stats=()), cfg, tokens=1, sequences=1).sums) <= RESERVED_STATS
+    loss = UpdateLoss(replace(ALGOS["grpo"], stats=()), cfg, GrpoOptions(), tokens=1, sequences=1)
+    assert set(loss.sums) <= RESERVED_STATS
 
 
 def test_reported_entropy_changes_no_gradient() -> None:
@@ -157,7 +158,7 @@ def test_reported_entropy_changes_no_gradient() -> None:
 
 def test_settings_of_the_rl_algorithm_do_not_change_the_supervised_phase() -> None:
     cfg = AlgorithmConfig(aggregate="sequence", tis_cap=2.0, entropy_coef=0.3, kl_coef=0.3, report_entropy=True)
-    loss = UpdateLoss(ALGOS["sft"], cfg, tokens=5, sequences=2)
+    loss = UpdateLoss(ALGOS["sft"], cfg, options_of(ALGOS["sft"], cfg), tokens=5, sequences=2)
     logp = torch.full((5,), -0.5, requires_grad=True)
     loss.add(logp, LossBatch({}, torch.tensor([0, 0, 0, 1, 1]), 2)).backward()
     assert not loss.wants_entropy and loss.sums == {"loss": 0.5, "logprob_diff_mean": 0.0}
@@ -190,7 +191,7 @@ def _exits(*_: Any) -> Any:
     (lambda logp, batch, *_: (logp * batch["rewards"], {}), "KeyError: 'rewards'")])
 def test_failure_of_a_users_loss_names_the_algorithm(loss: Callable[..., Any], named: str) -> None:
     spec = replace(ALGOS["grpo"], token_loss=loss, stats=())
-    update = UpdateLoss(spec, AlgorithmConfig(name="mine:spec"), tokens=5, sequences=2)
+    update = UpdateLoss(spec, AlgorithmConfig(name="mine:spec"), GrpoOptions(), tokens=5, sequences=2)
     batch = make_batch([2, 3])
     with pytest.raises(PluginFailed, match=f"algorithm.name=mine:spec.*{named}"):
         update.add(log_probs(batch), batch)
@@ -201,7 +202,7 @@ def test_missing_or_wrong_stat_is_named(stats: dict[str, torch.Tensor], named: s
     spec = replace(ALGOS["grpo"], token_loss=lambda logp, *_: (logp, stats), stats=("mine",))
     batch = make_batch([2, 3])
     with pytest.raises(PluginFailed, match=named):
-        UpdateLoss(spec, AlgorithmConfig(), tokens=5, sequences=2).add(log_probs(batch), batch)
+        UpdateLoss(spec, AlgorithmConfig(), GrpoOptions(), tokens=5, sequences=2).add(log_probs(batch), batch)
 
 
 def test_log_probs_that_are_not_finite_are_no_fault_of_the_algorithm() -> None:

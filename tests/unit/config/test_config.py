@@ -50,7 +50,7 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("train.steps=many", "train.steps"), ("train.steps=0", "train.steps"), ("job=Not_A_Name", "job"),
     ("trainer.tensor_parallel=3", "multiple of trainer.tensor_parallel=3"),
     ("trainer.pipeline_parallel=7", "multiple of trainer.pipeline_parallel=7"),
-    ("dcs.host=0.0.0.0", "set dcs.advertise_host"), ("coordinator.ports=[1]", "1 ports for 2"),
+    ("dcs.host=0.0.0.0", "set dcs.advertise_host"), ("coordinator.ports=[1]", "as coordinator.replicas=2"),
     ("train.steps.deeper=1", "train.steps"), ("train.steps=[", "not YAML"),
     ("seed=9223372036854775808", "seed"), ("train.lr=0", "train.lr"), ("sft.lr=-1e-3", "sft.lr"),
     ("train.weight_decay=-1", "train.weight_decay"), ("train.max_grad_norm=0", "train.max_grad_norm"),

@@ -20,7 +20,7 @@ def changed(new: dict[str, Any], *, sft_is_over: bool = True, old: dict[str, Any
 
 
 @pytest.mark.parametrize("rule", FIXED, ids=lambda r: r.key)
-def test_each_rule_of_the_table_covers_a_setting(rule: fixed.Rule) -> None:
+def test_each_rule_of_the_table_covers_a_setting(rule: fixed.Fixed) -> None:
     mode = rule.modes[0] if rule.modes else "rl"
     assert [key for key in settings(mode=mode) if rule.covers(key, mode)]
 
@@ -39,7 +39,7 @@ def test_setting_that_the_job_has_decided_is_a_contradiction(new: dict[str, Any]
     {"train": {"steps": 9, "lr": 0.1, "updates_per_step": 4, "max_staleness": 2}}, {"rollout": {"engines": 5}},
     {"trainer": {"tensor_parallel": 1, "distributed_optimizer": True, "collective_timeout_s": 30}},
     {"engine": {"request_timeout_s": 30}},
-    {"run_dir": "/elsewhere"}, {"dcs": {"keep_versions": 9}}, {"algorithm": {"clip_high": 0.3}},
+    {"run_dir": "/elsewhere"}, {"dcs": {"keep_versions": 9}}, {"algorithm": {"options": {"clip_high": 0.3}}},
     {"alerts": {"urls": ["json://x"]}}, {"failure_policy": {"max_faults": 2}}, {"telemetry": {"log_level": "debug"}}])
 def test_setting_that_decides_nothing_may_change(new: dict[str, Any]) -> None:
     assert changed(new) == []

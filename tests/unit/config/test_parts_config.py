@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elastic_rl import config
-from elastic_rl.algorithms.registry import ALGOS, algorithm_of
-from elastic_rl.config.unused import unused_settings
+from elastic_rl.algorithms.registry import ALGOS, algorithm_of, options_of
+from elastic_rl.config.checks import unread_settings
 from elastic_rl.errors import ConfigError
 from elastic_rl.pipeline.schedule import Plan
 
@@ -25,7 +25,7 @@ def test_groups_of_a_part_are_those_of_the_setting_and_only_of_jobs_that_generat
     assert Plan.of(job()).flow_limits().groups_per_part == 3 and job().computes_parts
     sync = job({"schedule": "sync"})
     assert Plan.of(sync).flow_limits().groups_per_part is None and not sync.computes_parts
-    assert any("train.prompts_per_part is for train.schedule=fully_async" in said for said in unused_settings(sync))
+    assert any("train.prompts_per_part is for train.schedule=fully_async" in said for said in unread_settings(sync))
 
 
 @pytest.mark.parametrize(("train", "sections", "said"), [
@@ -57,11 +57,12 @@ def test_algorithm_whose_advantages_are_of_all_groups_is_refused(name: str) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_advantages_of_a_part_are_those_of_the_whole_step_where_an_algorithm_says_so(name: str) -> None:
-    spec, cfg = ALGOS[name], config.parse({}).algorithm
+    spec = ALGOS[name]
+    options = options_of(spec, config.parse({}).algorithm)
     rewards = torch.rand((8, 4), generator=torch.Generator().manual_seed(3))
     assert spec.advantages is not None
-    parts = torch.cat([spec.advantages(part, cfg) for part in rewards.split([3, 1, 4])])
-    assert torch.equal(parts, spec.advantages(rewards, cfg)) == spec.per_group
+    parts = torch.cat([spec.advantages(part, options) for part in rewards.split([3, 1, 4])])
+    assert torch.equal(parts, spec.advantages(rewards, options)) == spec.per_group
 
 
 @pytest.mark.parametrize(("schedule", "prompts", "part", "given", "used"), [

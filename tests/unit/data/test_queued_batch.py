@@ -162,7 +162,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                             "train": {"updates_per_step": 2}, "actor_fwd": {"enabled": True},
                             "reference": {"enabled": True}},
     "divergence in rewards": {"algorithm": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
-    "critic": {"algorithm": {"name": "ppo", "gae_lambda": 0.7, "kl_coef": 0.1, "kl_in": "reward",
+    "critic": {"algorithm": {"name": "ppo", "options": {"gae_lambda": 0.7}, "kl_coef": 0.1, "kl_in": "reward",
                              "kl_estimator": "k1"}},
     "teacher": {"algorithm": {"name": "on_policy_distillation", "teacher": "teacher", "teacher_top_k": 3},
                 "pools": {"teacher": {"model": "/models/teacher"}}},

@@ -16,12 +16,9 @@ from support.text_model import make_tokenizer_folder
 from typer.testing import CliRunner
 
 from elastic_rl import config
-from elastic_rl.algorithms.advantages import group_relative
-from elastic_rl.algorithms.losses import clipped_policy_loss
-from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.cli.main import app
 from elastic_rl.config import Config
-from elastic_rl.config.unused import READ_BY, _unused, unused_settings
+from elastic_rl.config.checks import unread_settings
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
@@ -53,7 +50,7 @@ def text_job(tmp_path: Path, model: Path, rows: list[dict[str, str]], *more: str
 ROWS = [{"question": f"what is {a} and {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
 
-def by_part(cfg: Config) -> dict[str, job_check.Finding]:
+def by_part(cfg: Config) -> dict[str, job_check.JobFinding]:
     return {finding.part: finding for finding in job_check.check(cfg)}
 
 
@@ -214,31 +211,14 @@ def test_defaults_of_the_built_in_model_are_pointed_out_for_a_larger_one(tmp_pat
 
 def test_settings_that_change_nothing_are_named_with_what_they_are_for(tmp_path: Path, model: Path) -> None:
     assert "settings" not in by_part(text_job(tmp_path, model, ROWS, "--train.steps=3"))
-    found = by_part(text_job(tmp_path, model, ROWS, "--train.queue=embedded", "--algorithm.gae_lambda=0.9",
+    found = by_part(text_job(tmp_path, model, ROWS, "--train.queue=embedded", "--algorithm.kl_in=loss",
                              "--critic.warmup_steps=2", "--rollout.max_turns=3",
                              "--reference.trainer={data_parallel: 2}"))["settings"]
     assert not found.fault and found.hint
-    for said in ("train.queue is for train.schedule=fully_async", "algorithm.gae_lambda is for algorithm.name=ppo",
+    for said in ("train.queue is for train.schedule=fully_async", "algorithm.kl_in is for algorithm.kl_coef above 0",
                  "critic.warmup_steps is for a critic", "reference.trainer is for reference.enabled",
                  "rollout.max_turns is for rollout.environment"):
         assert said in found.detail
-
-
-def test_settings_that_may_be_without_effect_are_settings() -> None:
-    """A renamed one would never be named again."""
-    cfg = config.parse({"mode": "rl"})
-    found = {(section, name) for _, section, names in _unused(cfg) for name in names}
-    assert len(found) > 20
-    assert [key for key in found if key[1] not in type(getattr(cfg, key[0])).model_fields] == []
-
-
-def test_settings_of_algorithms_are_named_by_what_their_functions_read() -> None:
-    readers = {name: set(names) for settings, names in READ_BY for name in settings}
-    for name, spec in ALGOS.items():
-        assert (name in readers["clip_low"]) is (spec.token_loss is clipped_policy_loss)
-        assert (name in readers["normalize_std"]) is (spec.advantages is group_relative)
-    found = unused_settings(config.load(overrides=["--algorithm.name=sapo", "--algorithm.clip_low=0.1"]))
-    assert len(found) == 1 and found[0].startswith("algorithm.clip_low is for algorithm.name=grpo or dapo")
 
 
 def test_requests_that_cannot_end_in_time_and_samples_that_no_engine_holds_are_pointed_out(tmp_path: Path, model: Path
@@ -253,12 +233,13 @@ def test_requests_that_cannot_end_in_time_and_samples_that_no_engine_holds_are_p
 def test_settings_that_a_job_uses_are_not_named() -> None:
     used = config.load(overrides=[
         "--train.schedule=fully_async", "--train.max_staleness=1", "--train.queue=transfer_queue",
-        "--train.queue_units=1", "--algorithm.name=ppo", "--algorithm.gae_lambda=0.9", "--critic.warmup_steps=1",
-        "--algorithm.kl_coef=0.1", "--algorithm.kl_estimator=k3", "--algorithm.clip_high=0.3"])
-    assert unused_settings(used) == []
-    own = config.load(overrides=["--algorithm.name=some.module:mine", "--algorithm.gae_lambda=0.9",
+        "--train.queue_units=1", "--algorithm.name=ppo", "--algorithm.options.gae_lambda=0.9",
+        "--critic.warmup_steps=1",
+        "--algorithm.kl_coef=0.1", "--algorithm.kl_estimator=k3", "--algorithm.options.clip_high=0.3"])
+    assert unread_settings(used) == []
+    own = config.load(overrides=["--algorithm.name=some.module:mine", "--algorithm.overlong_penalty=0.9",
                                  "--reference.enabled=true", "--algorithm.reference_every_steps=2"])
-    assert unused_settings(own) == []
+    assert unread_settings(own) == []
 
 
 def test_supervised_job_needs_no_reward() -> None:
@@ -300,7 +281,7 @@ def exchange_two_tokens(tokenizer: Any) -> None:
 
 
 def test_critic_must_have_the_policys_tokens_and_positions_for_its_sequences(tmp_path: Path, model: Path) -> None:
-    def found(*settings: str) -> dict[str, job_check.Finding]:
+    def found(*settings: str) -> dict[str, job_check.JobFinding]:
         return by_part(text_job(tmp_path, model, ROWS, "--algorithm.name=ppo", *settings))
 
     assert not any(f.fault for f in found(f"--critic.model={model}").values())

@@ -206,8 +206,8 @@ def test_update_that_repeats_groups_is_refused_although_its_term_and_step_are_ri
     world.faults_left = 0
     world.run()
     consumed = world.trainer.progress.consumed
-    again = commands.Command("again", commands.CommandKind.UPDATE, 1, world.term, "1", "rl",
-                             PLAN.steps + 1, consumption=commands.Consumption(consumed.groups))
+    again = commands.Update(id="again", epoch=1, term=world.term, group="1", batch="shares", step=PLAN.steps + 1,
+                            consumption=commands.Consumption(consumed.groups))
     with pytest.raises(Conflict, match="consumed already"):
         world.trainer.gate.admit(again, world.trainer.progress)
 

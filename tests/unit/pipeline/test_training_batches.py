@@ -61,8 +61,10 @@ class Roles:
         return rewards
 
 
-def made(passes: Passes, groups: StepGroups = HELD, **algorithm: object) -> MadeBatch:
-    cfg = config.parse({"algorithm": {"name": "ppo", "gae_lambda": 0.7, "gamma": 0.9, **algorithm}})
+def made(passes: Passes, groups: StepGroups = HELD, *, gae_lambda: float = 0.7,
+         whiten_advantages: bool = True, **algorithm: object) -> MadeBatch:
+    cfg = config.parse({"algorithm": {"name": "ppo", "options": {"gae_lambda": gae_lambda, "gamma": 0.9}, **algorithm},
+                        "critic": {"whiten_advantages": whiten_advantages}})
     waits = Waits(lambda *_: None, threading.Event())
     batches = TrainingBatches(cfg, Roles(), waits, 16, passes)  # type: ignore[arg-type]
     return batches.make(groups, 5, StepTimer())

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog.pairs import BEGINNING
-from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.errors import Conflict, Fenced, PluginFailed, TrainerFailed
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import (
-    Command,
-    CommandKind,
+    ForwardValues,
+    Load,
+    Save,
+    Update,
     WriterGate,
     after_begin_rl,
     after_update,
 )
 
 PROGRESS = Progress("rl", 4, step_id="a")
-VALUES = Command("v-1", CommandKind.FORWARD_VALUES, 1, 2, "g", step=5)
-LOAD = Command("l-1", CommandKind.LOAD, 1, 2, "g", step=4, version=7)
+VALUES = ForwardValues(id="v-1", epoch=1, term=2, group="g", batch="b", step=5)
+LOAD = Load(id="l-1", epoch=1, term=2, group="g", step=4, version=7)
 
 
 @pytest.mark.parametrize("command", [VALUES, LOAD], ids=lambda c: c.kind)
-def test_stale_actor_or_one_that_knows_another_formation_is_refused(command: Command) -> None:
+def test_stale_actor_or_one_that_knows_another_formation_is_refused(command: ForwardValues | Load) -> None:
     gate = WriterGate(1, "g", term=2)
-    for fenced in (replace(command, epoch=2), replace(command, term=1)):
+    for fenced in ({"epoch": 2}, {"term": 1}):
         with pytest.raises(Fenced):
-            gate.admit(fenced, PROGRESS)
+            gate.admit(command.model_copy(update=fenced), PROGRESS)
     with pytest.raises(TrainerFailed, match="re-formed"):
-        gate.admit(replace(command, group="before"), PROGRESS)
+        gate.admit(command.model_copy(update={"group": "before"}), PROGRESS)
     with pytest.raises(Conflict):
-        gate.admit(replace(command, step=command.step + 1), PROGRESS)
+        gate.admit(command.model_copy(update={"step": command.step + 1}), PROGRESS)
     with pytest.raises(Conflict):
-        gate.admit(replace(command, phase="sft"), PROGRESS)
+        gate.admit(command.model_copy(update={"phase": "sft"}), PROGRESS)
     assert gate.admit(command, PROGRESS) is None
 
 
@@ -51,7 +49,8 @@ def test_load_that_was_executed_is_not_executed_again_when_its_answer_was_lost()
 
 @pytest.mark.parametrize("group", TRAINER_GROUPS)
 def test_group_that_is_to_be_restarted_is_the_one_whose_steps_are_held(group: str) -> None:
-    held = VALUES.held(PluginFailed("the loss is not finite", hint="lower lr"), group, 4)
+    step = Update(id="u", epoch=1, term=2, group="g", batch="b", step=5)
+    held = step.held(PluginFailed("the loss is not finite", hint="lower lr"), group, 4)
     assert held.message.endswith(f"; step 5 had made an update by then, so the {group} is back at step 4 and makes "
                                  "no step")
     assert held.hint == f"lower lr correct it, and `elastic-rl restart {group}`"
@@ -67,23 +66,12 @@ def test_values_may_be_asked_for_again() -> None:
 def test_state_is_named_after_the_update_that_made_it() -> None:
     progress = Progress("sft", 30)
     assert progress.pair == BEGINNING, "the critic takes no part in this phase"
-    progress = after_begin_rl(progress, Command("s", CommandKind.SAVE, 1, 1, "g", phase="sft", step=30))
+    progress = after_begin_rl(progress, Save(id="s", epoch=1, term=1, group="g", phase="sft", step=30))
     assert progress.pair == BEGINNING == Progress("rl").pair
     names = set()
     for step_id in ("x", "y"):
-        made = after_update(progress, Command("u", CommandKind.UPDATE, 1, 1, "g", step=1, step_id=step_id,
-                                              consumption=Consumption(IntervalSet(((0, 4),)))))
+        made = after_update(progress, Update(id="u", epoch=1, term=1, group="g", batch="b", step=1, step_id=step_id,
+                                             consumption=Consumption(IntervalSet(((0, 4),)))))
         assert Progress.from_json(made.to_json()) == made
         names.add(made.pair)
     assert len(names) == 2 and BEGINNING not in names
-
-
-@given(st.text(max_size=20), st.integers(0, 1 << 40))
-def test_command_is_read_as_it_was_sent(step_id: str, version: int) -> None:
-    command = replace(LOAD, step_id=step_id, version=version)
-    assert Command.decode(command.encode()) == command
-
-
-def test_command_with_a_version_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not a command"):
-        Command.from_json({**LOAD.to_json(), "version": "newest"})

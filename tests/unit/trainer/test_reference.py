@@ -15,7 +15,15 @@ from elastic_rl.config.algorithm import reference_step
 from elastic_rl.errors import Conflict, Fenced
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
+from elastic_rl.trainer.service.commands import (
+    Command,
+    ForwardReference,
+    Save,
+    Update,
+    WriterGate,
+    after_begin_rl,
+    after_update,
+)
 
 thorough = settings(deadline=None, max_examples=seeds(60))
 EVERY = st.none() | st.integers(1, 6)
@@ -69,7 +77,8 @@ def test_reference_is_that_of_the_step_through_every_loss_of_the_group(every: in
     weights = Weights(torch.empty(3, 2), torch.empty(5))
     reference = reference_of(weights, every)
     weights.fill(0.0)
-    progress = reference.renew(after_begin_rl(Progress(), Command("c", CommandKind.SAVE, 1, 1, "g")))
+    begin = Save(id="c", epoch=1, term=1, group="g", phase="sft", step=0, begin_rl=True)
+    progress = reference.renew(after_begin_rl(Progress(), begin))
     saved = json.dumps(progress.to_json()), {n: s.clone() for n, s in reference.shards().items()}
     for event in events:
         if event == "step":
@@ -78,7 +87,7 @@ def test_reference_is_that_of_the_step_through_every_loss_of_the_group(every: in
             assert progress.reference == reference_step(step, every)
             assert all((s == float(reference_step(step, every))).all() for s in reference.shards().values())
             weights.fill(float(step))
-            update = Command("c", CommandKind.UPDATE, 1, 1, "g", step=step)
+            update = Update(id="c", epoch=1, term=1, group="g", batch="b", step=step)
             progress = reference.renew(after_update(progress, update))
         elif event == "commit":
             saved = json.dumps(progress.to_json()), {n: s.clone() for n, s in reference.shards().items()}
@@ -154,7 +163,7 @@ def test_change_of_the_weights_is_one_that_torch_counts() -> None:
 
 
 def asked(step: int, term: int = 2) -> Command:
-    made = Command("c", CommandKind.FORWARD_LOGPROBS, 1, term, "g", step=step, weights="reference")
+    made = ForwardReference(id="c", epoch=1, term=term, group="g", batch="b", step=step)
     assert Command.decode(made.encode()) == made
     return made
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +16,7 @@ from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced, Plu
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.client import _error_of
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate
+from elastic_rl.trainer.service.commands import ForwardLogprobs, Save, Update, WriterGate
 from elastic_rl.trainer.service.server import TrainerService
 
 TOKEN = {"Authorization": "Bearer secret"}
@@ -45,11 +43,11 @@ def url(board: Board) -> Iterator[str]:
     service.close()
 
 
-def command(number: int = 1, **fields: Any) -> Command:
-    return Command(f"c{number}", CommandKind.UPDATE, 1, 1, "g", step=number, **fields)
+def command(number: int = 1) -> Update:
+    return Update(id=f"c{number}", epoch=1, term=1, group="g", batch="b", step=number)
 
 
-def submit(url: str, sent: Command) -> int:
+def submit(url: str, sent: Update) -> int:
     return httpx.post(f"{url}/v1/commands", content=sent.encode(), headers=TOKEN).status_code
 
 
@@ -178,12 +176,12 @@ def test_who_waits_for_a_result_learns_what_the_trainer_waits_for(board: Board, 
 
 def test_gate_that_holds_steps_makes_none_until_another_actor_takes_over() -> None:
     gate, held = WriterGate(1, "g"), PluginFailed("the loss failed")
-    step = Command("c-1", CommandKind.UPDATE, 1, 1, "g", step=1)
+    step = command()
     assert gate.admit(step, Progress(phase="rl")) is None
     gate.hold(held)
-    for command in (step, replace(step, id="c-2", step=7)):  # also one that would not fit any more
+    for further in (step, command(7)):  # also one that would not fit any more
         with pytest.raises(PluginFailed, match="the loss failed"):
-            gate.admit(command, Progress(phase="rl"))
-    assert gate.admit(replace(step, id="c-3", kind=CommandKind.SAVE, step=0), Progress(phase="rl")) is None
-    assert gate.admit(replace(step, id="c-4", kind=CommandKind.FORWARD_LOGPROBS), Progress(phase="rl")) is None
-    assert gate.admit(replace(step, id="c-5", term=2), Progress(phase="rl")) is None
+            gate.admit(further, Progress(phase="rl"))
+    assert gate.admit(Save(id="c-3", epoch=1, term=1, group="g", step=0), Progress(phase="rl")) is None
+    assert gate.admit(ForwardLogprobs(id="c-4", epoch=1, term=1, group="g", batch="b"), Progress(phase="rl")) is None
+    assert gate.admit(step.model_copy(update={"id": "c-5", "term": 2}), Progress(phase="rl")) is None

@@ -1,4 +1,4 @@
-"""Limits that depend on one another: each row of the table refuses what it should, and says what to set."""
+"""Settings that depend on one another: each row of the tables refuses what it should, and says what to set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_rl import config
-from elastic_rl.config import limits
-from elastic_rl.config.limits import LIMITS, Ordered
+from elastic_rl.config import checks
+from elastic_rl.config.checks import CHECKS, LIMITS, READERS, Ordered, Refused
 from elastic_rl.environments.episode_time import WAITS
 from elastic_rl.errors import ConfigError
 from elastic_rl.roles.role_clients import call_timeout_s
@@ -39,11 +39,11 @@ def test_defaults_keep_each_limit(limit: Ordered) -> None:
 
 @pytest.mark.parametrize("limit", LIMITS, ids=_ids)
 def test_smaller_setting_that_exceeds_the_larger_one_is_refused(limit: Ordered) -> None:
-    key = limits.keys_of(limit.smaller)[0]
-    too_large = _with(_base(limit), key, limits.value_of(limit.larger, _DEFAULTS) + 1)
+    key = checks.keys_of(limit.smaller)[0]
+    too_large = _with(_base(limit), key, checks.value_of(limit.larger, _DEFAULTS) + 1)
     assert not limit.holds(too_large)
     message = limit.explain(too_large)
-    assert key in message and limits.keys_of(limit.larger)[0] in message and "set a larger" in message
+    assert key in message and checks.keys_of(limit.larger)[0] in message and "set a larger" in message
     with pytest.raises(ConfigError) as e:
         config.parse(too_large.model_dump(mode="json"))
     assert message in e.value.message
@@ -51,8 +51,25 @@ def test_smaller_setting_that_exceeds_the_larger_one_is_refused(limit: Ordered) 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=_ids)
 def test_equal_values_are_refused_unless_the_row_allows_them(limit: Ordered) -> None:
-    equal = limits.value_of(limit.smaller, _DEFAULTS)
-    assert limit.holds(_with(_base(limit), limits.keys_of(limit.larger)[0], equal)) is limit.may_equal
+    equal = checks.value_of(limit.smaller, _DEFAULTS)
+    assert limit.holds(_with(_base(limit), checks.keys_of(limit.larger)[0], equal)) is limit.may_equal
+
+
+@pytest.mark.parametrize("row", [row for row in CHECKS if isinstance(row, Refused)], ids=lambda row: row.fault[:60])
+def test_text_of_a_refused_combination_names_settings_that_there_are(row: Refused) -> None:
+    """A renamed one would raise another error than the one that is meant, or none."""
+    assert list(row(_DEFAULTS)) == []
+    [text] = Refused(lambda c: True, row.fault)(_DEFAULTS)
+    assert "{" not in text
+    named = [key for key in checks.keys_of(text) if key.partition(".")[0] in config.Config.model_fields]
+    for section, _, name in (key.partition(".") for key in named if not key.startswith("pools.")):
+        assert name in type(getattr(_DEFAULTS, section)).model_fields
+
+
+def test_settings_that_a_job_may_not_read_are_settings() -> None:
+    assert len(READERS) > 5
+    for row in READERS:
+        assert row.names and set(row.names) <= type(getattr(_DEFAULTS, row.section)).model_fields.keys()
 
 
 def test_limit_of_colocated_engines_is_none_of_others() -> None:
@@ -71,7 +88,7 @@ def test_every_broken_limit_is_named_at_once() -> None:
 
 
 def test_product_of_settings_can_be_a_limit() -> None:
-    assert limits.value_of("engine.request_timeout_s * (rollout.max_attempts + 1)", _DEFAULTS) == 300
+    assert checks.value_of("engine.request_timeout_s * (rollout.max_attempts + 1)", _DEFAULTS) == 300
 
 
 _EPISODES = {"model": {"path": "/m"}, "rollout": {"generate": "environment", "environment": "tools"}}

@@ -1,4 +1,4 @@
-"""Connections of the API's server: those without an authenticated request do not keep others out."""
+"""Connections of the HTTP server: those without an authenticated request do not keep others out."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from support.certificates import Authority
 from support.endless_bodies import closes_endless_chunks, closes_slow_body
 
 from elastic_rl.config import CoordinatorConfig
-from elastic_rl.coordinator.api.connections import Connection, IdleConnections, Limits
-from elastic_rl.coordinator.api.server import bind, make_server
-from elastic_rl.coordinator.api.unread_body import UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
+from elastic_rl.coordinator.api.listening import bind, make_server
+from elastic_rl.net.http_connections import Connection, IdleConnections, Limits
+from elastic_rl.net.unread_body import UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
 from elastic_rl.runtime.waiting import wait_until
 
 _CLIENT_HELLO = bytes.fromhex("160301020001")

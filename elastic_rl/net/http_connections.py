@@ -1,4 +1,4 @@
-"""Connections of the API's server: accepts them, and closes idle ones where there are too many.
+"""Connections of the HTTP server: accepts them, and closes idle ones where there are too many.
 
 Any host that reaches the port can open connections. A connection is *busy* while an authenticated request of it is in
 progress, and *idle* otherwise: in its TLS handshake, before and between requests, and during a request without

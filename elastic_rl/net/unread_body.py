@@ -3,8 +3,8 @@
 An HTTP server answers most requests without credentials before their bodies have arrived, and then has to discard the
 bodies to find the next request. A client without a token could send one without an end: chunks of one byte each cost
 an interpreter more than the requests of everybody else. So a connection is closed once too much of such a body has
-come, or has not ended in time (``Server``'s ``request_timeout_s``). Bodies of authenticated requests are not counted:
-their handlers have limits, and the client of a body that was refused has to be able to read why.
+come, or has not ended in time (``HttpServer``'s ``request_timeout_s``). Bodies of authenticated requests are not
+counted: their handlers have limits, and the client of a body that was refused has to be able to read why.
 """
 
 from __future__ import annotations

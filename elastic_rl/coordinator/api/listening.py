@@ -1,0 +1,61 @@
+"""Where a replica serves the admin API: its server, its listening socket and the URL that others reach it under."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from elastic_rl.config import CoordinatorConfig
+from elastic_rl.coordinator.api import tls
+from elastic_rl.errors import PreflightFailed
+from elastic_rl.net.addresses import reachable_address, require_port_free
+from elastic_rl.net.http_connections import Limits, limits_of_process
+from elastic_rl.net.http_server import HEADER_BYTES, HttpServer
+
+_KEEP_ALIVE_S = 30
+_SHUTDOWN_S = 3
+_UNACKNOWLEDGED_MS = 30_000
+_BACKLOG = 256
+
+
+def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> HttpServer:
+    """``limits``: of idle connections; default: as many as this process may have. The state of each request's scope has
+    its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings cannot be used."""
+    context = tls.server_context(cfg)
+    limits = limits or limits_of_process(cfg.max_requests + cfg.max_streams)
+    return HttpServer(uvicorn.Config(
+        app, interface="asgi3", ws="none", log_config=None, access_log=False, lifespan="off",
+        server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        ssl_context_factory=(lambda _config, _default: context) if context is not None else None),
+        limits, cfg.request_timeout_s)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. It is held from here on, so that no other process takes the port between the check and the
+    use. Raises PreflightFailed when the port cannot be bound."""
+    require_port_free(host, port, setting="coordinator.ports")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol given, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # A client that is connected and reads nothing would keep what was sent to it in our memory for ever.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise PreflightFailed(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
+                              hint="stop what listens there, or set another port") from e
+    return listener
+
+
+def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str]) -> str:
+    """URL under which the other replicas and the clients reach this one."""
+    host = cfg.advertise_host or reachable_address(cfg.host, etcd_endpoints)
+    return f"{cfg.scheme}://[{host}]:{port}" if ":" in host else f"{cfg.scheme}://{host}:{port}"
