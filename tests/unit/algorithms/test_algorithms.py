@@ -22,7 +22,7 @@ from elastic_rl.data.batch import SCHEMA
 from elastic_rl.errors import ConfigError
 
 CFG = AlgorithmConfig()
-thorough = settings(deadline=None, max_examples=seeds(60))
+thorough = settings(deadline=None, max_examples=seeds(40))
 reward = st.floats(-10, 10, width=32)
 groups = st.integers(2, 8).flatmap(
     lambda k: st.lists(st.lists(reward, min_size=k, max_size=k), min_size=1, max_size=6))

@@ -13,7 +13,7 @@ from elastic_rl.data.samples import Prompt, Sample, Segment, demonstration
 from elastic_rl.data.shares import balanced
 from elastic_rl.errors import ConfigError
 
-thorough = settings(deadline=None, max_examples=seeds(60))
+thorough = settings(deadline=None, max_examples=seeds(40))
 tokens = st.lists(st.integers(2, 40), min_size=1, max_size=5).map(tuple)
 
 

@@ -453,7 +453,7 @@ class Chaos:
         self.has[peer].add(self.rng.choice(CHUNKS[:12]))
 
 
-@settings(max_examples=seeds(150))
+@settings(max_examples=seeds(40))
 @given(seed=st.integers(0, 1 << 32), parallel=st.integers(1, 6), peers=st.integers(1, 6), durable=st.booleans())
 def test_every_chunk_ends_exactly_once_under_random_faults(
         seed: int, parallel: int, peers: int, durable: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.budget import seeds
 
 from elastic_rl.etcd import device_turn
 from elastic_rl.etcd.device_turn import Change, DeviceHolder, SeenTurn, Side, Turn
@@ -217,7 +218,7 @@ class TurnMachine(RuleBasedStateMachine):
             assert self.memory == {self.group}
 
 
-TurnMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TurnMachine.TestCase.settings = settings(max_examples=seeds(40), stateful_step_count=40, deadline=None)
 TestTurns = TurnMachine.TestCase
 Step = Callable[[TurnMachine], None]
 

@@ -15,7 +15,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.dcs.catalog.pairs import BEGINNING, newest_pair, pair_name
 from elastic_rl.pipeline.training.common_state import Available, CommonState, common_state
 
-SEEDS = seeds(300)
+SEEDS = seeds(40)
 PAIRS = st.dictionaries(st.integers(1, 9), st.sampled_from(["0/", "1/a", "2/b", "2/c", "3/d"]))
 
 

@@ -9,7 +9,7 @@ from support.budget import seeds
 
 from elastic_rl.trainer.context_parallel import multiple, own_positions, places
 
-thorough = settings(deadline=None, max_examples=seeds(100))
+thorough = settings(deadline=None, max_examples=seeds(40))
 sizes = st.integers(1, 5)
 
 

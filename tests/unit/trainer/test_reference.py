@@ -17,7 +17,7 @@ from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
 
-thorough = settings(deadline=None, max_examples=seeds(60))
+thorough = settings(deadline=None, max_examples=seeds(40))
 EVERY = st.none() | st.integers(1, 6)
 
 
