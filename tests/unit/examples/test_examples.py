@@ -181,12 +181,13 @@ def _program(folder: Path, accuracy: float, then: str) -> list[str]:
     path = folder / "train.py"
     path.write_text(f"""
 import json, sys, time
-from elastic_rl import config
-cfg = config.load(sys.argv[sys.argv.index("-c") + 1], [a for a in sys.argv if a.startswith("--job=")])
+from pathlib import Path
+[job] = [a.removeprefix("--job=") for a in sys.argv if a.startswith("--job=")]
+job_dir = Path("runs", job)
 if "down" in sys.argv:
-    sys.exit((cfg.job_dir / "is-down").touch())
-cfg.job_dir.mkdir(parents=True)
-(cfg.job_dir / "report.json").write_text(json.dumps(
+    sys.exit((job_dir / "is-down").touch())
+job_dir.mkdir(parents=True)
+(job_dir / "report.json").write_text(json.dumps(
     {{"steps": 5, "eval_accuracy_first": 0.3, "eval_accuracy_last": {accuracy}}}))
 print("trained", *sys.argv[1:])
 {then}

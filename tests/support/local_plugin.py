@@ -1,0 +1,71 @@
+"""The user's code without a process, for tests of what it may be and answer; how processes start, die and are replaced
+is tested on real ones (``tests/unit/rewards/test_own_reward_process.py``, ``tests/unit/plugins``)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugins.host import imported
+from elastic_rl.plugins.user_code import describe
+
+
+class LocalPlugin:
+    """``PluginProcess`` whose function is made and called in this process. Its results are JSON there and back."""
+
+    def __init__(self, what: str, maker: str, *arguments: Any) -> None:
+        self._what, self._maker, self._arguments = what, maker, arguments
+        self._call: Any = None
+
+    def start(self) -> None:
+        if self._call is None:
+            try:
+                self._call = imported(self._maker)(*self._arguments)
+            except ConfigError:
+                raise
+            except BaseException as e:
+                raise PluginFailed(f"{self._what} cannot be made: {describe(e)}") from e
+
+    def start_first(self) -> None:
+        try:
+            self.start()
+        except PluginFailed as e:
+            raise ConfigError(e.message, hint=e.hint) from e
+
+    async def call(self, *arguments: Any) -> Any:
+        try:
+            found = self._call(*arguments)
+            return json.loads(json.dumps(await found if inspect.isawaitable(found) else found, allow_nan=False))
+        except PluginFailed:
+            raise
+        except Exception as e:
+            raise PluginFailed(describe(e)) from e
+
+    def replace(self) -> None:
+        self._call = None
+
+    def stop(self) -> None:
+        self._call = None
+
+    def close(self) -> None:
+        self.stop()
+
+
+@pytest.fixture
+def local_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for modules of the user's, whose functions run in this process; they are forgotten with the test."""
+    for module in ("elastic_rl.rewards.own", "elastic_rl.engine.own_generate"):
+        monkeypatch.setattr(f"{module}.PluginProcess", LocalPlugin)
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
