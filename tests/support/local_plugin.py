@@ -23,11 +23,12 @@ class LocalPlugin:
     def __init__(self, what: str, maker: str, *arguments: Any) -> None:
         self._what, self._maker, self._arguments = what, maker, arguments
         self._call: Any = None
+        self._is_sound = False
 
     def start(self) -> None:
-        if self._call is None:
+        if not self._is_sound:
             try:
-                self._call = imported(self._maker)(*self._arguments)
+                self._call, self._is_sound = imported(self._maker)(*self._arguments), True
             except ConfigError:
                 raise
             except BaseException as e:
@@ -49,13 +50,9 @@ class LocalPlugin:
             raise PluginFailed(describe(e)) from e
 
     def replace(self) -> None:
-        self._call = None
+        self._is_sound = False
 
-    def stop(self) -> None:
-        self._call = None
-
-    def close(self) -> None:
-        self.stop()
+    stop = close = replace
 
 
 @pytest.fixture

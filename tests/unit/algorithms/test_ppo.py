@@ -118,7 +118,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(
         assert float(found[mask].std(unbiased=False)) == pytest.approx(1, abs=1e-3)
 
 
-def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one() -> None:
+def test_explained_variance_is_one_if_perfect_and_zero_if_constant() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool)
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(torch.full((1, 3), 7.0), returns, mask) == pytest.approx(0)

@@ -77,8 +77,7 @@ def test_leader_stays_when_no_other_replica_could_do_better(health: LeaderHealth
 
 
 @given(seed=st.integers(0, 2**32), replicas=st.integers(1, 4), broken=st.sampled_from(["all", "all but one", "none"]))
-def test_broken_replicas_leave_the_leadership_to_a_sound_one_and_change_it_ever_less(
-        seed: int, replicas: int, broken: str) -> None:
+def test_broken_replicas_leave_the_leadership_to_a_sound_one(seed: int, replicas: int, broken: str) -> None:
     """A day of a cluster in which all, all but one, or none of the replicas fail every pass."""
     rng, clock = random.Random(seed), Clock()
     all_health = [LeaderHealth(DEADLINE_S, clock) for _ in range(replicas)]

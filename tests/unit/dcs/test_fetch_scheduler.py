@@ -220,7 +220,7 @@ def test_node_that_sent_corrupt_bytes_is_not_requested_again() -> None:
     assert len(hand.gets) == 2 and hand.lost == [ChunkLost("x", corrupt=True)]
 
 
-def test_chunk_on_no_node_is_read_from_the_durable_store_once_and_then_lost() -> None:
+def test_chunk_on_no_node_is_read_once_from_the_durable_store() -> None:
     hand = Hand({"a": set()}, FetchLimits(durable=True))
     hand.request(["x"])
     [read] = hand.reads

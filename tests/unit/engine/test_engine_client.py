@@ -92,7 +92,7 @@ def test_aborted_or_failed_request_is_retried():
     assert [s.response_ids for s in group] == [(5,), (6,)] and not replies
 
 
-def test_sample_that_an_update_aborted_goes_on_from_its_tokens_with_the_version_of_each_part():
+def test_aborted_sample_goes_on_from_its_tokens_with_each_parts_version():
     bodies = []
     replies = [[answer([5, 6], versions=("3", "3"), finish="abort"), answer([9], versions=("3",))],
                [answer([], versions=("4",), finish="abort")],
@@ -240,7 +240,7 @@ def test_request_that_nobody_waits_for_any_more_is_cancelled():
     assert cancelled == [1]
 
 
-def test_groups_of_one_prompt_are_in_different_requests_when_they_are_sampled_by_seeds():
+def test_seeded_groups_of_one_prompt_are_in_different_requests():
     """A server derives the seed of a sample from how often its prompt came before in the request."""
     groups = [([1, 2], 2, None), ([3], 2, None), ([1, 2], 2, None)]
     assert [len(b) for b in share_requests(groups, 128, apart=False)] == [3]

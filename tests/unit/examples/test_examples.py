@@ -92,8 +92,8 @@ def test_assets_are_kept(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path: path.stat().st_mtime_ns for path in assets.rglob("*") if path.is_file()} == before
 
 
-def test_what_rejection_sampling_keeps_is_read_by_supervised_fine_tuning_as_the_example_says(
-        assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervised_fine_tuning_reads_what_rejection_sampling_keeps(assets: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(assets)
     path = EXAMPLES / "rejection_sampling.yaml"
     cfg = config.load(path, ["train.group_size=2"])

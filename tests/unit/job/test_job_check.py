@@ -234,8 +234,7 @@ def test_settings_of_algorithms_are_named_by_what_their_functions_read() -> None
     assert len(found) == 1 and found[0].startswith("algorithm.clip_low is for algorithm.name=grpo or dapo")
 
 
-def test_requests_that_cannot_end_in_time_and_samples_that_no_engine_holds_are_pointed_out(tmp_path: Path, model: Path
-                                                                                          ) -> None:
+def test_too_slow_requests_and_too_long_samples_are_pointed_out(tmp_path: Path, model: Path) -> None:
     assert "requests" not in by_part(text_job(tmp_path, model, ROWS))
     slow = by_part(text_job(tmp_path, model, ROWS, "--engine.request_timeout_s=1"))["requests"]
     assert not slow.fault and "engine.request_timeout_s=1: 32 tokens/s" in slow.detail and slow.hint

@@ -51,8 +51,8 @@ def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(st
 
 @pytest.mark.parametrize("part", [None, 1])
 @pytest.mark.parametrize("waits", [True, False])
-def test_rollout_that_takes_longer_than_the_staleness_allows_is_waited_for_once_it_was_overtaken(
-        waits: bool, part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_slower_than_the_staleness_allows_is_waited_for(waits: bool, part: int | None,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
         monkeypatch.setattr(GroupFlow, "_must_wait", lambda self: False)
     most = 0
@@ -212,7 +212,7 @@ def test_open_groups_are_all_that_were_begun_and_are_not_consumed() -> None:
     assert list(flow.open) == [3, 4, 5]
 
 
-def test_parts_of_a_step_are_chosen_as_they_finish_and_the_last_one_completes_it() -> None:
+def test_parts_are_chosen_as_they_finish_and_the_last_completes_the_step() -> None:
     flow = _flow(groups_per_step=5, groups_per_part=2)
     while flow.lease() is not None:
         pass
@@ -238,7 +238,7 @@ def test_stale_group_cannot_be_chosen() -> None:
         flow.choose()
 
 
-def test_step_that_was_not_made_is_chosen_again_and_one_that_was_made_is_not() -> None:
+def test_only_a_step_that_was_not_made_is_chosen_again() -> None:
     flow = _flow()
     flow.lease()
     _queue(flow, 0, 1, version=1)

@@ -52,7 +52,7 @@ def test_supervised_job_ends_with_its_policy_published_and_without_engines_whate
     assert groups > SEEDS / 2, "the runs were disturbed"
 
 
-def test_pass_of_the_reference_is_of_the_step_that_follows_and_nothing_is_trained_twice_whatever_crashes() -> None:
+def test_reference_passes_precede_their_step_whatever_crashes() -> None:
     passes = 0
     for seed in range(SEEDS):
         world = World(seed, asks_reference=True)
@@ -64,7 +64,7 @@ def test_pass_of_the_reference_is_of_the_step_that_follows_and_nothing_is_traine
     assert passes > SEEDS * PLAN.steps, "some were repeated"
 
 
-def test_no_group_of_weights_that_the_trainer_went_back_from_is_trained_whatever_crashes() -> None:
+def test_no_group_of_abandoned_weights_is_trained_whatever_crashes() -> None:
     """Engines may serve a version that was abandoned, and whose number is within the staleness, for some time."""
     for seed in range(SEEDS):
         world = World(seed, replace(PLAN, max_staleness=4))

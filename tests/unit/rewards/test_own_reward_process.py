@@ -151,7 +151,7 @@ def test_process_of_a_call_that_does_not_end_is_killed(reward: Any, what: str) -
     assert asyncio.run(_one(reward, "calls")) == 1.0
 
 
-def test_process_whose_call_was_cancelled_is_replaced_since_it_may_have_left_a_thread(reward: Any) -> None:
+def test_process_whose_call_was_cancelled_is_replaced(reward: Any) -> None:
     pid = int(asyncio.run(_one(reward, "pid")))
     with pytest.raises(TimeoutError):
         asyncio.run(_one(reward, "thread", 0.2))
@@ -396,8 +396,8 @@ def test_filter_that_fails_for_the_first_group_is_waited_for() -> None:
     assert "the filter poison_reward:drops failed for group 0: ValueError: not this one" in texts[0]
 
 
-def test_what_a_reward_prints_is_in_the_log_of_the_process_that_called_it(capfd: pytest.CaptureFixture[str],
-                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_reward_is_in_its_callers_log(capfd: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: its process may be killed."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reward = make_reward("poison_reward:poison", {})

@@ -136,8 +136,8 @@ def _call(pool: WorkerPool, what: str, value: Any = 0, timeout_s: float = 20.0) 
     return asyncio.run(pool.call([what, value], timeout_s))
 
 
-def test_what_a_function_prints_is_in_the_log_of_the_process_that_called_it(
-        pool: WorkerPool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_function_is_in_its_callers_log(pool: WorkerPool, capfd: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     assert _call(pool, "say", 3) == 3
     assert sorted(capfd.readouterr().err.splitlines()) == ["to stderr", "to stdout"]
@@ -382,7 +382,7 @@ def test_mathematical_result_is_compared_by_value(math: RewardFn, answer: Any, r
         assert all(r.parts == {"given_up": 0.0} for r in found)
 
 
-def test_result_that_takes_for_ever_is_worth_nothing_and_others_are_not_held_up() -> None:
+def test_endless_result_is_worth_nothing_and_holds_up_no_other() -> None:
     pytest.importorskip("math_verify")
     reward = make_reward("math_verify", {"processes": 1, "timeout_s": 3.0})
     prompt = Prompt((1,), metadata={"answer": "1"})
@@ -419,6 +419,7 @@ def test_only_workers_of_reasoning_gym_import_it_and_as_they_start(tmp_path: Pat
     stand-in shows who imports it: the package itself takes four seconds."""
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym" / "__init__.py").touch()
+    (tmp_path / "reasoning_gym" / "factory.py").write_text("def get_score_answer_fn(task): ...")
     shown = subprocess.run([sys.executable, "-c", "import sys, elastic_rl.rewards.reasoning\n"
                             "before = 'reasoning_gym' in sys.modules\nimport elastic_rl.rewards.reasoning_scorer\n"
                             "print(before, sys.modules['reasoning_gym'].__file__)"],

@@ -65,7 +65,7 @@ def test_what_every_replica_gets_and_gives_is_the_batch_each_time(batch: Batch, 
 
 
 @given(batches, st.integers(1, 9))
-def test_parts_that_are_collected_apart_are_the_batch_in_the_order_of_their_rows(batch: Batch, replicas: int) -> None:
+def test_parts_collected_apart_are_the_batch_in_row_order(batch: Batch, replicas: int) -> None:
     how = Dispatch(Split.DP, ALL)
     rows, (_, found) = how.rows(batch, replicas), echoed(how, batch, replicas)
     assert sorted(torch.cat(rows).tolist()) == list(range(batch.samples))

@@ -112,8 +112,8 @@ def test_merge_inverts_the_pieces_of_every_hf_tensor_of_every_family(
 @settings(deadline=None, max_examples=seeds(40))
 @given(family=st.sampled_from(sorted(FAMILIES)), tp=st.sampled_from([1, 2]), kv_per_rank=st.integers(1, 2),
        per_group=st.integers(1, 2), vocab=st.integers(1, 9), data=st.data())
-def test_ranges_of_a_shard_take_what_the_shard_has_there_and_read_no_other_tensor(
-        family: str, tp: int, kv_per_rank: int, per_group: int, vocab: int, data: st.DataObject) -> None:
+def test_ranges_of_a_shard_read_no_other_tensor(family: str, tp: int, kv_per_rank: int, per_group: int, vocab: int,
+                                                data: st.DataObject) -> None:
     """Ranges that split the shard among replicas at any elements, as the distributed optimizer's buckets do."""
     arch = make_arch(family, kv=kv_per_rank * tp, per_group=per_group, head_dim=2, vocab=vocab, ffn=4)
     dims, full = arch.attention_dims(tp), hf_tensors(arch)
