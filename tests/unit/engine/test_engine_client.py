@@ -340,7 +340,7 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
                 body = json.loads(await reader.readexactly(size))
                 now, asked = now + 1, asked + 1
                 most = max(most, now)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.7)  # all of them in turn take longer than timeout_s
                 now -= 1
                 out = json.dumps([answer([1]) for _ in body["input_ids"]]).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(out) + out)
@@ -349,7 +349,7 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
 
     async def run():
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.5, retries=1)
+        client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=2.0, retries=1)
         await asyncio.gather(*(client.generate([i], Sampling(4 + i, seed=i), 1) for i in range(12)))
         await client.close()
         server.close()

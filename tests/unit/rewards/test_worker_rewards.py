@@ -44,6 +44,9 @@ def work(job):
         return os.getpid()
     if what == "calls": return calls
     if what == "sleep": time.sleep(value)
+    if what == "while there is":
+        open(value + ".begun", "w").close()
+        while os.path.exists(value): time.sleep(0.02)
     if what == "raise": raise ValueError("wrong \\udc80 " + "x" * value)
     if what == "exit": os._exit(0)
     if what == "sys.exit": sys.exit(0)
@@ -150,6 +153,16 @@ def _rewards(reward: RewardFn, prompt: Prompt, *texts: str) -> list[Reward]:
         close_reward(reward)
 
 
+async def _under_way(pool: WorkerPool, path: Path, *more: list[Any]) -> asyncio.Task[list[Any]]:
+    """Calls of which the first has begun, and ends when the file at ``path`` is removed."""
+    path.touch()
+    task = asyncio.ensure_future(pool.calls([["while there is", str(path)], *more], 300.0))
+    async with asyncio.timeout(120):
+        while not path.with_name(f"{path.name}.begun").exists():
+            await asyncio.sleep(0.01)
+    return task
+
+
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
@@ -232,29 +245,30 @@ def test_slow_calls_next_to_each_other_are_spread_over_the_processes() -> None:
         pool.close()
 
 
-def test_calls_of_which_nobody_waits_for_the_outcome_are_not_begun(pool: WorkerPool) -> None:
+def test_calls_of_which_nobody_waits_for_the_outcome_are_not_begun(pool: WorkerPool, tmp_path: Path) -> None:
     async def left() -> int:
         before = await pool.call(["calls", 0], 60.0)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pool.calls([["sleep", 2.0], ["say", 1], ["say", 2]], 60.0), 0.5)
+        task = await _under_way(pool, tmp_path / "file", ["say", 1], ["say", 2])
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        (tmp_path / "file").unlink()
         return int(await pool.call(["calls", 0], 60.0)) - before
 
     assert asyncio.run(left()) == 2, "the one that was under way, and the question itself"
 
 
-def test_close_ends_a_call_and_its_worker(pool: WorkerPool) -> None:
+def test_close_ends_a_call_and_its_worker(pool: WorkerPool, tmp_path: Path) -> None:
     worker = _call(pool, "pid")
 
     async def closed_meanwhile() -> None:
-        task = asyncio.ensure_future(pool.call(["sleep", 60], 50.0))
-        await asyncio.sleep(0.3)
+        task = await _under_way(pool, tmp_path / "file")
         pool.close()
-        await task
+        [outcome] = await task
+        assert isinstance(outcome, PluginFailed)
 
-    began = time.monotonic()
-    with pytest.raises(PluginFailed):
-        asyncio.run(closed_meanwhile())
-    assert time.monotonic() - began < 40.0 and not psutil.pid_exists(worker)
+    asyncio.run(closed_meanwhile())
+    assert not psutil.pid_exists(worker)
 
 
 def test_close_ends_calls_that_wait_for_a_worker_too(pool: WorkerPool) -> None:
