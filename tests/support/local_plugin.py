@@ -3,6 +3,7 @@ is tested on real ones (``tests/unit/rewards/test_own_reward_process.py``, ``tes
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import sys
@@ -55,14 +56,24 @@ class LocalPlugin:
     stop = close = replace
 
 
+@contextlib.contextmanager
+def runs_locally(folder: Path) -> Iterator[None]:
+    """Has the functions of the modules in a folder run in this process, which forgets the modules in the end."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("elastic_rl.rewards.own", "elastic_rl.engine.own_generate"):
+            patched.setattr(f"{module}.PluginProcess", LocalPlugin)
+        patched.syspath_prepend(folder)
+        before = set(sys.modules)
+        yield
+    for path in folder.glob("*.py"):
+        if path.stem not in before:
+            sys.modules.pop(path.stem, None)
+
+
 @pytest.fixture
-def local_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for modules of the user's, whose functions run in this process; they are forgotten with the test."""
-    for module in ("elastic_rl.rewards.own", "elastic_rl.engine.own_generate"):
-        monkeypatch.setattr(f"{module}.PluginProcess", LocalPlugin)
+def local_plugins(tmp_path: Path) -> Iterator[Path]:
+    """A folder for modules of the user's, whose functions run in this process."""
     folder = tmp_path / "plugins"
     folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    yield folder
-    for path in folder.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+    with runs_locally(folder):
+        yield folder
