@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,8 +16,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
 
 from support.budget import load_profile  # noqa: E402
-from support.etcd_server import EtcdServers  # noqa: E402
 from support.shared_fixtures import etcd, keys  # noqa: E402, F401
+
+if TYPE_CHECKING:
+    from support.etcd_server import EtcdServers
 
 load_profile()
 
@@ -24,6 +27,8 @@ load_profile()
 @pytest.fixture(scope="session")
 def etcd_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
     """One etcd member for the whole session; tests keep apart by their own ``keys``. ``.endpoints``: host:port list."""
+    from support.etcd_server import EtcdServers
+
     servers = EtcdServers(tmp_path_factory.mktemp("etcd"), 1)
     try:
         yield servers.start()
@@ -34,6 +39,8 @@ def etcd_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServe
 @pytest.fixture
 def etcd3_cluster(tmp_path: Path) -> Iterator[EtcdServers]:
     """Three members of this test's own: ``.kill(i)``, ``.restart(i)``, ``.stop(i)``, ``.cont(i)``, ``.leader()``."""
+    from support.etcd_server import EtcdServers
+
     servers = EtcdServers(tmp_path / "etcd3", 3)
     try:
         yield servers.start()

@@ -6,18 +6,17 @@ import difflib
 import glob
 import itertools
 import json
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
 from elastic_rl.data import derived
+from elastic_rl.data.numbers import number_text
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import did_you_mean
 
@@ -237,12 +236,6 @@ def text_value(value: Any, what: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return number_text(value)
     raise SourceFailed(f"{what} is {_kind(value)}, not text")
-
-
-def number_text(value: float) -> str:
-    """A number in decimal digits: Python's text of 0.00001 is 1e-05, which graders and models read as e minus 5."""
-    return format(Decimal(float.__repr__(value)), "f") if isinstance(value, float) and math.isfinite(value) else (
-        str(value))
 
 
 def _kind(value: Any) -> str:

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic_rl.config import ENVIRONMENT, Config
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
@@ -19,6 +18,9 @@ from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFaile
 from elastic_rl.net.engine_key import read_key
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
+
+if TYPE_CHECKING:  # the process of the user's code imports this module too, and starts sooner without the settings
+    from elastic_rl.config import Config
 
 _UNUSED_S = 60.0
 """The process of suspects ends when it was not used for so long: more than they pause between two attempts."""
@@ -174,7 +176,7 @@ def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str)
     rollout = cfg.rollout
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
-    return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.generate == ENVIRONMENT else rollout.generate,
+    return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.plays_episodes else rollout.generate,
                        ClientOptions(router_url, cfg.engine.request_timeout_s, rollout.max_attempts, vocabulary,
                                      str(cfg.engine_key_file) if router_url else ""))
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_rl.config import PoolSettings
-from elastic_rl.data.rows import number_text
+from elastic_rl.data.numbers import number_text
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ElasticRLError, PluginFailed
 from elastic_rl.plugins.user_code import MAX_NAME, is_name, plain
-from elastic_rl.rewards.judging import Judgement, JudgeRequest
+
+if TYPE_CHECKING:  # the process of a user's reward imports this module too, and starts sooner without the settings
+    from elastic_rl.config import PoolSettings
+    from elastic_rl.rewards.judging import Judgement, JudgeRequest
 
 _MAX_REWARD = 1e30
 MAX_PARTS = 64
@@ -22,7 +24,7 @@ MAX_PARTS = 64
 _TURNS = 10_000
 """Turns that a reward may be split over."""
 
-Judge = Callable[[JudgeRequest], Sequence[Judgement]]
+Judge = Callable[["JudgeRequest"], Sequence["Judgement"]]
 """Has a model judge responses, and blocks for as long as that takes. Raises EngineFailed, RoleUnavailable and
 PluginFailed."""
 Decode = Callable[[Sequence[int]], str]

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL, Config
+from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.engine.generation import Generated, PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.environments.episode_time import WAITS
@@ -50,7 +50,7 @@ def call_timeout_s(cfg: Config) -> float:
     (``OwnGenerate.within``).
     """
     rollout, engines = cfg.rollout, _pool_timeout_s(cfg, ROLLOUT_POOL)
-    if rollout.generate == ENVIRONMENT:
+    if rollout.plays_episodes:
         return rollout.max_attempts * (rollout.max_turns * engines + (2 + WAITS) * rollout.generate_timeout_s) + _OWN_S
     return max(engines, rollout.generate_timeout_s + _OWN_S) if rollout.generates_apart else engines
 

@@ -15,5 +15,5 @@ def seeds(usual: int) -> int:
 def load_profile() -> None:
     """Settings of every test of hypothesis: without a limit for one example, whose time says nothing about the code on
     a machine that does something else too."""
-    hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(100))
+    hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(40))
     hypothesis.settings.load_profile("suite")

@@ -9,6 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from elastic_rl.data.model_tokenizer import ModelTokenizer
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.own_generate import OwnGenerate
 
 
 class Engine:
@@ -58,3 +62,19 @@ class Engine:
                 "finish_reason": {"type": "stop"}, "weight_version": str(self.version()),
                 "output_token_logprobs": [[-0.25, t, None] for t in said]}})
         return 200, answers
+
+
+def prompt_request(engine: Engine, what: str = "", samples: int = 2) -> PromptRequest:
+    """A request for episodes. ``what``: in the prompt's metadata, for the environment."""
+    [ids] = engine.tokenizer.encode_batch(["<|user|>go<|end|><|assistant|>"], special_tokens=False)
+    return PromptRequest(0, Prompt(tuple(ids), metadata={"what": what}),
+                         Sampling(20_000, stop_token_ids=engine.tokenizer.eos_ids, seed=7), samples)
+
+
+async def outcome(own: OwnGenerate, asked: PromptRequest, limit_s: float = 60.0) -> list[Sample] | Exception:
+    """The samples, or why there are none."""
+    try:
+        async with own.within(limit_s):
+            return await own(asked, None)  # type: ignore[arg-type]
+    except Exception as e:
+        return e

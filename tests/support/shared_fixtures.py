@@ -8,17 +8,21 @@ import secrets
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
-from support.etcd_server import EtcdServers
+if TYPE_CHECKING:  # every test imports this module, and few use an etcd, whose client takes half a second to import
+    from elastic_rl.etcd.client import EtcdClient
+    from elastic_rl.etcd.keys import Keys
+    from support.etcd_server import EtcdServers
 
 
 @pytest.fixture
 def etcd(etcd_servers: EtcdServers) -> Iterator[EtcdClient]:
     """A connected store."""
+    from elastic_rl.etcd.client import EtcdClient
+
     # A longer attempt than in production: tests share their cores with much else, and one member has no other to try.
     with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as connected:
         yield connected
@@ -27,6 +31,8 @@ def etcd(etcd_servers: EtcdServers) -> Iterator[EtcdClient]:
 @pytest.fixture
 def keys() -> Keys:
     """The keyspace of a job of this test's own."""
+    from elastic_rl.etcd.keys import Keys
+
     return Keys(f"t-{secrets.token_hex(6)}")
 
 

@@ -7,15 +7,9 @@ from pathlib import Path
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.dcs.storage.disk import DiskFolder
 from elastic_rl.dcs.storage.disk_saver import DiskSaver
+from support.clock import Clock
 
 KIB = 1024
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Node:

@@ -49,6 +49,8 @@ def test_module_is_not_called_utils_and_packages_have_docstrings(path: Path) -> 
      {"torch", "transformers", "ray"}),
     ("elastic_rl.roles.actor, elastic_rl.roles.rollout, elastic_rl.engine.actor, elastic_rl.driver.__main__",
      {"transformers"}),
+    ("elastic_rl.rewards.own", {"pydantic", "numpy", "torch"}),  # in the process of a user's reward
+    ("elastic_rl.engine.own_generate", {"pydantic", "torch"}),  # in that of a user's way to generate
 ])
 def test_processes_import_no_heavy_package_that_they_do_not_use(modules: str, heavy: set[str]) -> None:
     """Each of these processes would start seconds later."""

@@ -58,7 +58,7 @@ def test_divergence_of_nearly_certain_distributions_is_finite() -> None:
     assert bool(torch.isfinite(logits.grad).all())
 
 
-def test_probability_that_the_policy_hides_in_the_rest_is_seen_where_it_is_sampled() -> None:
+def test_probability_hidden_in_the_rest_is_seen_where_sampled() -> None:
     """Half of the policy's probability is on a token that the teacher all but rules out."""
     ids, log_q = torch.tensor([[0, 1, 9]]), torch.tensor([[0.3, 0.2, 1e-9]]).log()
     logits = torch.full((1, 12), -40.0)

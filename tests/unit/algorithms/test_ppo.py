@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl import config
 from elastic_rl.algorithms.kl import kl_estimate
@@ -50,7 +51,7 @@ def reference(rewards: list[float], values: list[float], gamma: float, lam: floa
 
 
 @given(masked(), FACTOR, FACTOR)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 def test_advantages_equal_the_sum_over_the_trained_tokens_alone(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float, lam: float) -> None:
     rewards, values, mask = drawn
@@ -63,7 +64,7 @@ def test_advantages_equal_the_sum_over_the_trained_tokens_alone(
 
 
 @given(masked(), FACTOR)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 def test_returns_with_lambda_of_one_are_the_discounted_rewards_whatever_the_critic_says(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float) -> None:
     rewards, values, mask = drawn
@@ -107,7 +108,7 @@ def test_batch_without_a_trained_token_has_no_advantages() -> None:
 
 
 @given(masked())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 def test_whitened_advantages_have_mean_zero_and_deviation_one(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     advantages, _, mask = drawn
@@ -118,7 +119,7 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(
         assert float(found[mask].std(unbiased=False)) == pytest.approx(1, abs=1e-3)
 
 
-def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one() -> None:
+def test_explained_variance_is_one_if_perfect_and_zero_if_constant() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool)
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(torch.full((1, 3), 7.0), returns, mask) == pytest.approx(0)
@@ -127,7 +128,7 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_
 
 
 @given(st.lists(st.tuples(NUMBER, NUMBER, NUMBER), min_size=1, max_size=8), st.one_of(st.none(), st.floats(0.01, 2)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 def test_value_loss_is_the_larger_error_and_its_gradient_ends_at_the_clip(
         rows: list[tuple[float, float, float]], clip: float | None) -> None:
     value, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))

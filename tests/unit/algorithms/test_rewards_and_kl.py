@@ -38,7 +38,7 @@ from elastic_rl.errors import ConfigError
 CFG = AlgorithmConfig()
 OPTIONS = GrpoOptions()
 ESTIMATORS = (group_relative, group_centred, leave_one_out, batch_normalised, batch_normalised_with_baseline)
-thorough = settings(deadline=None, max_examples=seeds(50))
+thorough = settings(deadline=None, max_examples=seeds(40))
 groups = st.tuples(st.integers(1, 5), st.integers(2, 6)).flatmap(lambda size: st.lists(
     st.lists(st.integers(-8, 8), min_size=size[1], max_size=size[1]), min_size=size[0], max_size=size[0]))
 

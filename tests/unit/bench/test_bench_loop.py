@@ -126,7 +126,7 @@ def test_run_whose_parts_had_no_cores_of_their_own_is_unmeasured(faults: list[di
                 rows(sync, ours)
 
 
-def test_steps_before_all_had_cores_of_their_own_and_runs_with_others_do_not_count() -> None:
+def test_steps_and_runs_on_shared_cores_do_not_count() -> None:
     engines = {"engines": [{"id": "e0"}, {"id": "e1"}]}
     found = [*(step(n, float(n)) | engines for n in range(1, 9)), OWN_CORES | {"detected_at": 4.5}]
     assert [r["step"] for r in own_cores.records_with(found) if r["kind"] == "step"] == [5, 6, 7, 8]

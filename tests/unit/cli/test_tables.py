@@ -24,7 +24,7 @@ def shown(output: Format, *, terminal: bool, width: int = 80) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
-def test_on_a_terminal_ids_are_whole_and_only_the_last_column_takes_more_lines() -> None:
+def test_ids_on_a_terminal_are_whole_and_only_the_last_column_wraps() -> None:
     lines = shown(Format.TABLE, terminal=True)
     assert all(len(line) <= 80 for line in lines)
     assert lines[1].startswith("rollout-283cdd  ready") and "1.5 MiB" in lines[1]

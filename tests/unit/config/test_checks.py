@@ -96,8 +96,7 @@ _EPISODES = {"model": {"path": "/m"}, "rollout": {"generate": "environment", "en
 
 @pytest.mark.parametrize("changes", [
     {}, {"max_turns": 64}, {"generate_timeout_s": 3600}, {"max_attempts": 1}], ids=str)
-def test_call_of_the_rollout_role_outlasts_an_episode_of_which_each_part_takes_its_limit(changes: dict[str, Any]
-                                                                                         ) -> None:
+def test_rollout_call_outlasts_an_episode_that_takes_all_its_limits(changes: dict[str, Any]) -> None:
     cfg = config.parse({**_EPISODES, "rollout": {**_EPISODES["rollout"], **changes}, "engine": {
         "request_timeout_s": 50}})
     attempts = cfg.rollout.max_attempts

@@ -51,8 +51,7 @@ def test_setting_that_decides_nothing_may_change(new: dict[str, Any]) -> None:
     ("rejection_sampling", {"rollout": {"temperature": 0.5}}, "rollout.temperature"),
     ("rejection_sampling", {"rollout": {"filters": ["uniform_reward"]}}, "rollout.filters"),
     ("rejection_sampling", {"rejection": {"min_reward": 0.5}}, "rejection.min_reward")])
-def test_how_an_output_is_made_stays_in_its_mode_and_matters_in_no_other(mode: str, new: dict[str, Any], key: str
-                                                                         ) -> None:
+def test_settings_of_an_output_are_fixed_in_its_mode_only(mode: str, new: dict[str, Any], key: str) -> None:
     assert changed({"mode": mode, **new}, old={"mode": mode}) == [key]
     assert changed(new) == []
 
@@ -63,7 +62,7 @@ def test_settings_of_the_sft_phase_may_change_until_it_is_over() -> None:
     assert changed({"sft": {"batch_size": 10}}, sft_is_over=False) == ["sft.batch_size"]
 
 
-def test_whether_there_is_a_reference_policy_stays_once_rl_has_begun_and_what_it_weighs_may_change() -> None:
+def test_reference_policy_stays_once_rl_has_begun_and_its_weight_may_change() -> None:
     kept = "algorithm.kl_coef or algorithm.report_kl"
     assert changed({"algorithm": {"kl_coef": 0.1}}) == changed({"algorithm": {"report_kl": True}}) == [kept]
     assert changed({}, old={"algorithm": {"kl_coef": 0.1}}) == [kept]

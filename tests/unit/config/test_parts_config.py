@@ -21,7 +21,7 @@ def job(train: dict[str, Any] | None = None, **sections: Any) -> config.Config:
     return config.parse({"train": {**PARTS["train"], **(train or {})}, **sections})
 
 
-def test_groups_of_a_part_are_those_of_the_setting_and_only_of_jobs_that_generate_beside_their_steps() -> None:
+def test_groups_per_part_are_set_only_for_jobs_that_generate_beside_steps() -> None:
     assert Plan.of(job()).flow_limits().groups_per_part == 3 and job().computes_parts
     sync = job({"schedule": "sync"})
     assert Plan.of(sync).flow_limits().groups_per_part is None and not sync.computes_parts
@@ -56,7 +56,7 @@ def test_algorithm_whose_advantages_are_of_all_groups_is_refused(name: str) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_of_a_part_are_those_of_the_whole_step_where_an_algorithm_says_so(name: str) -> None:
+def test_part_has_the_whole_steps_advantages_where_an_algorithm_says_so(name: str) -> None:
     spec = ALGOS[name]
     options = options_of(spec, config.parse({}).algorithm)
     rewards = torch.rand((8, 4), generator=torch.Generator().manual_seed(3))
@@ -69,7 +69,7 @@ def test_advantages_of_a_part_are_those_of_the_whole_step_where_an_algorithm_say
     ("sync", 4, None, None, 16), ("fully_async", 3, None, None, 1), ("fully_async", 24, None, None, 6),
     ("fully_async", 1024, None, None, 16), ("fully_async", 24, 8, None, 2), ("fully_async", 24, 8, 9, 9),
     ("sync", 64, None, 1, 1)])
-def test_requests_of_an_asynchronous_job_hold_back_no_more_than_a_quarter_of_a_step_or_of_a_part(
+def test_requests_of_an_asynchronous_job_hold_at_most_a_quarter_of_a_part(
         schedule: str, prompts: int, part: int | None, given: int | None, used: int) -> None:
     cfg = config.parse({"train": {"schedule": schedule, "prompts_per_step": prompts, "prompts_per_part": part,
                                   "updates_per_step": 1},

@@ -1,7 +1,7 @@
 """Alerts from fault to receiver under a virtual clock: leaders that die between any two writes, are stopped and come
 back, and have other clocks; receivers that refuse, hang, or take a notification and lose the answer.
 
-``ELASTIC_RL_SEEDS`` is the number of seeds.
+The seeds are shared by the three claims of the world, whose runs take up to a second.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_all_delivered(sim: AlertSimulation) -> None:
                     for p in (Phase.FIRING, Phase.RESOLVED)}
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", range(SEEDS // 2))
 def test_start_and_end_of_each_fault_are_delivered_whatever_dies(seed: int) -> None:
     sim = make(seed)
     play(sim, sim.rng.choice([60, 200]))
@@ -119,7 +119,7 @@ def test_nothing_is_delivered_twice_without_crashes(seed: int) -> None:
     assert max(Counter((i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts).values(), default=0) <= 1
 
 
-@pytest.mark.parametrize("seed", range(SEEDS // 2))
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
 def test_silence_holds_notifications_back_and_loses_no_end_of_a_notified_alert(seed: int) -> None:
     sim = make(20_000 + seed)
     play(sim, 200, silences=True)

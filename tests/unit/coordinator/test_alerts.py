@@ -142,7 +142,7 @@ def test_publish_alert_is_over_when_the_head_moves_after_the_failure() -> None:
     assert not released(29) and released(31)
 
 
-def test_short_pool_is_an_alert_after_an_engines_start_time_and_while_the_run_lasts() -> None:
+def test_short_pool_is_an_alert_after_an_engines_start_time() -> None:
     found = conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0))
     assert found["pool.short/rollout"].hold_s == 77.0
     cfg = config.parse({"engine": {"start_timeout_s": 40}, "pools": {
@@ -167,7 +167,7 @@ def opened(kind: str, subject: str, severity: Severity = Severity.ERROR, revisio
 
 
 @pytest.mark.parametrize(("group", "other"), [("trainer", "critic"), ("critic", "trainer")])
-def test_signs_of_a_lost_trainer_group_are_one_alert_that_its_own_recovery_ends(group: str, other: str) -> None:
+def test_signs_of_a_lost_trainer_group_are_one_alert(group: str, other: str) -> None:
     signs = [rules.report(event(f"{group}.{what}", group, Severity.ERROR), 5)
              for what in ("failed", "agent_ended")]
     assert {sign.key for sign in signs if sign} == {f"{group}.dead/{group}"}
@@ -320,7 +320,7 @@ def test_run_that_waits_too_long_is_an_alert_until_it_goes_on() -> None:
     assert [c.key for c in waits(161.0, waiting_run(kind="of a newer release"))] == ["run.waiting/of a newer release"]
 
 
-def test_run_without_an_actor_is_an_alert_also_where_its_last_status_named_a_wait() -> None:
+def test_run_without_an_actor_is_an_alert_also_during_a_wait() -> None:
     for status in (waiting_run(), waiting_run(kind="", waiting_since=0.0, waiting_for="")):
         for now in (101.0, 1e6):  # however old the status is: an actor that is about to start gets its time
             assert [(c.key, c.hold_s) for c in waits(now, status, members=())] == [("run.waiting/actor", 60.0)]

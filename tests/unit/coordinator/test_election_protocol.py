@@ -10,7 +10,7 @@ from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol,
 from elastic_rl.etcd.transaction import KeyValue
 
 QUIET_AT, END = 24.0, 44.0
-SEEDS, BATCHES = seeds(240), 4
+SEEDS, BATCHES = seeds(40), 4
 
 
 def _run(seed: int) -> History:

@@ -20,7 +20,7 @@ from elastic_rl.coordinator.records import FaultLog, RecoveryAction
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.etcd.records import JobStatus
 
-SEEDS = seeds(100)
+SEEDS = seeds(40)
 CFG = FailurePolicyConfig(max_faults=3, fault_window_s=100.0, backoff_initial_s=2.0, backoff_max_s=16.0,
                           fault_merge_s=5.0, max_global_restarts=3)
 TRAINER_DEAD = policy.rule_for("trainer", Fault.DEAD)

@@ -7,23 +7,16 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 
 from elastic_rl.coordinator.election.leader_health import MAX_TOLERANCE_S, LeaderHealth
 
 DEADLINE_S = 30.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -77,10 +70,9 @@ def test_leader_stays_when_no_other_replica_could_do_better(health: LeaderHealth
 
 
 @given(seed=st.integers(0, 2**32), replicas=st.integers(1, 4), broken=st.sampled_from(["all", "all but one", "none"]))
-def test_broken_replicas_leave_the_leadership_to_a_sound_one_and_change_it_ever_less(
-        seed: int, replicas: int, broken: str) -> None:
+def test_broken_replicas_leave_the_leadership_to_a_sound_one(seed: int, replicas: int, broken: str) -> None:
     """A day of a cluster in which all, all but one, or none of the replicas fail every pass."""
-    rng, clock = random.Random(seed), Clock()
+    rng, clock = random.Random(seed), Clock(1000.0)
     all_health = [LeaderHealth(DEADLINE_S, clock) for _ in range(replicas)]
     sound = {"all": set(), "all but one": {rng.randrange(replicas)}, "none": set(range(replicas))}[broken]
     leader, changes, end = 0, [], clock.now + 24 * 3600.0

@@ -91,7 +91,7 @@ def test_restart_between_two_passes_is_a_death_and_then_a_return() -> None:
     assert leader.update(leader.member("trainer", "rank-0", "2")) == [Transition.RETURNED]
 
 
-def test_replacement_under_another_id_ends_the_fault_of_a_role_but_not_of_a_dcs_node() -> None:
+def test_replacement_ends_the_fault_of_a_role_but_not_of_a_node() -> None:
     leader = Leader()
     leader.update(leader.member("rollout", "r1"), leader.member("dcs", "n0"))
     leader.update()

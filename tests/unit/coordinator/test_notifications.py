@@ -56,7 +56,7 @@ def test_text_lists_few_alerts_in_full_and_many_by_kind_and_cause() -> None:
     assert all(a.id in body for a in many) and len(body.splitlines()) == 2
 
 
-def test_title_tags_tests_and_one_time_events_and_the_worst_severity_gives_the_type() -> None:
+def test_title_tags_tests_and_events_and_severity_gives_the_type() -> None:
     t = make_test_alert(5.0, "t1", "ada")
     assert message.compose("job", group(t), [t])[0] == f"[TEST] job: {TEST} t1"
     event = alert(kind="job.finished", severity=Severity.INFO, notify_resolved=False)

@@ -30,7 +30,7 @@ from elastic_rl.etcd.records import (
     RestartRequest,
 )
 
-SEEDS = seeds(100)
+SEEDS = seeds(40)
 POOL = "rollout"
 URL = "http://10.0.0.9:30000"
 

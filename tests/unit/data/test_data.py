@@ -28,7 +28,7 @@ from elastic_rl.models.arch import ModelArch
 from elastic_rl.rewards.filters import make_filter, uniform_reward
 from elastic_rl.rewards.registry import make_reward
 
-thorough = settings(deadline=None, max_examples=seeds(60))
+thorough = settings(deadline=None, max_examples=seeds(40))
 
 # -- addition ------------------------------------------------------------------------------------------------------
 

@@ -353,7 +353,7 @@ def test_derived_files_are_synced_before_they_have_their_names(tmp_path: Path, m
     assert len(made) == 3 and {file.stat().st_ino for file in made} <= set(synced)
 
 
-def test_file_that_is_replaced_while_it_is_used_is_a_fault_until_it_is_put_back(tmp_path: Path, model: Path) -> None:
+def test_file_replaced_while_in_use_is_a_fault_until_put_back(tmp_path: Path, model: Path) -> None:
     path = Path(write(tmp_path / "a.jsonl", ROWS))
     rows, source = JsonlRows(path), make(tmp_path, model, paths=str(path))
     before = list(rows.scan())
@@ -415,8 +415,7 @@ def test_parquet_without_the_column_or_damaged_is_a_wrong_setting(tmp_path: Path
         make(tmp_path, model, "parquet", paths=path)
 
 
-def test_row_that_is_wrong_further_on_is_found_by_the_look_at_all_rows_or_when_it_is_read(tmp_path: Path, model: Path
-                                                                                      ) -> None:
+def test_wrong_row_is_found_by_the_look_at_all_rows_or_when_read(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [json.dumps(r) for r in ROWS]
     rows[40] = '{"question": 1.5, "answer": null}'

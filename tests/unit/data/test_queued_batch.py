@@ -85,7 +85,7 @@ def same(found: Batch, wanted: Batch) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@settings(max_examples=seeds(60), deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 @given(groups, st.integers(1, 5), st.integers(1, 40), st.booleans())
 def test_share_that_a_rank_reads_is_the_one_that_would_be_sent(groups: list[Group], replicas: int, piece: int,
                                                                 scored: bool) -> None:
@@ -234,7 +234,7 @@ def test_share_whose_references_are_no_numbers_is_refused(ref: str) -> None:
         QueuedShare.from_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size:])
 
 
-@settings(max_examples=seeds(100), deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 @given(st.integers(0, 1 << 16), st.binary(max_size=8))
 def test_share_that_is_none_is_refused_with_a_typed_error(at: int, other: bytes) -> None:
     elsewhere, reader = queued(GROUPS)

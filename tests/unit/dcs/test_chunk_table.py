@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.clock import Clock
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, ConfigError
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def table(size: int = 1 << 16, grace_s: float = 10.0) -> tuple[ChunkTable, Clock]:

@@ -156,4 +156,4 @@ class TieredTable(RuleBasedStateMachine):
 
 
 TestTieredTable = TieredTable.TestCase
-TestTieredTable.settings = settings(max_examples=seeds(60), stateful_step_count=40, deadline=None)
+TestTieredTable.settings = settings(max_examples=seeds(40), stateful_step_count=40, deadline=None)

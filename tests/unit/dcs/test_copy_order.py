@@ -114,8 +114,7 @@ def test_another_leader_completes_the_pair_that_was_begun_while_it_can(leader_la
 
 
 @pytest.mark.parametrize(("copied", "lacking"), [(STATE, CRITIC), (CRITIC, STATE)])
-def test_half_that_another_leader_left_is_copied_before_a_newer_pair_while_it_is_there(copied: str, lacking: str
-                                                                                       ) -> None:
+def test_half_pair_of_another_leader_is_copied_before_a_newer_pair(copied: str, lacking: str) -> None:
     names = {1: "2/a", 2: "4/b"}
     of = {copied: Copyable([2], names, 1), lacking: Copyable([1, 2], names)}
     assert list(CopyOrder([STATE, CRITIC], pairs.PAIRED).candidates(of.__getitem__)) == [[(lacking, 1)]]
@@ -129,7 +128,7 @@ def test_job_without_a_second_group_has_its_states_copied() -> None:
     assert list(order.candidates(lambda s: of.get(s, Copyable()))) == [[(STATE, 4)]]
 
 
-def test_state_of_the_beginning_is_copied_alone_and_a_half_waits_for_the_other() -> None:
+def test_first_state_is_copied_alone_and_a_half_waits() -> None:
     order = CopyOrder([STATE, CRITIC], pairs.PAIRED)
     of = {STATE: Copyable([1, 2], {1: pairs.BEGINNING, 2: "2/a"}), CRITIC: Copyable()}
     assert list(order.candidates(of.__getitem__)) == [[(STATE, 1)]]

@@ -203,7 +203,7 @@ def _changed(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("corrupt", [False, True])
-def test_delta_needs_a_local_base_and_a_corrupt_one_is_replaced_by_the_chunk(nodes: Nodes, corrupt: bool) -> None:
+def test_delta_needs_a_local_base_and_a_sound_one(nodes: Nodes, corrupt: bool) -> None:
     nodes.start("a", DATA, bytes_per_s=2 << 20)  # a link on which deltas pay, however busy the machine is
     nodes.start("b")
     nodes.fetch("b").result(20)

@@ -90,8 +90,7 @@ class Fleet:
 
 @pytest.mark.parametrize(("nodes", "chunks", "slots"),
                          [(4, 128, 32), (8, 128, 32), (16, 128, 32), (16, 128, 4), (16, 64, 32)])
-def test_fleet_fills_in_less_than_two_single_pulls_and_the_publisher_sends_each_chunk_less_than_twice(
-        nodes: int, chunks: int, slots: int) -> None:
+def test_fleet_fills_in_less_than_two_single_pulls(nodes: int, chunks: int, slots: int) -> None:
     fleet = Fleet(nodes, chunks, slots=slots)
     took = fleet.run()
     assert took / chunks <= 1.75

@@ -58,7 +58,7 @@ def unpack(entry: TensorEntry, chunks: dict[str, bytes]) -> torch.Tensor:
     return from_bytes(torch.tensor(list(data), dtype=torch.uint8), entry.dtype, entry.shape)
 
 
-@settings(max_examples=seeds(200), deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 @given(st.lists(tensors(), max_size=6), st.integers(ALIGN, 1024))
 def test_tensors_round_trip_bit_for_bit(values: list[torch.Tensor], chunk_bytes: int) -> None:
     named = {f"t{i}": t for i, t in enumerate(values)}

@@ -75,7 +75,7 @@ def test_plan_over_a_current_etcd_leaves_numbers_and_released_versions_alone() -
     assert planned.next_numbers["policy"] == 4
 
 
-def test_head_that_etcd_has_does_not_go_back_behind_a_version_that_lacks_parts_now() -> None:
+def test_head_in_etcd_does_not_go_back_for_missing_parts() -> None:
     planned = plan(sources({"a": node((1, [0, 1]), (2, [0]))}, identity=9, next_number=2,
                            etcd=[version(1), version(2)]))
     assert "policy" not in planned.heads and [v.number for v, _ in planned.lost] == [2]

@@ -145,7 +145,7 @@ def test_held_chunk_waits_for_its_holder() -> None:
     assert sim.drain() == ["a", "b"]
 
 
-def test_orphan_waits_for_the_end_of_its_grace_and_holds_up_no_other_chunk() -> None:
+def test_orphan_waits_for_its_grace_and_holds_up_no_other_chunk() -> None:
     sim = Simulation()
     sim.seal("orphan", keep_until=10.0)
     sim.seal("other")

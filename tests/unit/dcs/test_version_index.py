@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 from support.shared_fixtures import small_disk
 
 from elastic_rl.dcs.connection import VersionName
@@ -28,13 +29,6 @@ def version(number: int, manifest: str = "", meta: dict[str, object] | None = No
 
 def name(number: int, manifest: str = "") -> VersionName:
     return VersionName.from_version(version(number, manifest))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

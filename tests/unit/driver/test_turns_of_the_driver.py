@@ -20,7 +20,7 @@ def engine(name: str, state: EngineState, *, holds: bool) -> Engine:
 HOLDER = engine("a", EngineState.SYNCING, holds=True)
 
 
-def test_engine_that_keeps_its_memory_in_the_trainers_turn_is_late_after_the_limit() -> None:
+def test_engine_that_keeps_its_memory_is_late_after_the_limit() -> None:
     late = LateEngines(10.0)
     assert [bool(late.observe(Side.TRAINER, [HOLDER], now)) for now in (100.0, 105.0, 109.9, 110.0)] == [
         False, False, False, True]

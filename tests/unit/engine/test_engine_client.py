@@ -92,7 +92,7 @@ def test_aborted_or_failed_request_is_retried():
     assert [s.response_ids for s in group] == [(5,), (6,)] and not replies
 
 
-def test_sample_that_an_update_aborted_goes_on_from_its_tokens_with_the_version_of_each_part():
+def test_aborted_sample_goes_on_from_its_tokens_with_each_parts_version():
     bodies = []
     replies = [[answer([5, 6], versions=("3", "3"), finish="abort"), answer([9], versions=("3",))],
                [answer([], versions=("4",), finish="abort")],
@@ -240,7 +240,7 @@ def test_request_that_nobody_waits_for_any_more_is_cancelled():
     assert cancelled == [1]
 
 
-def test_groups_of_one_prompt_are_in_different_requests_when_they_are_sampled_by_seeds():
+def test_seeded_groups_of_one_prompt_are_in_different_requests():
     """A server derives the seed of a sample from how often its prompt came before in the request."""
     groups = [([1, 2], 2, None), ([3], 2, None), ([1, 2], 2, None)]
     assert [len(b) for b in share_requests(groups, 128, apart=False)] == [3]
@@ -340,7 +340,7 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
                 body = json.loads(await reader.readexactly(size))
                 now, asked = now + 1, asked + 1
                 most = max(most, now)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.7)  # all of them in turn take longer than timeout_s
                 now -= 1
                 out = json.dumps([answer([1]) for _ in body["input_ids"]]).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(out) + out)
@@ -349,7 +349,7 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
 
     async def run():
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.5, retries=1)
+        client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=2.0, retries=1)
         await asyncio.gather(*(client.generate([i], Sampling(4 + i, seed=i), 1) for i in range(12)))
         await client.close()
         server.close()

@@ -75,7 +75,7 @@ def test_update_to_an_older_version_is_rejected():
         EngineLifecycle().up().begin(4).verified(4).begin(3)
 
 
-def test_released_engine_takes_the_version_that_it_had_again_and_none_that_is_older():
+def test_released_engine_takes_its_version_again_and_no_older_one():
     lifecycle = EngineLifecycle().up().begin(4).verified(4).routed().unrouted().released().resumed()
     assert (lifecycle.state, lifecycle.version) == (EngineState.SYNCING, 0)
     with pytest.raises(IllegalTransition, match="routed"):

@@ -28,7 +28,7 @@ class Foreign:
         return httpx.Response(200, json={"weight_version": self.version} if "model" in request.url.path else {})
 
 
-def test_server_is_asked_for_its_version_at_each_probe_and_for_a_token_now_and_then() -> None:
+def test_probe_asks_for_the_version_and_sometimes_for_a_token() -> None:
     foreign = Foreign()
     assert foreign.server.probe() is True
     assert [foreign.server.probe() for _ in range(3)] == [None] * 3
@@ -56,7 +56,7 @@ def test_version_that_changes_during_the_probe_is_an_update_of_ours() -> None:
     assert foreign.server.probe() is not False and foreign.server.alive()
 
 
-def test_server_with_another_key_is_to_be_started_with_a_file_and_no_key_on_its_command_line() -> None:
+def test_server_with_another_key_is_started_with_a_key_file() -> None:
     server = Foreign().server
     server._http = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(401, text="Unauthorized")))
     with pytest.raises(EngineFailed, match="401") as refused:

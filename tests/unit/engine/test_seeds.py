@@ -14,7 +14,7 @@ prompts = st.lists(st.sampled_from([(1, 2), (1, 3), (2,), (1, 2, 0)]), max_size=
 
 
 @given(st.integers(0, 2**31 - 1), prompts, prompts)
-def test_seed_of_a_sample_does_not_depend_on_what_else_is_in_its_request(seed, own, others):
+def test_seed_of_a_sample_is_independent_of_its_request(seed, own, others):
     alone = derived_seeds(seed, own)
     other = [p for p in others if p not in own]
     assert derived_seeds(seed, [*other, *own])[len(other):] == alone

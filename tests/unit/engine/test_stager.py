@@ -122,7 +122,7 @@ def test_stager_refuses_clients_of_other_users_before_it_reads(monkeypatch: pyte
     assert stage(secret, {}) == ["sum"]
 
 
-def test_client_that_stops_in_the_middle_of_a_request_does_not_stop_the_stager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_stops_within_a_request_does_not_stop_the_stager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stager, "_FIRST_REQUEST_S", 0.2)
     secret = stager.new_secret()
     start(secret, 0, Loader())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -175,83 +173,6 @@ def test_calls_and_results_are_bounded() -> None:
 def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         make_environment("tools", options, None)  # type: ignore[arg-type]
-
-
-FORMATS = {
-    "qwen25": call("add", a=2, b=3), "hermes": call("add", a=2, b=3),
-    "llama3": '{"name": "add", "parameters": {"a": 2, "b": 3}}', "pythonic": "[add(a=2, b=3)]",
-    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]'}
-_PARSE = """
-import asyncio, json, random, sys, logging
-logging.basicConfig()
-from elastic_rl.data.samples import Prompt
-from elastic_rl.environments.tool_parser import ToolParser, MAX_TEXT, _SLOW
-from elastic_rl.environments.tools import Tools, ToolsOptions, named_tools
-from elastic_rl.errors import ConfigError
-schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-formats, broken = json.load(sys.stdin)
-for name, text in formats.items():
-    parser = ToolParser(name, [("add", "Adds.", schema)], "parser")
-    print(name, [(c.name, dict(c.arguments)) for _ in range(2) for c in parser.calls(text)], parser.calls("It is 5."),
-          len(parser.calls(text.replace("add", "subtract"))), parser.calls(text.replace("add", "subtract"))[0].name)
-for name, text in broken:
-    tools = Tools(named_tools(["calculator"], ""), ToolParser(name, [("calculator", "", schema)], "parser"),
-                  ToolsOptions(tools=["calculator"], timeout_s=1))
-    found = asyncio.run(tools(Prompt(()), 0).step(text))
-    print(found.done, *(m.content for m in found.messages), sep="|")
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
-rng = random.Random(1)
-used = 0
-for name in sorted(FunctionCallParser.ToolCallParserEnum):
-    try:
-        parser = ToolParser(name, [("add", "Adds.", schema)], "parser")
-    except ConfigError as e:
-        print(name, "refused")
-        continue
-    used += 1
-    begin = getattr(getattr(FunctionCallParser(parser_tools := [], name), "detector", None), "bot_token", "")
-    for body in ("5", "null", '"x"', "[1]", '{"name": ["add"]}', '{"name": {}}', "[" * 3000, "{" * 3000, ""):
-        for text in (begin + body, begin + "\\n" + body + "\\n</tool_call>", body):
-            assert isinstance(parser.calls(text), list)
-    for _ in range(50):
-        parser.calls(begin + "".join(rng.choices('{}[]":, \\nadd<>|/=5', k=40)))
-print(used)
-for name in ("qwen2", "dots", "response_template"):
-    try:
-        ToolParser(name, [], "parser")
-    except ConfigError as e:
-        print(e.message)
-"""
-_UNREAD = "error: the call cannot be read"
-BROKEN = [
-    ("qwen25", "<tool_call>\n{broken", f"False|{_UNREAD}"),
-    *(("qwen25", f"<tool_call>\n{body}\n</tool_call>", f"False|{_UNREAD}") for body in ("5", "null", '"x"', "[1]")),
-    ("qwen25", call("calculator", expression="1+1") + "<tool_call>\n{]\n</tool_call>", f"False|2|{_UNREAD}"),
-    ("qwen25", call("abacus", a=1), "False|error: there is no tool 'abacus', only calculator"),
-    ("qwen25", '<tool_call>\n{"name": "calculator", "arguments": "1+1"}\n</tool_call>', f"False|{_UNREAD}"),
-    ("qwen25", "x" * 40_000 + call("calculator", expression="6*7"), "False|42"),
-    ("qwen25", "It is 5.", "True"),
-    ("pythonic", "[calculator(expression='6*7'), abacus(a=1), calculator(5), calculator(expression=f())]",
-     f"False|42|error: there is no tool 'abacus', only calculator|{_UNREAD}|{_UNREAD}"),
-    ("pythonic", "<|python_start|>[calculator(expression='1')]<|python_end|>", "False|1"),
-    ("pythonic", "[calculator(" + "a=1, " * 2000, f"False|{_UNREAD}"), ("pythonic", "[1] is no call", "True")]
-
-
-def test_parsers_of_sglang_read_the_formats_of_models() -> None:
-    """What a policy writes by chance makes none of them raise, and ends no episode without a word."""
-    given = [FORMATS, [pair[:2] for pair in BROKEN]]
-    done = subprocess.run([sys.executable, "-c", _PARSE], input=json.dumps(given), text=True, capture_output=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "sglang.srt.function_call" not in done.stderr, "nothing that the policy wrote is in a log"
-    lines = done.stdout.splitlines()
-    assert lines[:len(FORMATS)] == [f"{name} {[('add', {'a': 2, 'b': 3})] * 2} [] 1 subtract" for name in FORMATS]
-    assert lines[len(FORMATS):len(FORMATS) + len(BROKEN)] == [expected for _, _, expected in BROKEN]
-    rest = lines[len(FORMATS) + len(BROKEN):]
-    assert {"dots refused", "hunyuan refused", "interns1 refused", "response_template refused"} <= set(rest)
-    assert int(rest[-4]) > 30
-    assert "parser='qwen2' is none of SGLang's tool-call parsers; did you mean 'qwen" in rest[-3]
-    assert "parser='dots' is refused" in rest[-2] and "'response_template' cannot be used" in rest[-1]
 
 
 def test_tools_are_described_for_chat_templates() -> None:

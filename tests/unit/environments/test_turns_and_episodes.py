@@ -252,7 +252,7 @@ def test_what_can_not_fit_ends_the_episode_and_is_not_tokenized(
     assert [s.finish_reason for s in samples] == ["length"] * 2 and not written
 
 
-def test_what_may_fit_is_tokenized_in_a_thread_and_what_fits_is_never_refused(tokenizer: ModelTokenizer) -> None:
+def test_prompts_that_may_fit_are_tokenized_and_never_refused_if_they_do(tokenizer: ModelTokenizer) -> None:
     writer = TurnWriter(tokenizer, {})
     seen: list[threading.Thread] = []
     between = writer.between

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.budget import seeds
 
 from elastic_rl.etcd import device_turn
 from elastic_rl.etcd.device_turn import Change, DeviceHolder, SeenTurn, Side, Turn
@@ -217,7 +218,7 @@ class TurnMachine(RuleBasedStateMachine):
             assert self.memory == {self.group}
 
 
-TurnMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TurnMachine.TestCase.settings = settings(max_examples=seeds(40), stateful_step_count=40, deadline=None)
 TestTurns = TurnMachine.TestCase
 Step = Callable[[TurnMachine], None]
 
@@ -273,14 +274,14 @@ def kv(key: str, value: bytes, revision: int = 7) -> KeyValue:
     return KeyValue(key, value, 1, revision, 1, 0)
 
 
-def test_without_a_record_and_by_one_of_an_earlier_epoch_it_is_the_trainers_turn() -> None:
+def test_trainer_has_the_turn_without_a_record_of_this_epoch() -> None:
     turn = Turn(side=Side.ENGINES, epoch=3, term=1, number=4)
     assert SeenTurn.of(None, 3) == SeenTurn(Side.TRAINER)
     assert SeenTurn.of(kv("k", turn.encode()), 4) == SeenTurn(Side.TRAINER, revision=7)
     assert SeenTurn.of(kv("k", turn.encode()), 3) == SeenTurn(Side.ENGINES, 4, 7)
 
 
-def test_turn_that_cannot_be_read_or_is_of_a_side_of_a_newer_release_is_nobodys() -> None:
+def test_turn_of_an_unreadable_record_or_unknown_side_is_nobodys() -> None:
     newer = Turn(side=Side("critic"), epoch=3, number=4).encode()
     for raw in (b"?", newer):
         seen = SeenTurn.of(kv("k", raw), 3)

@@ -157,7 +157,7 @@ class ModelEtcd:
         return bool(kv.create_revision == compare.create_revision)
 
 
-@settings(max_examples=seeds(100))
+@settings(max_examples=seeds(40))
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans()), max_size=12))
 def test_duplicated_and_delayed_writes_apply_once(script: list[tuple[int, int, bool]]) -> None:
     model = ModelEtcd(script)
@@ -169,7 +169,7 @@ def test_duplicated_and_delayed_writes_apply_once(script: list[tuple[int, int, b
         assert done.get("counter") is not None
 
 
-@settings(max_examples=seeds(100))
+@settings(max_examples=seeds(40))
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans()), min_size=1, max_size=12),
        st.lists(st.booleans(), min_size=24, max_size=24))
 def test_refused_write_never_applies_from_a_delayed_copy(

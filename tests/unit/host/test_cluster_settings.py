@@ -54,7 +54,7 @@ def test_settings_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert parse(cluster_settings.stored(cfg.cluster_dir)) == cfg
 
 
-def test_commands_use_the_settings_of_a_known_cluster_with_the_given_ones_on_top(tmp_path: Path) -> None:
+def test_commands_overlay_the_settings_of_a_known_cluster(tmp_path: Path) -> None:
     _started(_config(tmp_path, train={"steps": 7, "lr": 0.5}, etcd={"endpoints": EXTERNAL}))
     cfg = _cluster(tmp_path, "--job=prod").cfg
     assert (cfg.etcd.endpoints, cfg.train.steps, cfg.train.lr) == (EXTERNAL, 7, 0.5)

@@ -144,7 +144,7 @@ def test_model_of_every_family_can_be_used(tmp_path: Path, model: dict[str, Any]
         model["family"], model.get("tied_embeddings", False))
 
 
-def test_output_layer_of_its_own_is_found_where_the_config_ties_it_to_the_embedding(tmp_path: Path) -> None:
+def test_separate_output_layer_is_found_where_the_config_ties_it(tmp_path: Path) -> None:
     made = make_model_dir(tmp_path / "m", config.parse({"model": {"family": "llama"}}))
     edit(made / "config.json", tie_word_embeddings=True)
     assert "lm_head.weight is not model.embed_tokens.weight" in messages(made)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import Clock
 
 from elastic_rl.runtime.waiting import ProgressLimit
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def limit(limit_s: float = 60.0, **steps: float) -> tuple[ProgressLimit, Clock]:

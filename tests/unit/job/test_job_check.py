@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.local_plugin import local_plugins  # noqa: F401
 from support.text_model import make_tokenizer_folder
 from typer.testing import CliRunner
 
@@ -129,28 +130,23 @@ def test_names_of_evaluation_sets_are_those_that_can_be_shown(tmp_path: Path, mo
     job_check.require(cfg, begun=True)
 
 
-def test_answers_that_get_nothing_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_zero_reward.py").write_text(
+def test_answers_that_get_nothing_are_pointed_out(local_plugins: Path) -> None:  # noqa: F811
+    (local_plugins / "my_zero_reward.py").write_text(
         "from elastic_rl.rewards.base import Reward\n"
         "async def reward(prompt, samples):\n    return [Reward(0.0) for _ in samples]\n")
-    monkeypatch.syspath_prepend(tmp_path)
     found = by_part(config.load(overrides=["--rollout.reward=my_zero_reward:reward"]))["reward of the answers"]
     assert found.detail.endswith("get 0, 0, 0, 0") and not found.fault and "compare the data's answers" in found.hint
-    sys.modules.pop("my_zero_reward", None)
 
 
-def test_rewards_above_the_accuracy_at_which_rl_stops_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                                                      ) -> None:
-    (tmp_path / "my_large_reward.py").write_text(
+def test_rewards_above_the_accuracy_at_which_rl_stops_are_pointed_out(local_plugins: Path) -> None:  # noqa: F811
+    (local_plugins / "my_large_reward.py").write_text(
         "from elastic_rl.rewards.base import Reward\n"
         "async def reward(prompt, samples):\n    return [Reward(5.0) for _ in samples]\n")
-    monkeypatch.syspath_prepend(tmp_path)
     named = "--rollout.reward=my_large_reward:reward"
     found = by_part(config.load(overrides=[named]))["reward of the answers"]
     assert found.detail.endswith("get 5, 5, 5, 5") and not found.fault and "train.stop_eval_accuracy" in found.hint
     free = by_part(config.load(overrides=[named, "--train.stop_eval_accuracy=null"]))["reward of the answers"]
     assert not free.hint
-    sys.modules.pop("my_large_reward", None)
 
 
 def test_reward_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +154,7 @@ def test_reward_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(tmp_path)
     found = by_part(config.load(overrides=["--rollout.reward=my_reward_check:reward"]))
     assert re.search(r"ZeroDivisionError.*my_reward_check.py:\d", found["reward of the answers"].fault)
-    sys.modules.pop("my_reward_check", None)
+    assert "my_reward_check" not in sys.modules
 
 
 def test_reward_that_blocks_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +164,6 @@ def test_reward_that_blocks_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
     found = by_part(config.load(overrides=["--rollout.reward=my_blocking_reward:reward",
                                            "--rollout.reward_timeout_s=0.2"]))["reward of the answers"]
     assert "took longer than rollout.reward_timeout_s=0.2" in found.fault and "reward_timeout_s" in found.hint
-    sys.modules.pop("my_blocking_reward", None)
 
 
 def test_option_that_there_is_not_is_answered_with_the_nearest(tmp_path: Path, model: Path) -> None:
@@ -182,10 +177,8 @@ def test_reward_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
     assert "reward of the answers" not in found
 
 
-def test_module_that_fails_while_it_is_imported_is_not_looked_for_in_vain(tmp_path: Path,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_broken_reward.py").write_text("import no_such_package_at_all\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_module_that_fails_while_it_is_imported_is_not_looked_for_in_vain(local_plugins: Path) -> None:  # noqa: F811
+    (local_plugins / "my_broken_reward.py").write_text("import no_such_package_at_all\n")
     found = by_part(config.load(overrides=["--rollout.reward=my_broken_reward:reward"]))["reward"]
     assert "no_such_package_at_all" in found.fault and "my_broken_reward.py:1" in found.fault
     assert found.hint == "correct the module, or install what it needs"
@@ -221,8 +214,7 @@ def test_settings_that_change_nothing_are_named_with_what_they_are_for(tmp_path:
         assert said in found.detail
 
 
-def test_requests_that_cannot_end_in_time_and_samples_that_no_engine_holds_are_pointed_out(tmp_path: Path, model: Path
-                                                                                          ) -> None:
+def test_too_slow_requests_and_too_long_samples_are_pointed_out(tmp_path: Path, model: Path) -> None:
     assert "requests" not in by_part(text_job(tmp_path, model, ROWS))
     slow = by_part(text_job(tmp_path, model, ROWS, "--engine.request_timeout_s=1"))["requests"]
     assert not slow.fault and "engine.request_timeout_s=1: 32 tokens/s" in slow.detail and slow.hint
@@ -372,10 +364,9 @@ class Keeps:
     ("rollout.filters=['own_calls:keeps']", ""),
     ("rollout.filters=[{name: 'own_calls:Keeps', above: 1}]", "")])
 def test_function_that_cannot_be_called_is_refused_before_anything_runs(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, fault: str) -> None:
+        local_plugins: Path, setting: str, fault: str) -> None:  # noqa: F811
     """In a run it would fail for every group, which is waited for without end."""
-    (tmp_path / "own_calls.py").write_text(CALLED)
-    monkeypatch.syspath_prepend(tmp_path)
+    (local_plugins / "own_calls.py").write_text(CALLED)
     cfg = config.load(overrides=[f"--{setting}"])
     found = next(f for f in job_check._plug_ins(cfg) if f.part == setting.partition("=")[0].partition(".")[2])
     assert fault in found.fault and bool(found.fault) is bool(fault)
@@ -410,10 +401,9 @@ PLAYED = ["--rollout.generate=environment", "--rollout.reward=environment"]
     ("plain", "environment", "an episode whose step is no async function"),
     ("no_text", "environment", "an episode whose step is a function that does not take 1 argument"),
     ("one_parameter", "generate", "of other parameters")])
-def test_environment_is_tried_with_the_data(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-                                            part: str, named: str) -> None:
-    (tmp_path / "own_episodes.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_environment_is_tried_with_the_data(tmp_path: Path, model: Path, local_plugins: Path,  # noqa: F811
+                                            name: str, part: str, named: str) -> None:
+    (local_plugins / "own_episodes.py").write_text(OWN)
     found = by_part(text_job(tmp_path, model, ROWS, *PLAYED, f"--rollout.environment=own_episodes:{name}"))
     assert {p for p, f in found.items() if f.fault} == ({part} if part else set())
     if part:
@@ -430,10 +420,9 @@ def test_reward_of_an_environment_needs_one(tmp_path: Path, model: Path) -> None
     text_job(tmp_path, model, ROWS, "--rollout.reward=environment", "--rollout.generate=my_module:plays")
 
 
-def test_other_parts_of_a_mix_are_tried_with_the_answers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-                                                         ) -> None:
-    (tmp_path / "own_episodes.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_other_parts_of_a_mix_are_tried_with_the_answers(tmp_path: Path, model: Path,
+                                                         local_plugins: Path) -> None:  # noqa: F811
+    (local_plugins / "own_episodes.py").write_text(OWN)
     found = by_part(text_job(
         tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=own_episodes:good",
         "--rollout.reward=mix", "--rollout.reward_options={parts: [{reward: environment}, {reward: f1}]}"))
@@ -441,17 +430,17 @@ def test_other_parts_of_a_mix_are_tried_with_the_answers(tmp_path: Path, model: 
 
 
 def test_responses_without_room_for_a_second_turn_are_hinted_at(tmp_path: Path, model: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_episodes.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+                                                                local_plugins: Path) -> None:  # noqa: F811
+    (local_plugins / "own_episodes.py").write_text(OWN)
     played = [*PLAYED, "--rollout.environment=own_episodes:good"]
     found = by_part(text_job(tmp_path, model, ROWS, *played, "--data.options.max_response_tokens=4"))["environment"]
     assert not found.fault and "max_response_tokens=4, and the shortest turn" in found.hint
     assert not by_part(text_job(tmp_path, model, ROWS, *played))["environment"].hint
 
 
-def test_hints_about_tools_are_of_the_part_that_generates(tmp_path: Path, model: Path) -> None:
+def test_hints_about_tools_are_of_the_part_that_generates(tmp_path: Path, model: Path,
+                                                          local_plugins: Path) -> None:  # noqa: F811
     cfg = text_job(tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=tools",
-                   "--rollout.environment_options={tools: [calculator]}", "--rollout.max_turns=1")
+                   "--rollout.environment_options={tools: [calculator], parser: pythonic}", "--rollout.max_turns=1")
     found = next(f for f in job_check._plug_ins(cfg) if f.part == "generate")
     assert not found.fault and "no result is ever read" in found.hint

@@ -79,7 +79,7 @@ def test_llama3_rope_scaling_is_read_in_its_old_and_new_place(change: dict[str, 
     assert (arch.rope_theta, arch.rope_factor) == (5e5, 32.0)
 
 
-@settings(deadline=None, max_examples=seeds(200))
+@settings(deadline=None, max_examples=seeds(40))
 @given(family=st.sampled_from(sorted(FAMILIES)), changes=st.dictionaries(
     st.sampled_from([*SIZES, "head_dim", "num_experts", "moe_intermediate_size", "rope_theta", "rope_scaling",
                      "rope_parameters", "tie_word_embeddings", "quantization_config"]),

@@ -38,7 +38,7 @@ def test_port_that_is_taken_or_was_given_before_is_not_given(taken: socket.socke
     assert free_port() not in (first, second), "there is none left, so the kernel gives one"
 
 
-def test_port_that_another_process_was_given_and_has_not_bound_yet_is_not_given() -> None:
+def test_port_given_to_another_process_is_not_given_before_it_binds() -> None:
     program = ("import sys\nfrom elastic_rl.net import addresses\naddresses._PORTS = (int(sys.argv[1]),)\n"
                "print(addresses.free_port(), flush=True)\nsys.stdin.read()")
     with socket.socket() as s:

@@ -29,7 +29,7 @@ def test_short_wait_is_not_written_and_a_long_one_has_its_beginning() -> None:
     assert do(throttle, 200.0, "generate", "engines", "y") == Activity("generate", "engines", "y", 100.1)
 
 
-def test_end_of_a_written_wait_is_written_at_once_also_when_the_next_one_begins() -> None:
+def test_end_of_a_written_wait_is_written_at_once() -> None:
     throttle = ActivityThrottle()
     do(throttle, 10.0, "generate", "engines")
     do(throttle, 20.0, "generate", "engines")

@@ -15,7 +15,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.dcs.catalog.pairs import BEGINNING, newest_pair, pair_name
 from elastic_rl.pipeline.training.common_state import Available, CommonState, common_state
 
-SEEDS = seeds(300)
+SEEDS = seeds(40)
 PAIRS = st.dictionaries(st.integers(1, 9), st.sampled_from(["0/", "1/a", "2/b", "2/c", "3/d"]))
 
 
@@ -33,7 +33,7 @@ def test_newest_pair_is_the_newest_version_that_has_a_counterpart(first: dict[in
     assert second[other] == first[number] if other else first[number] == BEGINNING not in second.values()
 
 
-def test_groups_at_one_state_go_on_from_it_though_nothing_of_it_is_committed() -> None:
+def test_groups_go_on_from_a_common_uncommitted_state() -> None:
     found = common_state(Available("7/x", {1: "0/"}), Available("7/x", {}))
     assert found is not None and found.is_reached
 

@@ -20,7 +20,7 @@ from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.pipeline.group_flow import ChosenPart, ChosenStep, FlowLimits, GroupFlow
 
-SEEDS = max(5_000, seeds(0)) if seeds(0) else 1_000
+SEEDS = seeds(40)
 MUTANT_SEEDS = 400
 
 
@@ -36,23 +36,23 @@ def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
 def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int, part: int | None
                                                                              ) -> None:
     groups = actors = stale = lost = at_ranks = overlaps = parts = steps = 0
-    for seed in range(SEEDS // 3):
+    for seed in range(SEEDS):
         world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness, groups_per_part=part)), seed)
         parts, steps = parts + world.parts, steps + sum(e.phase == "rl" for e in world.executed)
         groups, actors = groups + world.groups - 1, actors + world.term - 1
         stale, lost = stale + sum(c.stale for c in world.counts), lost + sum(c.lost for c in world.counts)
         overlaps, at_ranks = overlaps + world.overlaps, at_ranks + world.lost_at_ranks
-    assert groups > SEEDS // 3 and actors > SEEDS // 6, "the runs were disturbed"
-    assert lost > SEEDS // 30 and stale > 0, "groups were generated again"
-    assert bool(at_ranks) == (part is None), "some of them when the trainer read them"
+    assert groups > SEEDS and actors > SEEDS, "the runs were disturbed"
+    assert lost > SEEDS // 10 and stale > 0, "groups were generated again"
+    assert at_ranks == 0 if part else at_ranks or staleness, "some of them when the trainer read them"
     assert bool(overlaps) == bool(staleness or part), "generation goes on during a step where the settings allow it"
     assert parts > 1.5 * steps if part else parts >= steps
 
 
 @pytest.mark.parametrize("part", [None, 1])
 @pytest.mark.parametrize("waits", [True, False])
-def test_rollout_that_takes_longer_than_the_staleness_allows_is_waited_for_once_it_was_overtaken(
-        waits: bool, part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_slower_than_the_staleness_allows_is_waited_for(waits: bool, part: int | None,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
         monkeypatch.setattr(GroupFlow, "_must_wait", lambda self: False)
     most = 0
@@ -68,7 +68,7 @@ def test_rollout_that_takes_longer_than_the_staleness_allows_is_waited_for_once_
 
 @pytest.mark.parametrize("at_once", [1, None])
 def test_undisturbed_run_of_staleness_0_trains_what_a_synchronous_one_trains(at_once: int | None) -> None:
-    for seed in range(50):
+    for seed in range(SEEDS):
         sync, flow = World(seed), AsyncWorld(seed, PLAN, at_once=at_once, loses=False)
         sync.faults_left = flow.faults_left = 0
         sync.run()
@@ -212,7 +212,7 @@ def test_open_groups_are_all_that_were_begun_and_are_not_consumed() -> None:
     assert list(flow.open) == [3, 4, 5]
 
 
-def test_parts_of_a_step_are_chosen_as_they_finish_and_the_last_one_completes_it() -> None:
+def test_parts_are_chosen_as_they_finish_and_the_last_completes_the_step() -> None:
     flow = _flow(groups_per_step=5, groups_per_part=2)
     while flow.lease() is not None:
         pass
@@ -238,7 +238,7 @@ def test_stale_group_cannot_be_chosen() -> None:
         flow.choose()
 
 
-def test_step_that_was_not_made_is_chosen_again_and_one_that_was_made_is_not() -> None:
+def test_only_a_step_that_was_not_made_is_chosen_again() -> None:
     flow = _flow()
     flow.lease()
     _queue(flow, 0, 1, version=1)

@@ -104,7 +104,7 @@ def test_numbers_of_a_large_group_take_twelve_bytes_a_token() -> None:
 @given(st.sampled_from(list(_places(_taken_apart(encode_group(_GROUP))[0]))),
        st.sampled_from([None, True, 3, -1, 1 << 400, 0.5, math.nan, math.inf, "", "9", [], [1], ["ab"], {},
                         {"a": None}]))
-def test_group_with_one_other_value_is_refused_or_a_group_that_can_be_written(place: tuple[Any, ...], put: Any) -> None:
+def test_group_with_one_altered_value_is_refused_or_can_be_written(place: tuple[Any, ...], put: Any) -> None:
     head, *arrays = _taken_apart(encode_group(_GROUP))
     wrapped = {"": head}
     at: Any = wrapped
@@ -139,8 +139,7 @@ def test_numbers_that_are_no_token_or_log_prob_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [b"x", {1, 2}, datetime.date(2026, 1, 1)], ids=str)
-def test_metadata_that_is_no_json_is_the_fault_of_who_made_it_and_not_of_the_queue(
-        value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_that_is_no_json_is_no_fault_of_the_queue(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_queue.importlib.util, "find_spec", lambda name: object())
     queue = transfer_queue.TransferQueueQueue(2, units=1, call_s=1.0)
     with pytest.raises(PluginFailed, match="metadata"):
@@ -148,7 +147,7 @@ def test_metadata_that_is_no_json_is_the_fault_of_who_made_it_and_not_of_the_que
     queue.close()
 
 
-def test_embedded_queue_keeps_groups_until_they_are_dropped_and_holds_no_more_than_its_capacity() -> None:
+def test_embedded_queue_keeps_groups_until_dropped_within_its_capacity() -> None:
     queue = make_queue(config.parse({}), 2)
     assert isinstance(queue, EmbeddedQueue)
     first, second = (Group(ordinal, Prompt((ordinal,)), _GROUP.samples) for ordinal in (4, 7))
@@ -163,8 +162,7 @@ def test_embedded_queue_keeps_groups_until_they_are_dropped_and_holds_no_more_th
     assert set(queue.get([4, 7])) == {7}
 
 
-def test_start_of_actors_that_hangs_is_given_up_and_begun_again_but_not_without_end(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_start_of_actors_is_repeated_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_queue.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", 0.01)
     monkeypatch.setattr(transfer_queue, "_GIVE_UP_START_S", 0.0)

@@ -65,8 +65,7 @@ def _good(ordinal: int) -> list[Sample]:
     return [Sample((Segment((1,), (-0.5,), version=1),))]
 
 
-def test_group_that_cannot_be_generated_is_dropped_and_one_other_shows_that_it_works(monkeypatch: pytest.MonkeyPatch
-                                                                                     ) -> None:
+def test_group_that_cannot_be_generated_is_dropped_if_another_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch, lambda ordinals, _: [GenerateFault("bad") if i == 5 else _good(i) for i in ordinals])
     found = loop.groups(8)
     assert [g.ordinal for g in found if g.failed] == [5] and found[5].samples == () and found[5].failed == "bad"
@@ -150,8 +149,7 @@ def test_end_of_a_process_with_many_groups_takes_few_turns_to_explain(monkeypatc
     assert processes.turns[True] <= 2 + len(culprits) * (2 * 6 + 6), processes.turns
 
 
-def test_groups_are_generated_while_those_that_may_have_ended_a_process_are_tried_again(monkeypatch: pytest.MonkeyPatch
-                                                                                        ) -> None:
+def test_groups_are_generated_while_suspects_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspect may take minutes, and ends the process of suspects only."""
     processes, ordinals = _Processes((3,)), itertools.count()
     requests = _requests(monkeypatch, processes)
@@ -201,8 +199,8 @@ def test_process_of_suspects_that_does_not_start_costs_no_group(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("culprits", [(0,), (0, 5, 11, 12, 30, 50)])
-def test_groups_that_end_the_process_are_dropped_and_no_other_while_groups_are_given(
-        monkeypatch: pytest.MonkeyPatch, culprits: tuple[int, ...]) -> None:
+def test_only_groups_that_end_the_process_are_dropped_from_a_stream(monkeypatch: pytest.MonkeyPatch,
+                                                                    culprits: tuple[int, ...]) -> None:
     lock, running = threading.Lock(), {False: set[int](), True: set[int]()}
     given, found = list[int](), dict[int, bool]()
 
@@ -260,8 +258,8 @@ def test_function_that_fails_for_every_group_for_a_while_costs_none(monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ["engines", "plugin"])
-def test_group_that_waits_for_what_is_away_is_tried_again_alone_and_without_end(monkeypatch: pytest.MonkeyPatch,
-                                                                                kind: str) -> None:
+def test_group_that_waits_for_a_service_is_retried_alone_without_end(monkeypatch: pytest.MonkeyPatch,
+                                                                     kind: str) -> None:
     """As where a tool's service is away: groups that do not need it are generated meanwhile."""
     left = [30]
 

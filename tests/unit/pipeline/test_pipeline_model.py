@@ -19,7 +19,7 @@ from elastic_rl.pipeline import schedule
 from elastic_rl.trainer import progress
 from elastic_rl.trainer.service import commands
 
-SEEDS = max(10_000, seeds(0)) if seeds(0) else 2_000
+SEEDS = seeds(40)
 MUTANT_SEEDS = 600
 
 
@@ -41,7 +41,7 @@ def test_every_group_is_trained_on_exactly_once_or_dropped_whatever_crashes() ->
 
 def test_supervised_job_ends_with_its_policy_published_and_without_engines_whatever_crashes() -> None:
     groups = 0
-    for seed in range(SEEDS // 10):
+    for seed in range(SEEDS):
         world = World(seed, replace(PLAN, mode="sft"))
         try:
             world.run()
@@ -49,24 +49,24 @@ def test_supervised_job_ends_with_its_policy_published_and_without_engines_whate
             raise AssertionError(f"seed {seed}: {e}") from e
         assert not any(e.phase == "rl" for e in world.executed)
         groups += world.groups - 1
-    assert groups > SEEDS / 20, "the runs were disturbed"
+    assert groups > SEEDS / 2, "the runs were disturbed"
 
 
-def test_pass_of_the_reference_is_of_the_step_that_follows_and_nothing_is_trained_twice_whatever_crashes() -> None:
+def test_reference_passes_precede_their_step_whatever_crashes() -> None:
     passes = 0
-    for seed in range(SEEDS // 10):
+    for seed in range(SEEDS):
         world = World(seed, asks_reference=True)
         try:
             world.run()
         except Violation as e:
             raise AssertionError(f"seed {seed}: {e}") from e
         passes += world.reference_passes
-    assert passes > SEEDS // 10 * PLAN.steps, "some were repeated"
+    assert passes > SEEDS * PLAN.steps, "some were repeated"
 
 
-def test_no_group_of_weights_that_the_trainer_went_back_from_is_trained_whatever_crashes() -> None:
+def test_no_group_of_abandoned_weights_is_trained_whatever_crashes() -> None:
     """Engines may serve a version that was abandoned, and whose number is within the staleness, for some time."""
-    for seed in range(SEEDS // 4):
+    for seed in range(SEEDS):
         world = World(seed, replace(PLAN, max_staleness=4))
         try:
             world.run()

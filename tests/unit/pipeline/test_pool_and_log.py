@@ -40,7 +40,7 @@ def test_engines_that_are_not_routable_do_not_count():
         assert in_sync([engine(), engine(state, version=0)], 5)
 
 
-def test_engine_that_takes_new_weights_keeps_the_pool_out_of_sync_until_it_serves_them():
+def test_engine_that_loads_weights_keeps_the_pool_out_of_sync():
     assert not in_sync([engine(), engine(EngineState.SYNCING, version=4)], 5)
     assert not in_sync([engine(), engine(EngineState.SYNCING, version=5)], 5)
     assert in_sync([engine(), engine(EngineState.SYNCING, version=0)], 5), "it has no weights yet, so it is starting"

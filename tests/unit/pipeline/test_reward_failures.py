@@ -139,15 +139,13 @@ def test_group_whose_reward_fails_is_returned_as_failed(monkeypatch: pytest.Monk
     assert "ValueError: odd" in found[1].failed
 
 
-def test_group_that_is_alone_is_dropped_when_the_reward_still_works_for_an_earlier_one(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lone_group_is_dropped_when_the_reward_works_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch, _fails_for_odd_groups)
     loop.groups(0)
     assert [bool(g.failed) for g in loop.groups(7)] == [True]
 
 
-def test_group_that_is_the_first_one_is_dropped_when_the_reward_works_for_a_held_out_prompt(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_group_is_dropped_when_the_reward_works_for_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a restart of the actor; of the other prompts some make the reward fail too."""
     assert [bool(g.failed) for g in Loop(monkeypatch, _fails_for_odd_groups).groups(7)] == [True]
 
@@ -188,8 +186,7 @@ def test_reward_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest
     assert "rollout.max_failed_rewards" in loop.texts[-1]
 
 
-def test_group_that_the_queue_could_never_take_fails_in_place_of_holding_up_the_queue(monkeypatch: pytest.MonkeyPatch
-                                                                                      ) -> None:
+def test_group_too_large_for_the_queue_fails_without_holding_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         return [Reward(1.0) for _ in samples]
 
@@ -495,8 +492,7 @@ def test_no_reward_takes_what_a_tool_says_for_the_answer(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("turns", [(1.0, 1.0), (float("nan"),), ("x",), "1", None])
-def test_rewards_of_turns_that_the_sample_does_not_have_or_that_are_no_numbers_fail_the_group(
-        turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_of_missing_turns_or_of_no_numbers_fail_the_group(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         return [Reward(1.0, {}, turns if prompt.text == "1" else (0.25,)) for _ in samples]
 

@@ -16,8 +16,8 @@ from elastic_rl.pipeline.records.run_events import RunEvents
 
 @pytest.mark.parametrize(("staleness", "difference", "told"), [
     (0, 2e-4, True), (0, 1e-5, False), (1, 2e-4, False), (0, None, True), (2, None, True)])
-def test_log_probs_of_engine_and_trainer_are_compared_for_samples_of_the_newest_weights(
-        staleness: int, difference: float | None, told: bool) -> None:
+def test_log_probs_are_compared_for_samples_of_the_newest_weights(staleness: int, difference: float | None,
+                                                                  told: bool) -> None:
     kinds: list[str] = []
 
     def emit(kind: EventKind, subject: str, message: str, **_: Any) -> None:

@@ -39,7 +39,7 @@ def sample(reward: float, token: int = 2, *, finish: str = "stop", version: int 
 
 # -- pass@k -----------------------------------------------------------------------------------------------------------
 @given(st.integers(1, 9), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_with_one_that_is_right(samples: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(samples: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
     chosen = list(itertools.combinations(range(samples), k))
     expected = sum(any(i < right for i in choice) for choice in chosen) / len(chosen)
@@ -130,7 +130,7 @@ def test_each_set_is_evaluated_in_pieces_and_parts_of_the_main_one_once(monkeypa
     assert scores["eval"].newest_version == 3
 
 
-def test_score_has_the_mean_of_each_part_of_the_reward_of_the_first_so_many() -> None:
+def test_score_has_the_mean_of_each_part_of_the_reward() -> None:
     score = evaluation.SetScore()
     for right, extra in ((1.0, {}), (0.0, {f"p{n}": 1.0 for n in range(100)}), (1.0, {"late": 1.0})):
         of = replace(sample(0.5), reward_parts={"right": right, **extra})
@@ -197,7 +197,7 @@ def test_best_whole_and_different_samples_are_kept(samples: list[Sample], keep: 
     assert not chosen or max(left, default=0.0) <= min(c.reward for c in chosen)
 
 
-def test_of_equal_responses_the_best_is_kept_and_of_equal_rewards_the_earlier_one() -> None:
+def test_best_of_equal_responses_and_earliest_of_equal_rewards_are_kept() -> None:
     rule = RejectionConfig(keep=4)
     assert keeping.best([sample(0.5, 1), sample(1.0, 1), sample(1.0, 2), sample(1.0, 2)], rule) == [1, 2]
     assert keeping.best([sample(0.5, 1), sample(0.5, 2), sample(1.0, 3)], rule) == [2, 0, 1]

@@ -122,7 +122,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> TransferQueueQueue:
     return TransferQueueQueue(3, units=1, call_s=1.0)
 
 
-def test_data_that_could_not_be_dropped_is_dropped_with_the_next_and_takes_no_room(queue: TransferQueueQueue) -> None:
+def test_data_that_could_not_be_dropped_is_dropped_with_the_next(queue: TransferQueueQueue) -> None:
     for ordinal in range(3):
         queue.put(group(ordinal))
     actors: Any = queue._actors
@@ -238,8 +238,7 @@ def test_queue_is_replaced_after_several_calls_in_a_row_that_took_too_long(
     assert Actors.made == 2 and set(queue.get([0, 1])) == {0}
 
 
-def test_step_is_chosen_by_what_is_known_of_its_groups_and_reads_none_of_them(monkeypatch: pytest.MonkeyPatch,
-                                                                             queue: TransferQueueQueue) -> None:
+def test_step_is_chosen_without_reading_its_groups(monkeypatch: pytest.MonkeyPatch, queue: TransferQueueQueue) -> None:
     flow = SharedFlow(FlowLimits(steps=9, groups_per_step=3, max_staleness=0, max_dropped_groups=0), queue)
     waits = Waits(lambda *_: None, threading.Event())
     flow.resume(0, 1, IntervalSet(), Branch(0, 1))

@@ -147,7 +147,7 @@ def test_batch_that_one_group_does_not_take_is_trained_on_by_neither(pair: Pair)
     assert (pair.policy.step, pair.critic.step) == (8, 8) and pair.policy.step_id == pair.critic.step_id
 
 
-def test_critic_that_refuses_the_step_which_the_policy_has_made_is_asked_until_it_makes_it(pair: Pair) -> None:
+def test_critic_that_refuses_the_policys_step_is_asked_again(pair: Pair) -> None:
     refused = ConfigError("a batch for a critic needs returns", hint="restart critic")
     pair.critic.refusals["update"] = [Conflict("not every rank has its share"), *[refused] * 5]
     metrics = pair.trainers.update("rl", 8, _batch())
@@ -184,7 +184,7 @@ def test_critic_at_another_step_is_lost(pair: Pair) -> None:
     assert found.value.group == "critic"
 
 
-def test_state_of_the_policy_is_looked_at_again_after_the_wait_for_the_critic(pair: Pair) -> None:
+def test_policys_state_is_read_again_after_the_wait_for_the_critic(pair: Pair) -> None:
     """It re-forms at an older state meanwhile, with which the critic agrees: nothing is to be loaded."""
     pair.policy.step, pair.policy.step_id = 9, "b"
 
@@ -207,8 +207,8 @@ def test_groups_that_re_formed_are_known_also_the_one_that_nobody_missed(pair: P
     assert pair.trainers.take_reformed() == {"critic"}
 
 
-def test_states_that_are_not_available_are_named_and_read_again_after_longer_and_longer_pauses(
-        pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_states_are_named_and_read_again_after_growing_pauses(pair: Pair,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = [0.0]
 
@@ -294,7 +294,7 @@ def test_version_that_nobody_has_any_more_is_published_again_and_computed_with(
     assert any("no node has its chunks" in what for kind, what in forward.shown if kind == "reference")
 
 
-def test_wait_for_a_group_without_state_ends_with_the_policys_group_and_with_a_refused_batch(forward: Forward) -> None:
+def test_wait_for_a_stateless_group_ends_with_the_policys_group(forward: Forward) -> None:
     forward.reference.refusals["forward 4 5"] = [ConfigError("the share has too many bytes")]
     with pytest.raises(ConfigError, match="too many bytes"):
         forward.trainers.reference_logprobs(_batch(), 8)
@@ -304,8 +304,8 @@ def test_wait_for_a_group_without_state_ends_with_the_policys_group_and_with_a_r
     assert found.value.group == "trainer"
 
 
-def test_loss_of_the_policys_group_ends_the_wait_for_an_answer_of_one_without_state(
-        forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_of_the_policys_group_ends_the_wait_for_a_stateless_one(forward: Forward,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainers, "_POLICY_LOOK_S", 0.0)
     forward.reference.away = True
     looks = iter(("1", "1", "2"))

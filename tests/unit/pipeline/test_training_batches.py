@@ -88,7 +88,7 @@ def test_critic_learns_returns_and_the_policy_whitened_advantages() -> None:
     assert found.metrics["explained_variance"] <= 1
 
 
-def test_each_turn_is_credited_with_its_own_reward_and_the_end_with_the_rest() -> None:
+def test_each_turn_is_credited_with_its_own_reward() -> None:
     of_turns = [group if group.ordinal == 0 else Group(1, group.prompt, (
         group.samples[0].rewarded(0.0, {}, [2.0]), group.samples[1].rewarded(3.0, {}, [1.5, 0.5]))) for group in GROUPS]
     found = made(Passes(), StepGroups.from_groups(of_turns), whiten_advantages=False).batch

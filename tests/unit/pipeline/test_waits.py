@@ -64,7 +64,7 @@ def test_call_that_succeeds_ends_the_waits_for_its_own_attempts() -> None:
     assert reports == [("train", ""), ("train", "etcd"), ("train", "trainer"), ("train", "")]
 
 
-def test_wait_for_a_call_that_fails_again_and_again_goes_on_while_it_is_repeated() -> None:
+def test_wait_for_a_failing_call_goes_on_while_it_is_repeated() -> None:
     """Each attempt begins stages and waits of its own. The wait would otherwise always be new, and never shown."""
     reports = Reports()
     waits = Waits(reports, threading.Event())
@@ -82,7 +82,7 @@ def test_wait_for_a_call_that_fails_again_and_again_goes_on_while_it_is_repeated
     assert waits.take_idle_s().keys() <= {"advantage", "train"}
 
 
-def test_waits_inside_a_repeated_call_are_part_of_its_own_until_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_inside_a_repeated_call_count_to_it_until_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """In turns with it, each would be too young to be seen."""
     now, said = [100.0], list[tuple[str, str]]()
     monkeypatch.setattr("elastic_rl.pipeline.waits.time.monotonic", lambda: now[0])

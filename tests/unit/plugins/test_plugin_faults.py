@@ -246,8 +246,8 @@ def test_group_whose_reward_fails_is_tried_again_alone(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("away", "shown"), [(RewardAway("the judge is away"), "reward: reward: the judge is away"),
                                              (ProcessLost("the judge is away"), "plugin: the judge is away")])
-def test_group_whose_reward_asks_what_is_away_is_tried_for_as_long_as_that_lasts(
-        monkeypatch: pytest.MonkeyPatch, away: Exception, shown: str) -> None:
+def test_group_is_tried_for_as_long_as_its_rewards_service_is_away(monkeypatch: pytest.MonkeyPatch, away: Exception,
+                                                                   shown: str) -> None:
     asked: list[str] = []
 
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
@@ -373,7 +373,7 @@ def test_whatever_a_generate_function_raises_is_a_fault_of_the_plugin(raised: Ba
         asyncio.run(_rollout(generate)._generate(_request(7), generate))
 
 
-def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plugin() -> None:
+def test_cancelled_requests_and_failed_engines_are_no_fault_of_the_plugin() -> None:
     async def hangs(request: PromptRequest, engines: Any) -> list[Sample]:
         await asyncio.sleep(60)
         return []

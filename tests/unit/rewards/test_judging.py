@@ -125,7 +125,7 @@ def test_response_that_derails_the_judge_where_it_would_lose_gains_nothing() -> 
 
 
 @given(st.permutations(list(range(5))), st.integers(1, 6))
-def test_wins_follow_the_order_of_a_judge_that_has_one_whatever_it_sees_first(order: list[int], opponents: int) -> None:
+def test_wins_follow_a_consistent_judge_whatever_it_sees_first(order: list[int], opponents: int) -> None:
     asked = request(*map(str, order), mode="pairwise", prompt="{response} {other}", opponents=opponents)
     found = judged(asked, lambda text: "Verdict: " + ("A" if int(text.split()[0]) > int(text.split()[1]) else "B"))
     values = {number: one.value for number, one in zip(order, found, strict=True)}
@@ -232,7 +232,7 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> PoolSettings:
     return PoolSettings("judge", str(folder), None, 1, EngineConfig(max_total_tokens=128))
 
 
-def test_question_is_asked_without_what_the_chat_template_of_the_policy_wrote_around_it() -> None:
+def test_question_is_asked_without_the_policys_chat_template() -> None:
     def judge(asked: JudgeRequest) -> list[Judgement]:
         assert asked.question == "why?"
         return [Judgement(1.0, 0.0)]

@@ -38,6 +38,7 @@ async def poison(prompt, samples):
     calls += 1
     what = prompt.text
     await asyncio.sleep(0)
+    if begun := prompt.metadata.get("begun"): open(begun, "w").close()
     if what == "block": threading.Event().wait()
     if what == "regex": re.match(r"(a+)+$", "a" * 60 + "b")  # keeps the interpreter's lock
     if what == "thread": await asyncio.to_thread(threading.Event().wait)
@@ -104,11 +105,18 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._RETRY_S", (0.001, 0.01))
 
 
-@pytest.fixture
-def reward() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def made(_module: None) -> Iterator[Any]:
+    """The reward of this file's tests. Its process is replaced where a test ends it."""
     made = make_reward(NAME, {})
     yield made
     close_reward(made)
+
+
+@pytest.fixture
+def reward(made: Any) -> Any:
+    start_reward(made)
+    return made
 
 
 async def _one(reward: Any, what: str, limit_s: float = 60.0, **metadata: Any) -> float:
@@ -117,12 +125,19 @@ async def _one(reward: Any, what: str, limit_s: float = 60.0, **metadata: Any) -
     return float(found.value)
 
 
-def _rewarder(stopping: threading.Event, *settings: str, texts: list[str] | None = None) -> Rewarder:
-    """Calls of a reward that do not end are given up after some seconds."""
+def _rewarder(stopping: threading.Event, *settings: str, texts: list[str] | None = None,
+              stop_at_first: bool = False) -> Rewarder:
+    """Calls of a reward that do not end are given up after some seconds. ``texts``: gets those of its waits.
+    ``stop_at_first``: the first of them stops it."""
+    def report(stage: str, kind: str, what: str) -> None:
+        if kind and texts is not None:
+            texts.append(what)
+            if stop_at_first:
+                stopping.set()
+
     cfg = config.load(overrides=[f"--rollout.reward={NAME}", "--rollout.reward_timeout_s=3",
                                  "--rollout.reward_attempts=1", *settings])
-    return Rewarder(cfg, Waits(lambda stage, kind, what: texts.append(what) if kind and texts is not None else None,
-                               stopping), other=lambda number: (Prompt((1,), "other"), SAMPLE))
+    return Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), "other"), SAMPLE))
 
 
 def _groups(rewarder: Rewarder, *texts: str) -> list[Group]:
@@ -135,7 +150,8 @@ def _children() -> set[int]:
 
 
 def test_own_reward_keeps_its_state_over_calls_and_loops(reward: Any) -> None:
-    assert [asyncio.run(_one(reward, "calls")) for _ in range(3)] == [1.0, 2.0, 3.0]
+    before = asyncio.run(_one(reward, "calls"))
+    assert [asyncio.run(_one(reward, "calls")) for _ in range(2)] == [before + 1, before + 2]
     assert "poison_reward" not in sys.modules, "the process of the run imported it"
     assert asyncio.run(_one(reward, "echo", a=1.5, b=2)) == 2.0
     asyncio.run(_one(reward, "print"))
@@ -151,7 +167,9 @@ def test_process_of_a_call_that_does_not_end_is_killed(reward: Any, what: str) -
     assert asyncio.run(_one(reward, "calls")) == 1.0
 
 
-def test_process_whose_call_was_cancelled_is_replaced_since_it_may_have_left_a_thread(reward: Any) -> None:
+def test_process_whose_call_was_cancelled_is_replaced(reward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may have left a thread behind."""
+    monkeypatch.setattr("elastic_rl.plugins.process.CANCEL_S", 60.0)
     pid = int(asyncio.run(_one(reward, "pid")))
     with pytest.raises(TimeoutError):
         asyncio.run(_one(reward, "thread", 0.2))
@@ -160,7 +178,9 @@ def test_process_whose_call_was_cancelled_is_replaced_since_it_may_have_left_a_t
     wait_until(lambda: not psutil.pid_exists(pid), timeout_s=60, what="the end of the process")
 
 
-def test_cancelled_call_costs_those_beside_it_nothing(reward: Any) -> None:
+def test_cancelled_call_costs_those_beside_it_nothing(reward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.plugins.process.CANCEL_S", 60.0)
+
     async def both() -> list[Any]:
         started = asyncio.Event()
 
@@ -290,7 +310,7 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
 
 def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() -> None:
     stopping, before = threading.Event(), threading.active_count()
-    rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=1", "--rollout.reward_timeout_s=0.5")
+    rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=1", "--rollout.reward_timeout_s=2")
     kinds = ("block", "regex", "_exit", "swallow", "thread", "segv")
     assert [bool(g.failed) for g in _groups(rewarder, "ok", *kinds, "ok")] == [False, *[True] * len(kinds), False]
     rewarder.close()
@@ -314,12 +334,12 @@ def test_group_that_ends_its_process_again_and_again_ends_that_of_no_other() -> 
 
     def give(group: Group) -> None:
         pids.append(group.rewards[0])
-        if len(pids) == 12:
+        if len(pids) == 5:
             stopping.set()
 
     with pytest.raises(Fenced):
         rewarder.stream([answer(0, "_exit")], more, give)
-    assert len(pids) >= 12 and len(set(pids)) == 1
+    assert len(pids) >= 5 and len(set(pids)) == 1
     assert any("rollout.reward=poison_reward:poison died (exit status 3)" in text for text in texts)
     rewarder.close()
     wait_until(lambda: _children() <= before, timeout_s=60, what="the end of both processes")
@@ -342,12 +362,19 @@ def test_actor_whose_first_group_hangs_goes_on() -> None:
     rewarder.close()
 
 
-def test_reward_that_hangs_does_not_keep_the_loop_from_ending() -> None:
-    stopping, texts = threading.Event(), list[str]()
-    rewarder = _rewarder(stopping, "--rollout.reward_timeout_s=600", texts=texts)
-    threading.Timer(0.5, stopping.set).start()
+def test_reward_that_hangs_does_not_keep_the_loop_from_ending(tmp_path: Path) -> None:
+    """The loop ends once the call is under way, which a file shows."""
+    stopping, begun = threading.Event(), tmp_path / "begun"
+
+    def stop() -> None:
+        wait_until(begun.exists, timeout_s=60, what="the call")
+        stopping.set()
+
+    rewarder = _rewarder(stopping, "--rollout.reward_timeout_s=600")
+    threading.Thread(target=stop, daemon=True).start()
     with pytest.raises(Fenced):
-        _groups(rewarder, "block")
+        rewarder.groups([PromptRequest(0, Prompt((1,), "block", metadata={"begun": str(begun)}), Sampling(4), 1)],
+                        [[SAMPLE]])
     rewarder.close()
 
 
@@ -377,7 +404,7 @@ def test_calls_of_many_threads_and_a_closing_owner_all_end() -> None:
 def test_filter_that_hangs_kills_or_fails_for_a_group_drops_it() -> None:
     before = threading.active_count()
     rewarder = _rewarder(threading.Event(), "--rollout.filters=['poison_reward:drops']",
-                         "--rollout.reward_timeout_s=0.5")
+                         "--rollout.reward_timeout_s=2")
     texts = ("ok", "drop", "block", "ok", "regex", "_exit", "raise", "number", "ok")
     found = [rewarder.dropped_because(Group(i, Prompt((1,), text), (SAMPLE,))) for i, text in enumerate(texts)]
     failed = "filter failed"
@@ -388,16 +415,15 @@ def test_filter_that_hangs_kills_or_fails_for_a_group_drops_it() -> None:
 
 def test_filter_that_fails_for_the_first_group_is_waited_for() -> None:
     stopping, texts = threading.Event(), list[str]()
-    rewarder = _rewarder(stopping, "--rollout.filters=['poison_reward:drops']", texts=texts)
-    threading.Timer(1.0, stopping.set).start()
+    rewarder = _rewarder(stopping, "--rollout.filters=['poison_reward:drops']", texts=texts, stop_at_first=True)
     with pytest.raises(Fenced):
         rewarder.dropped_because(Group(0, Prompt((1,), "raise"), (SAMPLE,)))
     rewarder.close()
     assert "the filter poison_reward:drops failed for group 0: ValueError: not this one" in texts[0]
 
 
-def test_what_a_reward_prints_is_in_the_log_of_the_process_that_called_it(capfd: pytest.CaptureFixture[str],
-                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_reward_is_in_its_callers_log(capfd: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: its process may be killed."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reward = make_reward("poison_reward:poison", {})

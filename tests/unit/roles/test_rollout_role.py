@@ -36,7 +36,7 @@ def _generate(role: RolloutRole, *token_ids: int, min_version: int = 1) -> Gener
     return asyncio.run(role._bounded(PromptRequest(7, Prompt(token_ids), Sampling(4), 2), min_version))
 
 
-def test_prompt_with_ids_that_the_model_does_not_have_is_a_fault_of_its_group() -> None:
+def test_prompt_with_unknown_token_ids_is_a_fault_of_its_group() -> None:
     client = GenerateClient("http://127.0.0.1:9", timeout_s=1.0, retries=1, vocabulary=16)
     found = _generate(_role(client), 1, 16)
     assert isinstance(found, GenerateFault) and not found.away
@@ -96,8 +96,8 @@ def test_engine_may_serve_a_version_before_the_role_knows_of_it(events: list[Any
     assert heads == [4] and not events
 
 
-def test_without_etcd_a_version_that_is_not_known_is_no_fault_of_the_group(events: list[Any],
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_version_without_etcd_is_no_fault_of_the_group(events: list[Any],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*args: Any) -> Any:
         raise EtcdUnavailable("no member answers")
 

@@ -105,7 +105,7 @@ def test_rotation_without_room_for_a_copy_frees_the_log(tmp_path: Path) -> None:
         assert sizes(folder) == {"etcd.log": 0}
 
 
-def test_rotation_leaves_the_folder_to_a_process_that_is_at_it_and_goes_on_after_its_kill(folder: Path) -> None:
+def test_rotation_leaves_the_folder_to_another_process_until_that_is_killed(folder: Path) -> None:
     (folder / "a.log").write_bytes(b"x" * 10_001)
     program = ("import fcntl, os, sys, time; f = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_EX); "
                "print('locked', flush=True); time.sleep(60)")

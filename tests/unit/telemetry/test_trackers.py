@@ -182,8 +182,7 @@ def test_only_numbers_of_training_steps_are_tracked() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["step", "eval", "sft", "restart"]), st.integers(0, 6)), max_size=60))
-def test_purging_leaves_every_step_once_and_an_evaluation_takes_none_up_to_its_own(history: list[tuple[str, int]]
-                                                                                   ) -> None:
+def test_purging_leaves_every_step_once(history: list[tuple[str, int]]) -> None:
     detector = RewindDetector()
     kept: dict[str, list[tuple[int, str]]] = {"rl": [], "sft": []}
     for kind, step in history:

@@ -15,7 +15,7 @@ from elastic_rl.config import TrainerConfig
 from elastic_rl.data.batch import Batch
 from elastic_rl.trainer.micro_batches import cut, cut_by_length, pack
 
-thorough = settings(deadline=None, max_examples=seeds(100))
+thorough = settings(deadline=None, max_examples=seeds(40))
 lengths_of = st.lists(st.integers(1, 60), max_size=60)
 budgets = st.integers(1, 200)
 both = pytest.mark.parametrize("arrange", [cut_by_length, pack])

@@ -92,8 +92,7 @@ class Run:
 
 
 @given(st.lists(st.one_of(st.booleans(), st.integers(0, 9)), max_size=30), st.sampled_from([None, 1, 2, 3]))
-def test_reference_is_that_of_the_weights_however_often_the_run_has_gone_back_and_is_kept(
-        moves: list[bool | int], every: int | None) -> None:
+def test_reference_stays_however_often_the_run_goes_back(moves: list[bool | int], every: int | None) -> None:
     run = Run(every)
     for move in moves:
         if isinstance(move, bool):

@@ -25,7 +25,7 @@ from elastic_rl.trainer.service.commands import (
     after_update,
 )
 
-thorough = settings(deadline=None, max_examples=seeds(60))
+thorough = settings(deadline=None, max_examples=seeds(40))
 EVERY = st.none() | st.integers(1, 6)
 
 
@@ -100,7 +100,7 @@ def test_reference_is_that_of_the_step_through_every_loss_of_the_group(every: in
                 shard.copy_(saved[1][name])
 
 
-def test_state_without_the_reference_of_its_next_step_is_a_fault_that_says_what_to_do() -> None:
+def test_state_without_the_reference_of_its_next_step_is_refused() -> None:
     reference = reference_of(Weights(torch.zeros(2)), 4)
     none = reference.fault(Progress("rl", 5))
     assert none is not None and "has no reference policy" in none.message and "of RL step 4" in none.message
@@ -168,7 +168,7 @@ def asked(step: int, term: int = 2) -> Command:
     return made
 
 
-def test_pass_of_the_reference_is_for_the_next_step_of_the_newest_actor_and_may_be_repeated() -> None:
+def test_reference_pass_is_for_the_newest_actor_and_may_be_repeated() -> None:
     gate, progress = WriterGate(1, "g", term=2), Progress("rl", 4, reference=0)
     for _ in range(2):
         assert gate.admit(asked(5), progress) is None
