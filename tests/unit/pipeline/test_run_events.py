@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
-from elastic_rl.pipeline.records.run_events import RunEvents
+from elastic_rl.pipeline.records.run_events import ReportLimit, RunEvents
 
 
 @pytest.mark.parametrize(("staleness", "difference", "told"), [
@@ -23,3 +25,15 @@ def test_log_probs_of_engine_and_trainer_are_compared_for_samples_of_the_newest_
     events = RunEvents(None, Keys("job"), emit)  # type: ignore[arg-type]
     events.logprob_difference(StepMetrics(step=3, at=0.0, reward=0.0, staleness=staleness), difference, 1e-4)
     assert kinds == (["logprob.mismatch"] if told else [])
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 30)), max_size=40))
+def test_reports_are_rare_and_count_everything(added: list[tuple[int, float]]) -> None:
+    limit, now, reported, total, times = ReportLimit(60.0), 0.0, 0, 0, list[float]()
+    for count, pause_s in added:
+        now, total = now + pause_s, total + count
+        if told := limit.add(count, now):
+            times.append(now)
+            reported += told
+    assert reported + limit.add(0, now + 1000.0) == total
+    assert all(later - earlier >= 60.0 for earlier, later in zip(times, times[1:], strict=False))
