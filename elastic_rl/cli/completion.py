@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -71,19 +70,17 @@ def _starting(names: list[str], incomplete: str) -> list[str]:
 def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], list[str]]) -> list[str]:
     """Names from the cluster of the command line so far; none when it does not answer in time."""
     import elastic_rl.coordinator.client.admin_client  # noqa: F401  before the limit counts: it is for what may hang
-    found: list[str] = []
+    from elastic_rl.runtime.abandonable import AbandonableCalls
 
-    def fetch() -> None:
-        try:
-            # The line is not finished: only complete settings count.
-            ctx.args[:] = [a for a in ctx.args if a.startswith("--") and "=" in a]
-            given: dict[str, Any] = {n: ctx.params[n] for n in ("file", "url", "token_file", "ca") if ctx.params.get(n)}
-            with Target(ctx, **given).api(patience_s=0.0) as api:
-                found.extend(read(api))
-        except Exception:  # an error message in the middle of a command line does not help
-            return
+    def fetch() -> list[str]:
+        # The line is not finished: only complete settings count.
+        ctx.args[:] = [a for a in ctx.args if a.startswith("--") and "=" in a]
+        given: dict[str, Any] = {n: ctx.params[n] for n in ("file", "url", "token_file", "ca") if ctx.params.get(n)}
+        with Target(ctx, **given).api(patience_s=0.0) as api:
+            return read(api)
 
-    thread = threading.Thread(target=fetch, daemon=True)
-    thread.start()
-    thread.join(_LIMIT_S)
-    return _starting(list(found), incomplete)
+    try:
+        found = AbandonableCalls("completion", 1).begin(fetch).result(every_s=_LIMIT_S, limit_s=_LIMIT_S)
+    except Exception:  # an error message in the middle of a command line does not help
+        return []
+    return _starting(found, incomplete)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the process of the user's code imports this module too, and
     from elastic_rl.config import Config
 
 _UNUSED_S = 60.0
-"""The process of suspects ends when it was not used for so long: more than they pause between two attempts."""
+"""The process of groups in probation ends when it was not used for so long: more than they pause between attempts."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class OwnGenerate:
     engines of its own. The process of the role does not import it. All but ``start`` and ``close`` is used from one
     event loop."""
 
-    for_suspects: OwnGenerate
+    for_probation: OwnGenerate
     """The same in a second process, which is there only while it is used: for groups that may end it."""
 
-    def __init__(self, name: str | EnvironmentJob, client: ClientOptions, *, of_suspects: bool = False) -> None:
-        """``of_suspects``: no process is started yet. Raises ConfigError."""
+    def __init__(self, name: str | EnvironmentJob, client: ClientOptions, *, is_second: bool = False) -> None:
+        """``is_second``: no process is started yet. Raises ConfigError."""
         self._bounds_itself = isinstance(name, EnvironmentJob)
         what, maker = ((f"rollout.environment={plain(name.name, 200)}", "elastic_rl.environments.serving:serve")
                        if isinstance(name, EnvironmentJob) else
@@ -91,10 +91,10 @@ class OwnGenerate:
         """Of its own: while one process is started, which may take minutes, the other one's calls go on."""
         self._users = 0
         self._stopping: asyncio.TimerHandle | None = None
-        self._of_suspects = of_suspects
-        if not of_suspects:
+        self._is_second = is_second
+        if not is_second:
             self._process.start_first()
-            self.for_suspects = OwnGenerate(name, client, of_suspects=True)
+            self.for_probation = OwnGenerate(name, client, is_second=True)
 
     def start(self) -> None:
         """Replaces its process if need be; call it before calls. Raises PluginFailed."""
@@ -106,8 +106,8 @@ class OwnGenerate:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around calls and the start before them. The process of suspects ends when it has not been used for a while:
-        it takes as much memory as the other one."""
+        """Around calls and the start before them. The second process ends when it has not been used for a while: it
+        takes as much memory as the first one."""
         if self._stopping is not None:
             self._stopping.cancel()
         self._users += 1
@@ -115,7 +115,7 @@ class OwnGenerate:
             yield
         finally:
             self._users -= 1
-            if self._of_suspects and not self._users:
+            if self._is_second and not self._users:
                 loop = asyncio.get_running_loop()
                 self._stopping = loop.call_later(_UNUSED_S, loop.run_in_executor, None, self._process.stop)
 
@@ -164,8 +164,8 @@ class OwnGenerate:
         await self._process.call(prompt)
 
     def close(self) -> None:
-        if not self._of_suspects:
-            self.for_suspects.close()
+        if not self._is_second:
+            self.for_probation.close()
         self._starting.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 

@@ -15,9 +15,10 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt
 from elastic_rl.environments.base import EnvironmentContext, Message, NewEpisode, Observation
-from elastic_rl.environments.threads import OwnThreads, TookTooLong
+from elastic_rl.environments.threads import OwnThreads
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
+from elastic_rl.runtime.abandonable import CallTookTooLong
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class GameEpisode:
         """See ``Environment``. Raises PluginFailed for a game that takes too long, and PluginAway while one does."""
         try:
             return await self._games.thread.run(lambda: self._answer(text))
-        except TookTooLong:
+        except CallTookTooLong:
             raise PluginFailed(f"the game took longer than {_MOVE_S:g} s for a move, or to begin",
                                hint="choose another game, or smaller game_options") from None
 

@@ -18,10 +18,11 @@ from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt
 from elastic_rl.environments.base import EnvironmentContext, Message, NewEpisode, Observation
 from elastic_rl.environments.calculator import calculator
-from elastic_rl.environments.threads import OwnThreads, TookTooLong
+from elastic_rl.environments.threads import OwnThreads
 from elastic_rl.environments.tool_parser import Calls, ToolCall, ToolParser
 from elastic_rl.errors import ConfigError, PluginAway
 from elastic_rl.plugins.user_code import describe, plain, resolve, text_of
+from elastic_rl.runtime.abandonable import CallTookTooLong
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class ToolEpisode:
             return await self._called(tool, args, kwargs), True
         except PluginAway:
             raise
-        except TookTooLong:
+        except CallTookTooLong:
             return f"error: {tool.name} took longer than {self._options.timeout_s:g} s", False
         except BaseException as e:  # whatever a user's function raises: also SystemExit, which would end the process
             task = asyncio.current_task()
@@ -174,7 +175,7 @@ class ToolEpisode:
             return self._cut(f"error: {plain(type(e).__name__, 100)}{': ' * bool(text)}{text}"), False
 
     async def _called(self, tool: Tool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Raises TookTooLong, PluginAway, and whatever the function raises."""
+        """Raises CallTookTooLong, PluginAway, and whatever the function raises."""
         if tool.call in TOOLS.values():
             return self._text(tool.call(*args, **kwargs))
         found = tool.call(*args, **kwargs) if inspect.iscoroutinefunction(inspect.unwrap(tool.call)) else (
@@ -187,7 +188,7 @@ class ToolEpisode:
                 return await asyncio.to_thread(self._text, await found)
         except TimeoutError:
             if bound.expired():
-                raise TookTooLong from None
+                raise CallTookTooLong(f"{tool.name} took too long") from None
             raise  # the function's own
 
     def _unless_awaited(self, value: Any) -> Any:

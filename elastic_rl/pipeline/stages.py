@@ -81,10 +81,10 @@ _PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples",
 class RoleCalls(ScoringRoles, Protocol):
     """The stateless roles, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> Sequence[Generated]:
-        """The samples of each prompt, none of them older than ``min_version``, or why there are none. ``suspects``: in
-        another process of the user's function than those of all other groups."""
+        """The samples of each prompt, none of them older than ``min_version``, or why there are none. ``in_probation``:
+        in another process of the user's function than those of all other groups."""
 
     def judge(self, request: JudgeRequest) -> Sequence[Judgement]:
         """What the judge model makes of each response."""

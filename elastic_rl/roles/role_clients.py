@@ -70,11 +70,12 @@ class RoleClients:
         self._handles, self._has_replica, self._term = handles, has_replica, term
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False) -> list[Generated]:
-        """Samples of every prompt, or why the user's function failed for it. ``suspects``: see ``GenerationRequest``.
-        Raises EngineFailed, RoleUnavailable, PluginFailed for prompts that cannot be sent, and Fenced when a later term
-        of the actor has begun."""
-        request = GenerationRequest(tuple(prompts), min_version, suspects)
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
+                 ) -> list[Generated]:
+        """Samples of every prompt, or why the user's function failed for it. ``in_probation``: see
+        ``GenerationRequest``. Raises EngineFailed, RoleUnavailable, PluginFailed for prompts that cannot be sent, and
+        Fenced when a later term of the actor has begun."""
+        request = GenerationRequest(tuple(prompts), min_version, in_probation)
         return self._call("rollout", lambda handle: handle.generate.remote(request, self._term()))
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:

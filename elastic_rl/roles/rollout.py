@@ -36,12 +36,12 @@ _RETRY_S = (0.05, 1.0)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompt groups to sample. ``min_version``: the oldest policy version whose samples are accepted. ``suspects``:
+    """Prompt groups to sample. ``min_version``: the oldest policy version whose samples are accepted. ``in_probation``:
     they may end the process of the user's function, so they get another one than all other groups."""
 
     prompts: tuple[PromptRequest, ...]
     min_version: int
-    suspects: bool = False
+    in_probation: bool = False
 
 
 class RolloutRole(EngineRole):
@@ -72,7 +72,7 @@ class RolloutRole(EngineRole):
         with self.working(len(request.prompts)):
             # Each to its end: what still ran would go on, beside the repeated request, and call tools.
             found = await asyncio.gather(*(
-                self._bounded(p, request.min_version, request.suspects) for p in request.prompts),
+                self._bounded(p, request.min_version, request.in_probation) for p in request.prompts),
                 return_exceptions=True)
             return of_each(found)
 
@@ -81,14 +81,14 @@ class RolloutRole(EngineRole):
             self.generate_fn.close()
         super().close()
 
-    async def _bounded(self, prompt: PromptRequest, min_version: int, suspect: bool = False) -> Generated:
+    async def _bounded(self, prompt: PromptRequest, min_version: int, in_probation: bool = False) -> Generated:
         """One group: a function of the user's own has a limit for all that it does, and a fault of it is no error."""
         if not isinstance(self.generate_fn, OwnGenerate):
             try:
                 return await self._group(prompt, min_version, self.generate_fn)
             except PluginFailed as e:
                 return GenerateFault(str(e))
-        generate_fn = self.generate_fn.for_suspects if suspect else self.generate_fn
+        generate_fn = self.generate_fn.for_probation if in_probation else self.generate_fn
         with generate_fn.in_use():
             return await self._bounded_own(prompt, min_version, generate_fn)
 

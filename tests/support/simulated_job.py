@@ -215,7 +215,7 @@ class Roles:
     def __post_init__(self) -> None:
         self.hanging.set()
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> list[list[Sample]]:
         if self.away.is_set():
             raise EngineFailed("no engine answered in 4 attempts")

@@ -51,7 +51,7 @@ class Engines:
     def __init__(self, advantages: Advantages = centered) -> None:
         self.advantages = advantages
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> list[list[Sample]]:
         return [[self._sample(p.prompt.answer_ids or () if i == 0 else (9, 4)) for i in range(p.samples)]
                 for p in prompts]

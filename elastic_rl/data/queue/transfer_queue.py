@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from elastic_rl.data.queue.group_codec import decode_group, encode_group
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
+from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused, CallTookTooLong
 from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ LOOK_EVERY_S = 2.0
 """While a call is not answered."""
 _RETRY_S = (0.5, 10.0)
 """First and longest pause between a call that failed and the next client, which costs threads and sockets."""
+_MAX_THREADS = 16
+"""Calls of one connection that may run at once, with those that were given up."""
 _CANCEL_S = 5.0
 """Within which the calls of a client that is closed must have ended."""
 
@@ -97,7 +100,7 @@ def _servers(address: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 class RowClient:
-    """A client of one controller and its storage units. Its calls block; ``within`` bounds them."""
+    """A client of one controller and its storage units. Its calls block; ``Connection`` bounds them."""
 
     def __init__(self, name: str, address: Mapping[str, Any]) -> None:
         """Raises ConfigError for anything but an ``address_of``, and whatever the package raises."""
@@ -179,35 +182,6 @@ def require_found(refs: Sequence[SampleRef], found: Callable[[SampleRef], bool])
         raise GroupsLost(f"the queue has lost samples of {len(lost)} groups ({shown})", lost)
 
 
-def within(end: float, call: Callable[[], T], look: Callable[[], None] = lambda: None,
-           late: Callable[[T], object] = lambda found: None) -> T:
-    """What the call returns, which runs in a thread. Raises what it raises, what ``look`` raises, which is called now
-    and then meanwhile, and TimeoutError at ``end`` (monotonic). The thread is left to its fate then, and ``late`` gets
-    what it returns after all: it is a daemon, since a call of a dead actor may never end, and would hold up the end of
-    this process."""
-    future = Future[T]()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=work, name="transfer-queue", daemon=True).start()
-    try:
-        while True:
-            left_s = end - time.monotonic()
-            if wait([future], max(0.0, min(left_s, LOOK_EVERY_S))).done:
-                return future.result()
-            if left_s <= LOOK_EVERY_S:
-                raise TimeoutError("no answer within train.queue_call_timeout_s; if its actors are well, the groups "
-                                   "are too large for it: raise it")
-            look()
-    except BaseException:
-        future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
-        raise
-
-
 class Connection:
     """Calls of one queue, by a client that is made for the first one, and for the next one after a failure: the client
     may be at fault itself. Thread-safe."""
@@ -218,11 +192,14 @@ class Connection:
         self._lock = threading.Lock()
         self._client: RowClient | None = None
         self._retry = RetryBackoff(*_RETRY_S)
+        self._calls = AbandonableCalls("transfer-queue", _MAX_THREADS)
+        """A call of a dead actor may never end."""
         self._closed = False
 
     def run(self, call: Callable[[RowClient], T], look: Callable[[], None] = lambda: None) -> T:
-        """What the call returns. Raises as ``within``, QueueUnavailable in the pause after a failure, and ConfigError
-        for what is no address. After a failure other calls in progress fail too: they have the same client."""
+        """What the call returns. Raises what it raises, what ``look`` raises, which is called now and then meanwhile,
+        TimeoutError after the limit of a call, QueueUnavailable in the pause after a failure, and ConfigError for what
+        is no address. After a failure other calls in progress fail too: they have the same client."""
         end = time.monotonic() + self._call_s
         with self._lock:
             client = self._client
@@ -232,7 +209,7 @@ class Connection:
                 raise QueueUnavailable(f"TransferQueue has failed, and is tried again in {left_s:.1f} s")
         try:
             client = client or self._connect(end, look)
-            found = within(end, lambda: call(client), look)
+            found = self._within(end, partial(call, client), look)
         except BaseException:
             self._give_up(client)
             raise
@@ -240,9 +217,21 @@ class Connection:
             self._retry.reset()
         return found
 
+    def _within(self, end: float, call: Callable[[], T], look: Callable[[], None],
+                late: Callable[[T], object] = lambda found: None) -> T:
+        """What the call returns. Raises as ``run``."""
+        try:
+            return self._calls.begin(call).result(
+                look, every_s=LOOK_EVERY_S, limit_s=end - time.monotonic(), late=late)
+        except CallTookTooLong:
+            raise TimeoutError("no answer within train.queue_call_timeout_s; if its actors are well, the groups are "
+                               "too large for it: raise it") from None
+        except CallRefused as e:
+            raise QueueUnavailable(f"TransferQueue does not answer: {e.message}") from e
+
     def _connect(self, end: float, look: Callable[[], None]) -> RowClient:
-        made = within(end, lambda: RowClient(f"{self._name}-{time.monotonic_ns()}", self.address), look,
-                      late=lambda made: made.close())
+        made = self._within(end, lambda: RowClient(f"{self._name}-{time.monotonic_ns()}", self.address), look,
+                            late=lambda made: made.close())
         with self._lock:
             if self._client is None and not self._closed:
                 self._client = made

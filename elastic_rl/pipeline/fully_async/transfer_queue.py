@@ -21,7 +21,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from functools import partial
 from typing import Any, TypeVar
 
 from elastic_rl.data.queue.step_groups import SampleRef
@@ -37,6 +38,7 @@ from elastic_rl.data.queue.transfer_queue import (
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
+from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,10 +76,9 @@ class TransferQueueQueue:
         self._lock = threading.RLock()
         """Of what is below; never held during a call of the queue."""
         self._actors: _Actors | None = None
-        self._starting: Future[None] | None = None
+        self._starts = AbandonableCalls("transfer-queue-start", _MAX_LEFT)
+        self._starting: AbandonableCall[None] | None = None
         self._started_at = 0.0
-        self._left: list[Future[None]] = []
-        """Starts that were given up."""
         self._generation = 0
         self._held: dict[int, GroupSummary] = {}
         self._loss: QueueLoss | None = None
@@ -197,36 +198,33 @@ class TransferQueueQueue:
                 return self._generation, self._actors
             starting = self._starting
             if starting is None:
-                starting = Future()
-                self._left = [late for late in self._left if not late.done()]
-                if len(self._left) >= _MAX_LEFT:
-                    # No outage that this process can wait for: it ends, and another replica of the actor begins.
-                    raise RuntimeError(f"{len(self._left)} starts of TransferQueue hang in this process")
                 try:
-                    threading.Thread(target=self._start, args=(self._generation, starting),
-                                     name="transfer-queue-start", daemon=True).start()
-                except RuntimeError as e:  # no thread can be started now
-                    raise QueueUnavailable(f"TransferQueue does not start: {e}") from e
+                    starting = self._starts.begin_with(partial(self._start, self._generation))
+                except CallRefused as e:
+                    if self._starts.held_s is None:  # no thread can be started now
+                        raise QueueUnavailable(f"TransferQueue does not start: {e.message}") from e
+                    # No outage that this process can wait for: it ends, and another replica of the actor begins.
+                    raise RuntimeError(f"{_MAX_LEFT} starts of TransferQueue hang in this process") from e
                 self._starting, self._started_at = starting, time.monotonic()
-        if not wait([starting], _SHOWN_AFTER_S).done:
+        if not wait([starting.future], _SHOWN_AFTER_S).done:
             self._give_up_late(starting)
             raise QueueUnavailable("the actors of TransferQueue start")
-        starting.result()
+        starting.future.result()
         with self._lock:
             if self._actors is not None:
                 return self._generation, self._actors
         raise QueueUnavailable("the queue was closed or replaced while it started")
 
-    def _give_up_late(self, starting: Future[None]) -> None:
+    def _give_up_late(self, starting: AbandonableCall[None]) -> None:
         with self._lock:
             if self._starting is starting and time.monotonic() - self._started_at > _GIVE_UP_START_S:
                 log.warning("a start of TransferQueue is given up: it has taken %.0f s", _GIVE_UP_START_S)
-                self._left.append(starting)
+                starting.abandon()
                 self._starting = None
                 self._generation += 1  # what it makes after all is of no use
 
-    def _start(self, generation: int, starting: Future[None]) -> None:
-        """Starts the actors, in a thread of its own. Sets QueueUnavailable where they do not start."""
+    def _start(self, generation: int, starting: AbandonableCall[None]) -> None:
+        """Starts the actors, in the thread of the call. Raises QueueUnavailable where they do not start."""
         made: _Actors | None = None
         failure: QueueUnavailable | None = None
         try:
@@ -242,9 +240,7 @@ class TransferQueueQueue:
         if made is not None and not wanted:
             made.close()
         if failure is not None:
-            starting.set_exception(failure)
-        else:
-            starting.set_result(None)
+            raise failure
 
     def _call(self, generation: int, actors: _Actors, call: Callable[[RowClient], T]) -> T:
         """What the call returns. Raises QueueUnavailable. Replaces the actors when one of them is dead or does not

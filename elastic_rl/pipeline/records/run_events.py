@@ -18,7 +18,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.pipeline.records.reporting import truncated_text
-from elastic_rl.pipeline.sampling.reward_failures import ReportLimit
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,23 @@ class Emit(Protocol):
 
     def __call__(self, kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
                  **data: Any) -> None: ...
+
+
+class ReportLimit:
+    """Lets a report through at most once in ``every_s`` seconds, and counts what it stands for."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._reported_at = float("-inf")
+        self._held = 0
+
+    def add(self, count: int, now: float) -> int:
+        """Number of things that are to be reported now, all since the last report; 0: nothing is reported yet."""
+        self._held += count
+        if not self._held or now - self._reported_at < self._every_s:
+            return 0
+        held, self._held, self._reported_at = self._held, 0, now
+        return held
 
 
 class RunEvents:

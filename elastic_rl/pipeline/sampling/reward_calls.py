@@ -1,4 +1,4 @@
-"""Calls of one instance of the reward: several groups at a time, in a thread that is given up when it blocks."""
+"""Calls of one instance of the reward: several groups at a time, in a thread that is abandoned when it blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from elastic_rl.config import Config
 from elastic_rl.data.queue.group_codec import require_writable
 from elastic_rl.data.samples import Sample
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
-from elastic_rl.pipeline.sampling.bounded_calls import TOO_LONG, BoundedCalls, Running
+from elastic_rl.pipeline.sampling.fault_isolation import Failure, Trial
 from elastic_rl.pipeline.sampling.generating import Answer
+from elastic_rl.pipeline.sampling.user_calls import TOO_LONG, UserCalls
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.process import CANCEL_S, START_S, CallLost, ProcessLost
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards, require_turns
 from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.registry import close_reward, start_reward
+from elastic_rl.runtime.abandonable import AbandonableCall
 
 GRACE_S = 2 * CANCEL_S
 """What a reward that is bounded by itself may take longer, before its thread is given up."""
@@ -34,67 +36,65 @@ class RewardFault:
     """Why a group got no reward."""
 
     error: ElasticRLError
-    shared: bool = False
-    """Whether the process or the thread ended, so that groups which were rewarded at the same time failed with it, and
-    which of them is to blame is not known."""
-    away: bool = False
-    """Whether it says nothing about the group: what the reward asks was away, or the reward was not called."""
+    failure: Failure = Failure.GROUP
 
 
 Rewarded = Sequence[Sample] | RewardFault
 """What becomes of one group."""
+Key = Trial[Answer] | None
+"""What stands for a group; None for a probe."""
 
 
 class RewardAttempt:
-    """Groups, by number, that are rewarded at the same time, and what has become of those that have ended. The thread
-    of the calls rewards them; the caller's thread adds others, takes what is new, and ends it."""
+    """Groups that are rewarded at the same time, and what has become of those that have ended. The thread of the calls
+    rewards them; the caller's thread adds others, takes what is new, and ends it."""
 
-    def __init__(self, groups: Mapping[int, Answer]) -> None:
+    def __init__(self, groups: Mapping[Key, Answer]) -> None:
         self.groups = dict(groups)
         """Those that have not ended."""
-        self.begun: dict[int, float] = {}
-        """Those of them that had their turn → when, monotonic."""
+        self.begun: dict[Key, float] = {}
+        """Those of them for which the reward was called → when, monotonic."""
         self.starting_since = 0.0
         """Since when a process for the calls is started, monotonic; 0 while none is."""
         self.awake_at = time.monotonic()
         """When the thread was last seen not to be blocked."""
         self._lock = threading.Lock()
         self._added = dict(groups)
-        self._found: dict[int, Rewarded] = {}
+        self._found: dict[Key, Rewarded] = {}
         self._over = False
 
-    def add(self, groups: Mapping[int, Answer]) -> None:
+    def add(self, groups: Mapping[Key, Answer]) -> None:
         with self._lock:
             self.groups |= groups
             self._added |= groups
 
-    def added(self) -> dict[int, Answer]:
-        """Those that were added since the last call; none for a thread that was given up, which may go on."""
+    def added(self) -> dict[Key, Answer]:
+        """Those that were added since the last call; none for a thread that was abandoned, which may go on."""
         self.awake_at = time.monotonic()
         with self._lock:
             added, self._added = ({} if self._over else self._added), {}
             return added
 
-    def found(self, number: int, what: Rewarded) -> None:
+    def found(self, group: Key, what: Rewarded) -> None:
         with self._lock:
             if not self._over:
-                self._found[number] = what
-                del self.groups[number]
-                self.begun.pop(number, None)
+                self._found[group] = what
+                del self.groups[group]
+                self.begun.pop(group, None)
 
-    def take(self) -> dict[int, Rewarded]:
+    def take(self) -> dict[Key, Rewarded]:
         """What has become of groups since the last call."""
         with self._lock:
             found, self._found = self._found, {}
             return found
 
-    def end(self, fault: Callable[[int, bool], RewardFault | None]) -> None:
-        """The thread has ended, or is given up. ``fault``: of a group that has not ended, by its number and whether it
-        was under way; None for one that came too late."""
+    def end(self, fault: Callable[[Key, bool], RewardFault | None]) -> None:
+        """The thread has ended, or is abandoned. ``fault``: of a group that has not ended, and whether it was under
+        way; None for one that came too late."""
         with self._lock:
             self._over = True
-            faults = {number: fault(number, number in self.begun) for number in self.groups}
-            self._found |= {number: one for number, one in faults.items() if one is not None}
+            faults = {group: fault(group, group in self.begun) for group in self.groups}
+            self._found |= {group: one for group, one in faults.items() if one is not None}
 
     def since(self) -> float:
         """When the oldest began of those that are under way, monotonic; without any, when the thread was last awake."""
@@ -105,7 +105,7 @@ class RewardCalls:
     """One instance of the reward. Used by one thread."""
 
     def __init__(self, cfg: Config, waits: Waits, make: Callable[[], RewardFn], decode: Decode | None) -> None:
-        self._waits, self._calls, self._make, self._decode = waits, BoundedCalls(waits), make, decode
+        self._waits, self._calls, self._make, self._decode = waits, UserCalls(waits), make, decode
         self._what, self._concurrency = f"rollout.reward={cfg.rollout.reward}", cfg.rollout.reward_concurrency
         self._timeout_s = cfg.rollout.reward_timeout_s
         self._require_writable = cfg.uses_transfer_queue
@@ -125,10 +125,10 @@ class RewardCalls:
 
     def one(self, answer: Answer) -> Rewarded:
         """Rewards one group alone. Raises Fenced."""
-        attempt, found = RewardAttempt({0: answer}), dict[int, Rewarded]()
+        attempt, found = RewardAttempt({None: answer}), dict[Key, Rewarded]()
         self.run(attempt, lambda: found.update(attempt.take()))
         self._waits.works()
-        return found.get(0) or RewardFault(PluginFailed(f"{self._what} was not called"), away=True)
+        return found.get(None) or RewardFault(PluginFailed(f"{self._what} was not called"), Failure.SERVICE)
 
     def run(self, attempt: RewardAttempt, look: Callable[[], None]) -> None:
         """Rewards the groups of the attempt, and those that are added to it meanwhile. ``look`` is called again and
@@ -146,36 +146,37 @@ class RewardCalls:
             self.make()
             # Of one call of the reward.
             limit_s = max(self._timeout_s, getattr(self._reward, "least_timeout_s", 0.0))
-            error = self._calls.run(self._what, lambda running: asyncio.run(self._all_of(attempt, running, limit_s)),
-                                    limit_s + GRACE_S, shown_after_s=limit_s, since=attempt.since, look=look_on)
+            error = self._calls.run(self._what, lambda call: asyncio.run(self._all_of(attempt, call, limit_s)),
+                                    limit_s + GRACE_S, shown_after_s=limit_s, since=attempt.since, look=look_on
+                                    ).exception()
         except (ConfigError, PluginFailed) as e:
             error = e
         unsaid = "its task was cancelled" if error is None else describe(error)
         hint = error.hint if isinstance(error, ElasticRLError) else ""
 
-        def fault(number: int, is_under_way: bool) -> RewardFault | None:
+        def fault(group: Key, is_under_way: bool) -> RewardFault | None:
             if is_under_way:
-                return RewardFault(PluginFailed(f"{self._what} failed for group {attempt.groups[number][0].ordinal}: "
-                                                f"{unsaid}", hint=hint), shared=True)
+                return RewardFault(PluginFailed(f"{self._what} failed for group {attempt.groups[group][0].ordinal}: "
+                                                f"{unsaid}", hint=hint), Failure.PROCESS)
             return None if error is None else RewardFault(error if isinstance(error, ElasticRLError) else PluginFailed(
-                f"{self._what} was not called: {unsaid}"), away=True)
+                f"{self._what} was not called: {unsaid}"), Failure.SERVICE)
 
         attempt.end(fault)
         look()
 
-    async def _all_of(self, attempt: RewardAttempt, running: Running, limit_s: float) -> None:
-        """Rewards the groups of an attempt. In a thread of its own."""
-        turn, idle, tasks = asyncio.Semaphore(self._concurrency), asyncio.Event(), set[Any]()
+    async def _all_of(self, attempt: RewardAttempt, call: AbandonableCall[None], limit_s: float) -> None:
+        """Rewards the groups of an attempt. In the thread of the call."""
+        free, idle, tasks = asyncio.Semaphore(self._concurrency), asyncio.Event(), set[Any]()
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
-            running.news.set()
+            call.notify()
             if not tasks:
                 idle.set()
 
-        def begin(groups: Mapping[int, Answer]) -> None:
-            for number, answer in groups.items():
-                task = asyncio.create_task(self._one_of(attempt, number, answer, turn, limit_s))
+        def begin(groups: Mapping[Key, Answer]) -> None:
+            for group, answer in groups.items():
+                task = asyncio.create_task(self._one_of(attempt, group, answer, free, limit_s))
                 tasks.add(task)
                 task.add_done_callback(ended)
 
@@ -185,25 +186,25 @@ class RewardCalls:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(idle.wait(), _JOIN_S)
             begin(attempt.added())
-        running.done()
+        call.finish(None)
 
-    async def _one_of(self, attempt: RewardAttempt, number: int, answer: Answer, turn: asyncio.Semaphore,
+    async def _one_of(self, attempt: RewardAttempt, group: Key, answer: Answer, free: asyncio.Semaphore,
                       limit_s: float) -> None:
         (request, answered), reward = answer, self._reward
         assert reward is not None
         named = f"for group {request.ordinal}"
-        async with turn:
+        async with free:
             try:
                 attempt.starting_since = attempt.starting_since or time.monotonic()
                 async with asyncio.timeout(START_S + GRACE_S):
                     await asyncio.to_thread(start_reward, reward)
             except BaseException as e:  # whatever a user's module raises
-                attempt.found(number, RewardFault(
-                    PluginFailed(f"{self._what} cannot be called: {error_text(e)}"), away=True))
+                attempt.found(group, RewardFault(
+                    PluginFailed(f"{self._what} cannot be called: {error_text(e)}"), Failure.SERVICE))
                 return
             finally:
                 attempt.starting_since = 0.0
-            attempt.begun[number] = time.monotonic()
+            attempt.begun[group] = time.monotonic()
             bound = asyncio.timeout(limit_s)
             try:
                 async with bound:
@@ -215,18 +216,18 @@ class RewardCalls:
                     found: Rewarded = [s.rewarded(r.value, {**episode_parts(s), **r.parts}, r.turns)
                                        for s, r in zip(samples, rewards, strict=True)]
             except RewardAway as e:
-                found = RewardFault(e, away=True)
+                found = RewardFault(e, Failure.SERVICE)
             except ProcessLost as e:
-                found = RewardFault(PluginFailed(e.message, hint=e.hint), away=True)
+                found = RewardFault(PluginFailed(e.message, hint=e.hint), Failure.SERVICE)
             except CallLost as e:
                 found = RewardFault(PluginFailed(f"{self._what} failed {named}: {e.message}", hint=TOO_LONG),
-                                    shared=True)
+                                    Failure.PROCESS)
             except BaseException as e:  # whatever a user's function raises: this is no main thread
                 found = RewardFault(
                     PluginFailed(f"{self._what} took longer than {limit_s:g} s {named}", hint=TOO_LONG)
                     if isinstance(e, TimeoutError) and bound.expired() else
                     PluginFailed(f"{self._what} failed {named}: {error_text(e)}"))
-            attempt.found(number, found)
+            attempt.found(group, found)
 
 
 def with_text(sample: Sample, decode: Decode | None) -> Sample:

@@ -16,6 +16,7 @@ from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import SourceFailed
+from elastic_rl.pipeline.sampling.filtering import Filters
 from elastic_rl.pipeline.sampling.generating import Generate, GroupRequests
 from elastic_rl.pipeline.sampling.reward_stream import Judged, RewardStream
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
@@ -66,24 +67,25 @@ class Sampler:
         # Beside the requests: rewards may take as long as the samples, and engines would stand still for them.
         self._side = SideCalls("reward", waits)
         self._side_reads = self._reads.of_thread(self._side.waits)
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._requests.close)
+            closing.callback(self._side.close)
+            self._filters = self._side.call(lambda: Filters(cfg, self._side.waits, other=self._other), Filters.close)
+            closing.callback(self._filters.close)
             self._rewarder = self._side.call(lambda: Rewarder(
                 cfg, self._side.waits, other=self._other, decode=decoder(source), judge=judge), Rewarder.close)
-        except BaseException:
-            self._side.close()
-            self._requests.close()
-            raise
+            closing.callback(self._rewarder.close)
+            closing.callback(self._side.close)  # first of all, so that nothing is under way
+            self._closing = closing.pop_all()
 
     def close(self) -> None:
-        self._side.close()
-        self._rewarder.close()
-        self._requests.close()
+        self._closing.close()
 
     def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
         failed says so itself, and no filter sees it."""
         groups = self._groups(self._prompt_requests(prompts), min_version)
-        return self._side.call(lambda: [(group, self._dropped_because(group)) for group in groups])
+        return self._side.call(lambda: [(group, self._filters.drop_reason(group)) for group in groups])
 
     def training_stream(self, more: More[tuple[int, Prompt]]) -> Iterator[tuple[Group, str]]:
         """As ``training_groups``, of the prompts that ``more`` gives again and again, each group as it finishes. Ends
@@ -92,11 +94,7 @@ class Sampler:
             given = more(wait_s)
             return None if given is None else (self._prompt_requests(given[0]), given[1])
 
-        return self._stream(requests, self._dropped_because)
-
-    def _dropped_because(self, group: Group) -> str:
-        """In the thread of the rewards."""
-        return "" if group.failed else self._rewarder.dropped_because(group)
+        return self._stream(requests, self._filters.drop_reason)
 
     def _prompt_requests(self, prompts: Sequence[tuple[int, Prompt]]) -> list[PromptRequest]:
         if not prompts:

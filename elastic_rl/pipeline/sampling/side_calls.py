@@ -1,13 +1,14 @@
-"""Calls that a thread of its own makes, one after the other, while the loop goes on with something else."""
+"""Calls that a second thread makes, one after the other, while the loop goes on with something else."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 from elastic_rl.pipeline.waits import WaitRelay, Waits
+from elastic_rl.runtime.abandonable import AbandonableCalls
 
 T = TypeVar("T")
 _SLICE_S = 0.1
@@ -25,31 +26,27 @@ class SideCalls:
         self._loop, self._ending, self._relay = waits, threading.Event(), WaitRelay()
         self.waits = Waits(self._relay, self._ending)
         self.waits.stage(name)
-        self._thread = ThreadPoolExecutor(1, name)
-        self._submitted: list[Future[Any]] = []
-        """Those that have not ended, and some that have."""
+        self._calls = AbandonableCalls(name, 1)
         self._shows = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Makes the call after those before it."""
-        future = self._thread.submit(call)
-        self._submitted = [f for f in self._submitted if not f.done()] + [future]
-        return future
+        """Makes the call after those before it. Raises CallRefused once the loop has given one up, since it ends."""
+        return self._calls.begin(call).future
 
     def call(self, call: Callable[[], T], unwanted: Callable[[T], object] = lambda found: None) -> T:
         """What the call returns or raises. Raises Fenced when the loop is to end; ``unwanted`` then gets what the call
         returns, if it does."""
-        future = self.submit(call)
+        def look() -> None:
+            self.show()
+            self._loop.pause(0.0)
+
+        found = self._calls.begin(call).result(look, every_s=_SLICE_S, late=unwanted)
         try:
-            while not wait([future], timeout=_SLICE_S).done:
-                self.show()
-                self._loop.pause(0.0)
             self.show()
         except BaseException:
-            future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else unwanted(
-                done.result()))
+            unwanted(found)
             raise
-        return future.result()
+        return found
 
     def show(self) -> bool:
         """Has the loop wait for what a call waits for; whether one does. Raises Fenced when the loop is to end."""
@@ -64,5 +61,4 @@ class SideCalls:
     def close(self) -> None:
         """Ends the call that is under way with Fenced, and makes no other."""
         self._ending.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        wait([f for f in self._submitted if not f.cancelled()], timeout=_END_S)
+        self._calls.close(_END_S)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from elastic_rl.errors import ElasticRLError, Fenced, SourceFailed
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.user_code import describe
+from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused
 
 T = TypeVar("T")
 _SLICE_S = 0.1
@@ -19,16 +20,17 @@ SHOWN_AFTER_S = 10.0
 
 
 class SourceReads:
-    """Reads, one at a time, each in a daemon thread. Used by one thread.
+    """Reads, one at a time. Used by one thread.
 
-    A read is not given up for another one: a source is asked by one thread only, and what it waits for is away for the
-    next read too. So no more than one thread is ever left behind.
+    No read is abandoned for another one: a source is asked by one thread only, and what it waits for is away for the
+    next read too. Only a loop that is to end abandons one.
     """
 
     def __init__(self, named: str, waits: Waits, turn: threading.Lock | None = None) -> None:
         """``named``: the setting's value, for texts. ``turn``: shared by the readers of several threads, of which one
         asks the source at a time."""
         self._named, self._waits, self._turn = named, waits, turn or threading.Lock()
+        self._calls = AbandonableCalls("source", 1)
 
     def of_thread(self, waits: Waits) -> SourceReads:
         """Reads of the same source by another thread, which has these waits."""
@@ -45,27 +47,24 @@ class SourceReads:
             self._turn.release()
 
     def _read(self, what: str, call: Callable[[], T]) -> T:
-        done, found, errors = threading.Event(), list[T](), list[BaseException]()
-
-        def body() -> None:
-            try:
-                found.append(call())
-            except BaseException as e:  # whatever a user's source raises
-                errors.append(e)
-            finally:
-                done.set()
-
-        threading.Thread(target=body, name="source", daemon=True).start()
         began = time.monotonic()
-        while not done.wait(_SLICE_S):
+
+        def look() -> None:
             if time.monotonic() - began > SHOWN_AFTER_S:
                 self._waits.waits("source", f"data.source={self._named} to {what}, which has taken longer than "
                                   f"{SHOWN_AFTER_S:g} s (if it never returns, correct it, and `elastic-rl restart "
                                   "roles/actor`)")
             else:
                 self._waits.pause(0.0)
-        if not errors:
-            return found[0]
-        if isinstance(errors[0], ElasticRLError) and not isinstance(errors[0], Fenced):
-            raise errors[0]
-        raise SourceFailed(f"data.source={self._named} failed to {what}: {describe(errors[0])}") from errors[0]
+
+        try:
+            reading = self._calls.begin(call)
+        except CallRefused as e:
+            raise SourceFailed(f"data.source={self._named} is not asked to {what}: {e.message}") from e
+        reading.wait(look, every_s=_SLICE_S)
+        error = reading.future.exception()
+        if error is None:
+            return reading.future.result()
+        if isinstance(error, ElasticRLError) and not isinstance(error, Fenced):
+            raise error
+        raise SourceFailed(f"data.source={self._named} failed to {what}: {describe(error)}") from error

@@ -51,8 +51,8 @@ class EpisodeRoles(Roles):
     loop: asyncio.AbstractEventLoop
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int,  # type: ignore[override]
-                 suspects: bool = False) -> list[Generated]:
-        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version, suspects),
+                 in_probation: bool = False) -> list[Generated]:
+        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version, in_probation),
                                       fencing.current_term(self.rollout.etcd, self.rollout.ctx.keys))
         return asyncio.run_coroutine_threadsafe(asked, self.loop).result(WAIT_S)
 

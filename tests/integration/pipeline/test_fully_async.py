@@ -49,7 +49,7 @@ def _slow_once(job: SimulatedJob, ordinal: int) -> tuple[threading.Event, list[i
     versions of which they generated it."""
     generate, release, versions = job.roles.generate, threading.Event(), list[int]()
 
-    def held(prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False) -> list[list[Sample]]:
+    def held(prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False) -> list[list[Sample]]:
         found = generate(prompts, min_version)
         if any(p.ordinal == ordinal and p.samples > 1 for p in prompts):  # and no evaluation
             versions.append(found[0][0].oldest_version)

@@ -43,7 +43,7 @@ class Engines:
     def open(self, requests: int) -> None:
         self._gate.release(requests)
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> list[list[Sample]]:
         if self.away.is_set():
             raise EngineFailed("no engine answered in 4 attempts")

@@ -122,7 +122,7 @@ class RolesInTurns(Roles):
         self.holders: list[tuple[int, bool]] = []
         """At each request how many engines had memory, and whether the trainer had."""
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> list[list[Sample]]:
         self.holders.append((sum(e.holds for e in self.engines), self.trainer.has_memory))  # type: ignore[attr-defined]
         return super().generate(prompts, min_version)

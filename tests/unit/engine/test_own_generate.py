@@ -125,8 +125,8 @@ def test_process_that_ends_is_replaced_and_names_nobody(role: RolloutRole, what:
     assert isinstance(_generate(role, "")[0], list)
 
 
-def test_suspects_have_a_process_of_their_own_while_they_are_tried(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
-                                                                   ) -> None:
+def test_groups_in_probation_have_another_process_while_they_are_tried(
+        role: RolloutRole, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends it ends no other group, and it does not stay: it takes as much memory as the other one."""
     monkeypatch.setattr("elastic_rl.engine.own_generate._UNUSED_S", 0.05)
     before, own = _children(), role.generate_fn
@@ -135,11 +135,11 @@ def test_suspects_have_a_process_of_their_own_while_they_are_tried(role: Rollout
     async def both() -> None:
         held = asyncio.create_task(role._bounded(_request(0, "hang"), 1))
         try:
-            bad = await role._bounded(_request(1, "die"), 1, suspect=True)
+            bad = await role._bounded(_request(1, "die"), 1, in_probation=True)
             assert isinstance(bad, GenerateFault) and bad.shared
-            assert isinstance(await role._bounded(_request(2), 1, suspect=True), list)
+            assert isinstance(await role._bounded(_request(2), 1, in_probation=True), list)
             assert not held.done()
-            while own.for_suspects._process._process is not None:
+            while own.for_probation._process._process is not None:
                 await asyncio.sleep(0.01)
         finally:
             held.cancel()
@@ -148,16 +148,16 @@ def test_suspects_have_a_process_of_their_own_while_they_are_tried(role: Rollout
     role.ctx = SimpleNamespace(model_dir="", config=config.load(overrides=[  # type: ignore[assignment]
         "--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=600"]))
     asyncio.run(both())
-    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of the process of suspects")
+    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of the process of probation")
 
 
-def test_process_of_suspects_ends_with_the_role(role: RolloutRole) -> None:
+def test_process_of_probation_ends_with_the_role(role: RolloutRole) -> None:
     before = _children()
-    assert isinstance(asyncio.run(role._bounded(_request(0), 1, suspect=True)), list)
-    of_suspects = _children() - before
-    assert of_suspects
+    assert isinstance(asyncio.run(role._bounded(_request(0), 1, in_probation=True)), list)
+    of_probation = _children() - before
+    assert of_probation
     role.generate_fn.close()  # type: ignore[attr-defined]
-    wait_until(lambda: not _children() & of_suspects, timeout_s=60, what="the end of the process of suspects")
+    wait_until(lambda: not _children() & of_probation, timeout_s=60, what="the end of the process of probation")
 
 
 def test_process_that_cannot_be_started_is_no_fault_of_the_group(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +166,7 @@ def test_process_that_cannot_be_started_is_no_fault_of_the_group(role: RolloutRo
         raise PluginFailed("no memory")
 
     monkeypatch.setattr(OwnGenerate, "start", fails)
-    assert asyncio.run(role._bounded(_request(0), 1, suspect=True)) == GenerateFault("no memory", away="plugin")
+    assert asyncio.run(role._bounded(_request(0), 1, in_probation=True)) == GenerateFault("no memory", away="plugin")
 
 
 def test_process_takes_no_call_before_it_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
     role.working = lambda groups: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
     ended: list[int] = []
 
-    async def bounded(prompt: PromptRequest, min_version: int, suspect: bool) -> Generated:
+    async def bounded(prompt: PromptRequest, min_version: int, in_probation: bool) -> Generated:
         if prompt.ordinal == 0:
             raise EngineFailed("no engine")
         await asyncio.sleep(0.05)

@@ -16,10 +16,11 @@ from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.environments.base import Message, NewEpisode, Observation
 from elastic_rl.environments.episode_time import WAITS
 from elastic_rl.environments.episodes import EpisodeLimits, Episodes
-from elastic_rl.environments.threads import OwnThreads, TookTooLong
+from elastic_rl.environments.threads import OwnThreads
 from elastic_rl.environments.tool_parser import ToolCall
 from elastic_rl.environments.tools import Tool, Tools, ToolsOptions
 from elastic_rl.errors import PluginAway, PluginFailed
+from elastic_rl.runtime.abandonable import CallTookTooLong
 
 _LIMIT_S = 60.0
 _CALL_S = 3000.0
@@ -224,7 +225,7 @@ def test_call_that_takes_too_long_is_left_in_its_thread() -> None:
         threads, held = OwnThreads("it", 2, _CALL_S), Held()
         call = asyncio.ensure_future(threads.run(held))
         await after(loop, _CALL_S + 1)
-        with pytest.raises(TookTooLong):
+        with pytest.raises(CallTookTooLong):
             await call
         assert await threads.run(lambda: 5) == 5
         held.ends.set()

@@ -36,9 +36,9 @@ class Loop:
         stopping, self.calls, self.texts = threading.Event(), list[list[int]](), list[str]()
         self.failed: list[tuple[str, list[int]]] = []
 
-        def call(prompts: Sequence[PromptRequest], min_version: int, suspects: bool) -> Sequence[Generated]:
+        def call(prompts: Sequence[PromptRequest], min_version: int, probation: bool) -> Sequence[Generated]:
             self.calls.append([p.ordinal for p in prompts])
-            return generate([p.ordinal for p in prompts], suspects)
+            return generate([p.ordinal for p in prompts], probation)
 
         def report(stage: str, kind: str, what: str) -> None:
             if kind:
@@ -78,7 +78,7 @@ def test_group_that_cannot_be_generated_is_dropped_if_another_can_be(monkeypatch
 def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     loop: Loop
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         if 6 in ordinals:
             return [GenerateFault("the process died", shared=True) for _ in ordinals]
         return [_good(i) for i in ordinals]
@@ -89,7 +89,7 @@ def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: 
 
 
 class _Processes:
-    """Two processes, of suspects and of others, that have the groups of several requests at once, and end with all of
+    """Two processes, of probation and of others, that have the groups of several requests at once, and end with all of
     them when they have one of the ``culprits``. In the place of the threads that call them, so that the test says what
     runs at the same time."""
 
@@ -98,33 +98,33 @@ class _Processes:
         self._running: dict[bool, list[tuple[Future[Sequence[Generated]], list[int]]]] = {False: [], True: []}
         self.ends, self.turns = {False: 0, True: 0}, {False: 0, True: 0}
         self.starts = True
-        """Whether a process of suspects can be started."""
+        """Whether a process of probation can be started."""
 
-    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int, suspects: bool
+    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int, probation: bool
                ) -> Future[Sequence[Generated]]:
-        self._running[suspects].append((Future(), [request.ordinal for request in requests]))
-        return self._running[suspects][-1][0]
+        self._running[probation].append((Future(), [request.ordinal for request in requests]))
+        return self._running[probation][-1][0]
 
     def shutdown(self, **_: bool) -> None:
         pass
 
-    def turn(self, suspects: bool, *, ends: bool = False) -> None:
+    def turn(self, probation: bool, *, ends: bool = False) -> None:
         """What runs in that process comes to its end."""
-        running, self._running[suspects] = self._running[suspects], []
-        self.turns[suspects] += bool(running)
+        running, self._running[probation] = self._running[probation], []
+        self.turns[probation] += bool(running)
         ends = ends or any(i in self.culprits for _, ordinals in running for i in ordinals)
-        self.ends[suspects] += ends
-        fault = GenerateFault("the process died", shared=True) if self.starts or not suspects else (
+        self.ends[probation] += ends
+        fault = GenerateFault("the process died", shared=True) if self.starts or not probation else (
             GenerateFault("no memory for another process", away="plugin"))
         for future, ordinals in running:
-            future.set_result([fault if ends or (suspects and not self.starts) else _good(i) for i in ordinals])
+            future.set_result([fault if ends or (probation and not self.starts) else _good(i) for i in ordinals])
 
 
 def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes) -> GroupRequests:
     monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])
-    made = GroupRequests(cfg, lambda prompts, version, suspects: [], Waits(lambda *_: None, threading.Event()),
+    made = GroupRequests(cfg, lambda prompts, version, probation: [], Waits(lambda *_: None, threading.Event()),
                          no_engine=str, other=lambda: _request(-1), on_failed=lambda ordinals, why: None)
     made.close()
     made._threads = processes  # type: ignore[assignment]
@@ -149,8 +149,8 @@ def test_end_of_a_process_with_many_groups_takes_few_turns_to_explain(monkeypatc
     assert processes.turns[True] <= 2 + len(culprits) * (2 * 6 + 6), processes.turns
 
 
-def test_groups_are_generated_while_suspects_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspect may take minutes, and ends the process of suspects only."""
+def test_groups_are_generated_while_others_are_in_probation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group in probation may take minutes, and ends the process of probation only."""
     processes, ordinals = _Processes((3,)), itertools.count()
     requests = _requests(monkeypatch, processes)
     requests.add([_request(next(ordinals)) for _ in range(8)], 0)
@@ -165,7 +165,7 @@ def test_groups_are_generated_while_suspects_are_tried_again(monkeypatch: pytest
 
     while not processes._running[True]:
         poll()
-    for _ in range(50):  # the suspects' turn does not end meanwhile
+    for _ in range(50):  # the round of probation does not end meanwhile
         requests.add([_request(next(ordinals))], 0)
         poll()
         processes.turn(False)
@@ -178,7 +178,7 @@ def test_groups_are_generated_while_suspects_are_tried_again(monkeypatch: pytest
     assert processes.ends[True] <= 5, "of halves with the culprit in them, and attempts with it alone"
 
 
-def test_process_of_suspects_that_does_not_start_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_of_probation_that_does_not_start_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without memory for two: what is generated in the other process says nothing of this one."""
     processes, ordinals = _Processes((3,)), itertools.count()
     requests, failed, done = _requests(monkeypatch, processes), list[int](), list[int]()
@@ -188,8 +188,8 @@ def test_process_of_suspects_that_does_not_start_costs_no_group(monkeypatch: pyt
         answered, given_up = requests.poll(0.01)
         done += [request.ordinal for request, _ in answered]
         failed += [group.ordinal for group in given_up]
-        for suspects in (False, True):
-            processes.turn(suspects)
+        for probation in (False, True):
+            processes.turn(probation)
         if processes.turns[True] < 20:
             assert not failed and not set(done) & set(range(8))
             requests.add([_request(next(ordinals))], 0)
@@ -204,13 +204,13 @@ def test_only_groups_that_end_the_process_are_dropped_from_a_stream(monkeypatch:
     lock, running = threading.Lock(), {False: set[int](), True: set[int]()}
     given, found = list[int](), dict[int, bool]()
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         with lock:
-            running[suspects] |= set(ordinals)
-            down = running[suspects] & set(culprits)
+            running[probation] |= set(ordinals)
+            down = running[probation] & set(culprits)
         threading.Event().wait(0.002)
         with lock:
-            running[suspects] -= set(ordinals)
+            running[probation] -= set(ordinals)
         return [GenerateFault("the process died", shared=True) if down else _good(i) for i in ordinals]
 
     loop = Loop(monkeypatch, generate, "--rollout.groups_per_request=1")
@@ -233,7 +233,7 @@ def test_only_groups_that_end_the_process_are_dropped_from_a_stream(monkeypatch:
 def test_function_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [30]
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         left[0] -= len(ordinals)
         return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
 
@@ -246,7 +246,7 @@ def test_function_that_fails_for_every_group_for_a_while_costs_none(monkeypatch:
     """Also after it has worked: what it calls may be away for all groups at any time."""
     left = [0]
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         left[0] -= len(ordinals)
         return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
 
@@ -263,7 +263,7 @@ def test_group_that_waits_for_a_service_is_retried_alone_without_end(monkeypatch
     """As where a tool's service is away: groups that do not need it are generated meanwhile."""
     left = [30]
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         left[0] -= 5 in ordinals
         return [GenerateFault("no answer", away=kind) if i == 5 and left[0] > 0 else _good(i) for i in ordinals]
 
@@ -284,7 +284,7 @@ def test_first_group_that_cannot_be_generated_is_dropped_in_the_end(monkeypatch:
     """As after a restart of the actor: held-out prompts, of which some fail too, show that the function works."""
     held_out = iter(range(1000))
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         return [GenerateFault("bad") if i == 0 or next(held_out) % 2 == 0 else _good(i) for i in ordinals]
 
     loop = Loop(monkeypatch, generate)
@@ -306,8 +306,8 @@ def test_each_group_is_generated_or_dropped_for_its_own_fault(bad: dict[int, boo
     under_way: dict[bool, list[int]] = {False: [], True: []}
     lock = threading.Lock()
 
-    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
-        running = under_way[suspects]
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
+        running = under_way[probation]
         with lock:
             running.extend(ordinals)
             down = [i for i in running if bad.get(i)]

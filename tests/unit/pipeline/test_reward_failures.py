@@ -1,4 +1,4 @@
-"""Whose fault a failing reward is: the rule by itself, and the loop that goes by it."""
+"""The stage reward, of which some groups fail, in every way that a reward can."""
 
 from __future__ import annotations
 
@@ -22,78 +22,14 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.sampling import bounded_calls, reward_calls, rewarding
+from elastic_rl.pipeline.sampling import reward_calls, rewarding, user_calls
 from elastic_rl.pipeline.sampling.generating import Answer
-from elastic_rl.pipeline.sampling.reward_failures import ReportLimit, RewardFailures
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import registry
 from elastic_rl.rewards.base import Reward, RewardAway
 
 SAMPLE = Sample((Segment((1, 2), (-0.5, -0.5), version=3),))
-
-
-# -- the rule ----------------------------------------------------------------------------------------------------------
-
-
-def test_group_is_dropped_after_its_attempts_while_the_reward_works() -> None:
-    failures = RewardFailures(attempts=3, max_share=0.5, window=8)
-    failures.rewarded(7)
-    assert [failures.failed([4], reward_works=True) for _ in range(3)] == [[], [], [4]]
-
-
-def test_no_group_is_dropped_while_the_reward_works_for_none() -> None:
-    failures = RewardFailures(attempts=1, max_share=1.0, window=8)
-    assert not any(failures.failed([0, 1, 2], reward_works=False) for _ in range(100))
-    assert not failures.is_exhausted([0, 1, 2])
-    assert failures.failed([1], reward_works=True) == [1]
-
-
-def test_share_of_dropped_groups_is_bounded_until_others_are_rewarded() -> None:
-    failures = RewardFailures(attempts=1, max_share=0.5, window=4)
-    assert failures.failed([0, 1, 2], reward_works=True) == [0, 1]
-    assert failures.is_exhausted([2]) and failures.failed([2], reward_works=True) == []
-    failures.rewarded(3)
-    assert failures.failed([2], reward_works=True) == [2]
-    assert RewardFailures(attempts=1, max_share=0.0, window=4).failed([0], reward_works=True) == []
-    assert RewardFailures(attempts=1, max_share=0.01, window=4).failed([0], reward_works=True) == [0]
-
-
-rounds = st.lists(st.tuples(st.sets(st.integers(0, 9), max_size=6), st.booleans(), st.integers(0, 3)), max_size=40)
-
-
-@given(rounds, st.integers(1, 4), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.integers(1, 12))
-def test_drops_stay_within_attempts_and_share(rounds: list[tuple[set[int], bool, int]], attempts: int, share: float,
-                                              window: int) -> None:
-    failures = RewardFailures(attempts=attempts, max_share=share, window=window)
-    counted: dict[int, int] = {}
-    outcomes: list[bool] = []
-    for failed, works, rewarded in rounds:
-        failures.rewarded(rewarded)
-        outcomes += [False] * rewarded
-        dropped = failures.failed(sorted(failed), reward_works=works)
-        for group in failed if works else ():
-            counted[group] = counted.get(group, 0) + 1
-        assert works or not dropped
-        for group in dropped:
-            assert group in failed and counted.pop(group) >= attempts
-        outcomes += [True] * len(dropped)
-        assert sum(outcomes[-window:]) <= (max(1, int(share * window)) if share else 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 30)), max_size=40))
-def test_reports_are_rare_and_count_everything(added: list[tuple[int, float]]) -> None:
-    limit, now, reported, total, times = ReportLimit(60.0), 0.0, 0, 0, list[float]()
-    for count, pause_s in added:
-        now, total = now + pause_s, total + count
-        if told := limit.add(count, now):
-            times.append(now)
-            reported += told
-    assert reported + limit.add(0, now + 1000.0) == total
-    assert all(later - earlier >= 60.0 for earlier, later in zip(times, times[1:], strict=False))
-
-
-# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 class Loop:
@@ -109,7 +45,7 @@ class Loop:
                     stopping.set()
 
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
-        monkeypatch.setattr(bounded_calls, "_SLICE_S", 0.01)
+        monkeypatch.setattr(user_calls, "_SLICE_S", 0.01)
         monkeypatch.setattr(rewarding, "_RETRY_S", (0.001, 0.01))
         monkeypatch.setattr(rewarding, "_LOOK_S", 0.01)
         cfg = config.load(overrides=["--rollout.reward=mine", *settings])
@@ -307,7 +243,7 @@ def test_reward_that_takes_too_long_again_holds_up_no_group_that_comes_later(mon
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_group_that_may_not_be_dropped_holds_up_no_other(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
-    """It is tried again without end, and is rewarded when its reward has recovered. ``blocks``: a suspect."""
+    """It is tried again without end, and is rewarded when its reward has recovered. ``blocks``: in probation."""
     recovered, released = threading.Event(), threading.Event()
     tries, given = [0], list[int]()
 

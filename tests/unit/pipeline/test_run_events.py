@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, StepMetrics
-from elastic_rl.pipeline.records.run_events import RunEvents
+from elastic_rl.pipeline.records.run_events import ReportLimit, RunEvents
 
 
 @pytest.mark.parametrize(("staleness", "difference", "told"), [
@@ -53,3 +55,15 @@ def test_actor_that_takes_over_reports_the_recovery_of_groups_that_were_lost_and
     events = RunEvents(EventLog(log), Keys("job"), emit)  # type: ignore[arg-type]
     events.trainers_recovered(set(), at_step=3, step=3, version=3)
     assert kinds == recovered
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 30)), max_size=40))
+def test_reports_are_rare_and_count_everything(added: list[tuple[int, float]]) -> None:
+    limit, now, reported, total, times = ReportLimit(60.0), 0.0, 0, 0, list[float]()
+    for count, pause_s in added:
+        now, total = now + pause_s, total + count
+        if told := limit.add(count, now):
+            times.append(now)
+            reported += told
+    assert reported + limit.add(0, now + 1000.0) == total
+    assert all(later - earlier >= 60.0 for earlier, later in zip(times, times[1:], strict=False))

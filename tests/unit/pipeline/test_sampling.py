@@ -43,7 +43,7 @@ class Loop:
         self.sampler = Sampler(cfg, source, self._generate, self.waits, lambda: self.no_engine,
                                lambda part, ordinals, why: self.failed.append((part, list(ordinals))))
 
-    def _generate(self, requests: Sequence[PromptRequest], min_version: int, suspects: bool) -> list[list[Sample]]:
+    def _generate(self, requests: Sequence[PromptRequest], min_version: int, in_probation: bool) -> list[list[Sample]]:
         self.sent += [request.ordinal for request in requests]
         self.asked += [(request.samples, request.sampling.temperature) for request in requests]
         if len(self.sent) > 1:

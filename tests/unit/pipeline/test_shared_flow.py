@@ -175,7 +175,7 @@ def test_queue_says_that_its_actors_start_and_takes_groups_once_they_have(
     monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", 60.0)
     starting = queue._starting
     room.set()
-    assert starting is not None and "OSError: no room" in str(starting.exception(60))
+    assert starting is not None and "OSError: no room" in str(starting.future.exception(60))
     queue.put(group(0))
     assert SlowActors.made == 2 and set(queue.get([0])) == {0}
 

@@ -29,7 +29,8 @@ from elastic_rl.etcd.records import JobStatus
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.pipeline.records.reporting import step_metrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.pipeline.sampling import bounded_calls, reward_calls
+from elastic_rl.pipeline.sampling import filtering, reward_calls, user_calls
+from elastic_rl.pipeline.sampling.filtering import Filters
 from elastic_rl.pipeline.sampling.reward_calls import RewardFault
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
@@ -39,6 +40,7 @@ from elastic_rl.rewards import filters, registry
 from elastic_rl.rewards.base import Reward, RewardAway
 from elastic_rl.roles.advantages import AdvantagesRole
 from elastic_rl.roles.rollout import RolloutRole
+from elastic_rl.runtime.waiting import wait_until
 
 SAMPLE = Sample((Segment((1, 2), (-0.5, -0.5), version=3),))
 
@@ -119,15 +121,27 @@ class Attempts:
                 self.stopping.set()
 
 
-def _rewarder(monkeypatch: pytest.MonkeyPatch, attempts: Attempts, reward: Any = None, drop: Any = None,
-              timeout_s: float = 60.0, grace_s: float = 0.0) -> Rewarder:
+def _rewarder(monkeypatch: pytest.MonkeyPatch, attempts: Attempts, reward: Any, timeout_s: float = 60.0,
+              grace_s: float = 0.0) -> Rewarder:
     monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
-    monkeypatch.setitem(filters.FILTERS, "mine", drop)
-    monkeypatch.setattr(bounded_calls, "_SLICE_S", 0.01)
-    cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.filters=[mine]"])
-    rollout = cfg.rollout.model_copy(update={"reward_timeout_s": timeout_s})
+    monkeypatch.setattr(user_calls, "_SLICE_S", 0.01)
     monkeypatch.setattr(reward_calls, "GRACE_S", grace_s)
-    return Rewarder(cfg.model_copy(update={"rollout": rollout}), attempts.waits, other=_nothing)
+    return Rewarder(_within(timeout_s, "--rollout.reward=mine"), attempts.waits, other=_nothing)
+
+
+def _filters(monkeypatch: pytest.MonkeyPatch, drop: Any, timeout_s: float = 60.0, attempts: Attempts | None = None,
+             other: Callable[[int], tuple[Prompt, Sample]] | None = None) -> Filters:
+    monkeypatch.setitem(filters.FILTERS, "mine", drop)
+    monkeypatch.setattr(user_calls, "_SLICE_S", 0.01)
+    monkeypatch.setattr(filtering, "_RETRY_S", (0.001, 0.01))
+    return Filters(_within(timeout_s, "--rollout.filters=[mine]", "--rollout.reward_attempts=2",
+                           "--train.prompts_per_step=4", "--rollout.groups_per_request=1"),
+                   (attempts or Attempts()).waits, other=other or _nothing)
+
+
+def _within(timeout_s: float, *settings: str) -> Config:
+    cfg = config.load(overrides=list(settings))
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"reward_timeout_s": timeout_s})})
 
 
 def _attempt(rewarder: Rewarder, request: PromptRequest) -> None:
@@ -206,12 +220,13 @@ def test_task_that_ignores_its_end_costs_no_reward(monkeypatch: pytest.MonkeyPat
         return [Reward(1.0) for _ in samples]
 
     rewarder = _rewarder(monkeypatch, attempts, reward)
-    for _ in range(bounded_calls._MAX_LEFT):
+    for _ in range(user_calls._MAX_THREADS):
         assert _values(rewarder.groups([_request(0)], [[SAMPLE]])) == [[1.0]]
-    with pytest.raises(PluginFailed, match="waits until one of 16 earlier calls ends"):
+    with pytest.raises(PluginFailed, match="all 16 threads run calls that were abandoned"):
         _attempt(rewarder, _request(0))
     released.set()
-    assert _values(rewarder.groups([_request(0)], [[SAMPLE]])) == [[1.0]] or attempts.texts
+    wait_until(lambda: rewarder._reward._calls._calls.held_s is None, timeout_s=60, what="the end of a thread")
+    assert _values(rewarder.groups([_request(0)], [[SAMPLE]])) == [[1.0]]
 
 
 def test_blocking_rewards_far_below_the_limit_each_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +288,10 @@ def test_whatever_a_reward_or_filter_raises_is_a_fault_of_the_plugin(monkeypatch
     def drop(group: Group) -> str:
         raise raised
 
-    rewarder = _rewarder(monkeypatch, Attempts(), reward, drop)
     with pytest.raises(PluginFailed, match=type(raised).__name__):
-        _attempt(rewarder, _request(0))
+        _attempt(_rewarder(monkeypatch, Attempts(), reward), _request(0))
     with pytest.raises(PluginFailed, match=type(raised).__name__):
-        rewarder._dropped_because(Group(0, Prompt((1,)), (SAMPLE,)))
+        _filters(monkeypatch, drop).attempt(_group(0))
 
 
 class Endless(dict[str, float]):
@@ -318,13 +332,60 @@ def test_filter_that_blocks_or_returns_no_text_is_a_fault_of_the_plugin(monkeypa
         released.wait(60)
         return ""
 
-    group = Group(0, Prompt((1,)), (SAMPLE,))
     with pytest.raises(PluginFailed, match="the filter mine for group 0 took longer than 0.1 s"):
-        _rewarder(monkeypatch, Attempts(), drop=blocks, timeout_s=0.1)._dropped_because(group)
+        _filters(monkeypatch, blocks, timeout_s=0.1).attempt(_group(0))
     with pytest.raises(PluginFailed, match="not NoneType"):
-        _rewarder(monkeypatch, Attempts(), drop=lambda g: None)._dropped_because(group)
-    rewarder = _rewarder(monkeypatch, Attempts(), drop=lambda g: "\udc80" * 200)
-    assert rewarder.dropped_because(group) == plain("?" * 200, 100)
+        _filters(monkeypatch, lambda g: None).attempt(_group(0))
+    assert _filters(monkeypatch, lambda g: "\udc80" * 200).drop_reason(_group(0)) == plain("?" * 200, 100)
+
+
+def _group(ordinal: int) -> Group:
+    return Group(ordinal, Prompt((1,)), (SAMPLE,))
+
+
+def _fails_for_odd_groups(group: Group) -> str:
+    if group.ordinal % 2 and group.ordinal > 0:
+        raise ValueError("odd")
+    return ""
+
+
+def _held_out(number: int) -> tuple[Prompt, Sample]:
+    return Prompt((number,)), SAMPLE
+
+
+def test_group_for_which_a_filter_fails_is_dropped_while_it_works_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _filters(monkeypatch, _fails_for_odd_groups, attempts=Attempts(1 << 20))
+    assert [found.drop_reason(_group(i)) for i in range(3)] == ["", filtering.FILTER_FAILED, ""]
+
+
+def test_first_group_for_which_a_filter_fails_is_dropped_when_it_works_for_a_held_out_prompt(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _filters(monkeypatch, _fails_for_odd_groups, attempts=Attempts(1 << 20), other=_held_out)
+    assert found.drop_reason(_group(1)) == filtering.FILTER_FAILED
+
+
+def test_filter_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [20]
+
+    def drop(group: Group) -> str:
+        left[0] -= 1
+        if left[0] > 0:
+            raise ConnectionError("the service is away")
+        return "too easy"
+
+    attempts = Attempts(1 << 20)
+    assert _filters(monkeypatch, drop, attempts=attempts, other=_held_out).drop_reason(_group(1)) == "too easy"
+    assert "the service is away" in attempts.texts[0]
+
+
+def test_filter_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(100)
+    found = _filters(monkeypatch, _fails_for_odd_groups, attempts=attempts)
+    assert not found.drop_reason(_group(0))
+    assert {found.drop_reason(_group(i)) for i in (1, 3)} == {filtering.FILTER_FAILED}
+    with pytest.raises(Fenced):
+        found.drop_reason(_group(5))
+    assert "rollout.max_failed_rewards" in attempts.texts[-1]
 
 
 # -- generation --------------------------------------------------------------------------------------------------------

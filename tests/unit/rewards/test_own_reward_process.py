@@ -16,10 +16,13 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import ConfigError, Fenced, PluginFailed
+from elastic_rl.pipeline.sampling.filtering import Filters
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
+from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.process import CallLost, PluginProcess
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
@@ -125,19 +128,24 @@ async def _one(reward: Any, what: str, limit_s: float = 60.0, **metadata: Any) -
     return float(found.value)
 
 
-def _rewarder(stopping: threading.Event, *settings: str, texts: list[str] | None = None,
-              stop_at_first: bool = False) -> Rewarder:
-    """Calls of a reward that do not end are given up after some seconds. ``texts``: gets those of its waits.
-    ``stop_at_first``: the first of them stops it."""
-    def report(stage: str, kind: str, what: str) -> None:
-        if kind and texts is not None:
-            texts.append(what)
-            if stop_at_first:
-                stopping.set()
-
+def _rewarder(stopping: threading.Event, *settings: str, texts: list[str] | None = None) -> Rewarder:
+    """Calls of a reward that do not end are given up after some seconds. ``texts``: gets those of its waits."""
     cfg = config.load(overrides=[f"--rollout.reward={NAME}", "--rollout.reward_timeout_s=3",
                                  "--rollout.reward_attempts=1", *settings])
-    return Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), "other"), SAMPLE))
+    return Rewarder(cfg, _waits(stopping, texts), other=_other)
+
+
+def _filters(texts: list[str] | None = None, *settings: str) -> Filters:
+    return Filters(config.load(overrides=["--rollout.filters=['poison_reward:drops']", "--rollout.reward_attempts=1",
+                                          *settings]), _waits(threading.Event(), texts), other=_other)
+
+
+def _waits(stopping: threading.Event, texts: list[str] | None) -> Waits:
+    return Waits(lambda stage, kind, what: texts.append(what) if kind and texts is not None else None, stopping)
+
+
+def _other(number: int) -> tuple[Prompt, Sample]:
+    return Prompt((1,), "other"), SAMPLE
 
 
 def _groups(rewarder: Rewarder, *texts: str) -> list[Group]:
@@ -250,24 +258,24 @@ def test_reward_that_cannot_be_started_is_a_wrong_setting() -> None:
 
 def test_filters_end_when_the_reward_beside_them_cannot_be_made() -> None:
     before, threads = _children(), threading.active_count()
+    cfg = config.load(overrides=["--rollout.filters=['poison_reward:drops']", "--rollout.reward=no_such_module:f"])
     for _ in range(3):  # as the loop tries again
         with pytest.raises(ConfigError, match="no_such_module"):
-            _rewarder(threading.Event(), "--rollout.filters=['poison_reward:drops']",
-                      "--rollout.reward=no_such_module:f")
+            Sampler(cfg, make_source(cfg), lambda *asked: [], _waits(threading.Event(), None))
     wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
                what="the end of their processes and threads")
 
 
-@pytest.mark.parametrize("setting", ["--rollout.reward=slow_reward:poison",
-                                     "--rollout.filters=['slow_reward:drops']"])
+@pytest.mark.parametrize(("make", "setting"), [(Rewarder, "--rollout.reward=slow_reward:poison"),
+                                               (Filters, "--rollout.filters=['slow_reward:drops']")])
 def test_slow_import_is_shown_and_does_not_keep_the_loop_from_ending(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str) -> None:
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: type[Rewarder | Filters], setting: str) -> None:
     released = tmp_path / "released"
     (tmp_path / "slow_reward.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(released)!r}): time.sleep(0.05)\n"
         "from poison_reward import drops, poison\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("elastic_rl.pipeline.sampling.bounded_calls.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.user_calls.SHOWN_AFTER_S", 0.1)
     stopping, shown, before, threads = threading.Event(), list[str](), _children(), threading.active_count()
 
     def report(stage: str, kind: str, what: str) -> None:
@@ -276,7 +284,7 @@ def test_slow_import_is_shown_and_does_not_keep_the_loop_from_ending(
             stopping.set()
 
     with pytest.raises(Fenced):
-        Rewarder(config.load(overrides=[setting]), Waits(report, stopping), other=lambda number: (Prompt((1,)), SAMPLE))
+        make(config.load(overrides=[setting]), Waits(report, stopping), other=_other)
     assert shown[0].startswith("plugin: the start of ") and "slow_reward" in shown[0]
     released.touch()
     wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
@@ -345,7 +353,7 @@ def test_group_that_ends_its_process_again_and_again_ends_that_of_no_other() -> 
     wait_until(lambda: _children() <= before, timeout_s=60, what="the end of both processes")
 
 
-def test_process_of_suspects_ends_with_the_last_one() -> None:
+def test_process_of_probation_ends_with_the_last_group() -> None:
     """It takes as much memory as that of the others."""
     rewarder = _rewarder(threading.Event(), "--rollout.max_failed_rewards=1")
     one = len(_children())
@@ -403,22 +411,20 @@ def test_calls_of_many_threads_and_a_closing_owner_all_end() -> None:
 
 def test_filter_that_hangs_kills_or_fails_for_a_group_drops_it() -> None:
     before = threading.active_count()
-    rewarder = _rewarder(threading.Event(), "--rollout.filters=['poison_reward:drops']",
-                         "--rollout.reward_timeout_s=2")
+    filters = _filters(None, "--rollout.reward_timeout_s=2")
     texts = ("ok", "drop", "block", "ok", "regex", "_exit", "raise", "number", "ok")
-    found = [rewarder.dropped_because(Group(i, Prompt((1,), text), (SAMPLE,))) for i, text in enumerate(texts)]
+    found = [filters.drop_reason(Group(i, Prompt((1,), text), (SAMPLE,))) for i, text in enumerate(texts)]
     failed = "filter failed"
     assert found == ["", "drop", failed, "", failed, failed, failed, failed, ""]
-    rewarder.close()
+    filters.close()
     wait_until(lambda: threading.active_count() <= before + 1, timeout_s=60, what="the end of the threads")
 
 
-def test_filter_that_fails_for_the_first_group_is_waited_for() -> None:
-    stopping, texts = threading.Event(), list[str]()
-    rewarder = _rewarder(stopping, "--rollout.filters=['poison_reward:drops']", texts=texts, stop_at_first=True)
-    with pytest.raises(Fenced):
-        rewarder.dropped_because(Group(0, Prompt((1,), "raise"), (SAMPLE,)))
-    rewarder.close()
+def test_filter_that_fails_names_its_error() -> None:
+    texts: list[str] = []
+    filters = _filters(texts)
+    assert filters.drop_reason(Group(0, Prompt((1,), "raise"), (SAMPLE,))) == "filter failed"
+    filters.close()
     assert "the filter poison_reward:drops failed for group 0: ValueError: not this one" in texts[0]
 
 
