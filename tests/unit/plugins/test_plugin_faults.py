@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -225,8 +226,14 @@ def test_task_that_ignores_its_end_costs_no_reward(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PluginFailed, match="all 16 threads run calls that were abandoned"):
         _attempt(rewarder, _request(0))
     released.set()
-    wait_until(lambda: rewarder._reward._calls._calls.held_s is None, timeout_s=60, what="the end of a thread")
-    assert _values(rewarder.groups([_request(0)], [[SAMPLE]])) == [[1.0]]
+
+    def works() -> bool:
+        with contextlib.suppress(PluginFailed):
+            _attempt(rewarder, _request(0))
+            return True
+        return False
+
+    wait_until(works, timeout_s=60, what="the end of an earlier call")
 
 
 def test_blocking_rewards_far_below_the_limit_each_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
