@@ -19,7 +19,7 @@ _MAX_AGE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Health:
+class EtcdHealth:
     """The last report. ``read_s``: seconds that a linearizable read took."""
 
     members: Sequence[MemberStatus] = ()
@@ -32,18 +32,18 @@ class EtcdProbe:
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._etcd, self._keys = etcd, keys
         self._lock = threading.Lock()
-        self._health, self._at = Health(), 0.0
+        self._health, self._at = EtcdHealth(), 0.0
         self._stopping, self._wanted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="etcd-probe", daemon=True)
         self._thread.start()
 
-    def health(self) -> Health:
+    def health(self) -> EtcdHealth:
         """The last report, an empty one when it is too old; requests a newer one. Never blocks."""
         with self._lock:
             age = time.monotonic() - self._at if self._at else _MAX_AGE_S
             if age >= _EVERY_S:
                 self._wanted.set()
-            return self._health if age < _MAX_AGE_S else Health()
+            return self._health if age < _MAX_AGE_S else EtcdHealth()
 
     def close(self) -> None:
         self._stopping.set()
@@ -62,5 +62,5 @@ class EtcdProbe:
                 log.debug("no report about etcd: %s", e)
                 continue
             with self._lock:
-                self._health, self._at = Health(members, read_s), time.monotonic()
+                self._health, self._at = EtcdHealth(members, read_s), time.monotonic()
             self._stopping.wait(_EVERY_S / 2)

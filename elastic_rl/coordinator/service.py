@@ -27,7 +27,7 @@ from elastic_rl.coordinator.api.authentication import Authenticator
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
-from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
+from elastic_rl.coordinator.api.server import LimitedServer, advertised, bind, make_server
 from elastic_rl.coordinator.api.sessions import SessionStore
 from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
@@ -140,7 +140,8 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
     return 0
 
 
-async def _listen(server: Server, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
+async def _listen(server: LimitedServer, listener: socket.socket, stopping: threading.Event,
+                  election: Election) -> None:
     requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from elastic_rl.config import Config, Stream
-from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
+from elastic_rl.coordinator.etcd_health import EtcdHealth, EtcdProbe
 from elastic_rl.coordinator.records import FaultLog, LastSeen
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.dcs.catalog.reads import newest_number
@@ -95,7 +95,7 @@ class ClusterSnapshot:
     """Unix seconds of the commit, by stream and version, of streams in which an engine or the durable store lags."""
     durable: Mapping[str, int] = field(default_factory=dict)
     """Newest durable version, 0 for none, of each stream that is copied to the durable store."""
-    etcd_health: Health = Health()
+    etcd_health: EtcdHealth = EtcdHealth()
     revisions: Mapping[str, Revisions] = field(default_factory=dict)
     """By key, of every key that was read."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class SnapshotReader:
             external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
             statuses={s.name: s for s in statuses}, operations={o.id: o for o in operations},
             restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,
-            committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else Health(),
+            committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else EtcdHealth(),
             revisions=reading.revisions, unreadable=reading.unreadable)
 
     def _read_lags(self, engines: Iterable[Engine], heads: Mapping[str, Version]

@@ -92,7 +92,7 @@ class Witness(Record):
     """Threads that run or want to, per core, over about the last minute; coarse."""
 
 
-class Finding(OpenEnum):
+class ProcessFinding(OpenEnum):
     GONE = "gone"
     """The process has ended."""
     STOPPED = "stopped"
@@ -105,7 +105,7 @@ class Evidence(Record):
     role: str
     id: str
     incarnation: str
-    finding: Finding
+    finding: ProcessFinding
     at: float
     """Unix seconds, by the witness's clock."""
     by: str

@@ -28,7 +28,7 @@ from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.process_state import ProcessState, Sighting
-from elastic_rl.etcd.records import Evidence, Finding, MemberProcess, Record, Witness
+from elastic_rl.etcd.records import Evidence, MemberProcess, ProcessFinding, Record, Witness
 from elastic_rl.etcd.transaction import Compare, Op
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _JOIN_TIMEOUT_S = 2.0
 _LOAD_CHANGE = 0.25
 """Relative change of the load that is worth a write."""
 
-_STILL = {Finding.GONE: ProcessState.GONE, Finding.STOPPED: ProcessState.STOPPED}
+_STILL = {ProcessFinding.GONE: ProcessState.GONE, ProcessFinding.STOPPED: ProcessState.STOPPED}
 
 Name = tuple[str, str]
 
@@ -82,14 +82,14 @@ class Watched:
                 return replace(self, alive=True, gone_since=None, ran=sighting.ran,
                                stopped_since=now if state is ProcessState.STOPPED else None)
 
-    def finding(self, now: float, *, gone_s: float, stopped_s: float) -> Finding | None:
+    def finding(self, now: float, *, gone_s: float, stopped_s: float) -> ProcessFinding | None:
         """What there is to say about it. ``gone_s``: how long whoever ended it has for deregistering it."""
         if not self.alive:
             return None
         if self.gone_since is not None:
-            return Finding.GONE if now - self.gone_since >= gone_s else None
+            return ProcessFinding.GONE if now - self.gone_since >= gone_s else None
         if self.stopped_since is not None and now - self.stopped_since >= stopped_s:
-            return Finding.STOPPED
+            return ProcessFinding.STOPPED
         return None
 
 
@@ -203,10 +203,10 @@ class HostWitness:
         self._see()
         for name, watched in list(self._watched.items()):
             found = watched.finding(time.monotonic(), gone_s=self._gone_s, stopped_s=self._stopped_s)
-            if found is not None and self._report(watched.process, found) and found is Finding.GONE:
+            if found is not None and self._report(watched.process, found) and found is ProcessFinding.GONE:
                 del self._watched[name]
 
-    def _report(self, process: MemberProcess, finding: Finding) -> bool:
+    def _report(self, process: MemberProcess, finding: ProcessFinding) -> bool:
         """Ends the member's registration with the evidence; whether there is nothing more to do. Raises
         EtcdUnavailable."""
         role, member_id = process.role, process.id

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elastic_rl.config import Config
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Condition
-from elastic_rl.coordinator.etcd_health import Health
+from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.keys import Keys
@@ -198,7 +198,7 @@ def _unreadable(snapshot: ClusterSnapshot) -> Iterator[Condition]:
         yield Condition("record.unreadable", "others", message)
 
 
-def etcd_conditions(health: Health, slow_s: float, full_fraction: float, assumed_quota: int) -> list[Condition]:
+def etcd_conditions(health: EtcdHealth, slow_s: float, full_fraction: float, assumed_quota: int) -> list[Condition]:
     """What is wrong with etcd, as seen by a replica that still reaches a majority. Pure.
 
     ``full_fraction``: part of its quota that a member's database may fill; ``assumed_quota``: bytes, for a member whose

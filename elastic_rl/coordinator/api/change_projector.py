@@ -25,7 +25,7 @@ KINDS = ("job", "pool", "engine", "version", "operation", "alert", "event", "mem
 
 
 @dataclass(frozen=True)
-class Change:
+class ObjectChange:
     """An object that was created or changed, or that is gone."""
 
     revision: int
@@ -51,7 +51,7 @@ class ChangeProjector:
         self._keys, self._replica = keys, replica
         self._parts: dict[str, KeyValue] = {}  # of pools and of the job
         self._alerts: dict[str, str] = {}  # key of an alert's condition → key of its newest record
-        self._projections: dict[str, Callable[[str, WatchEvent], Change | None]] = {
+        self._projections: dict[str, Callable[[str, WatchEvent], ObjectChange | None]] = {
             "pools": self._pool, "job": self._job, "epoch": self._job, "leader": self._job,
             "engines": _record("engine"), "operations": _record("operation"), "members": self._member,
             "alerts": self._alert, "events": _log_entry("event"), "steps": _log_entry("step"), "dcs": _version}
@@ -65,7 +65,7 @@ class ChangeProjector:
             else:
                 self._parts[kv.key] = kv
 
-    def apply(self, event: WatchEvent) -> Change | None:
+    def apply(self, event: WatchEvent) -> ObjectChange | None:
         """The change that a watch event means; None where subscribers see nothing of it, and for a record that this
         release cannot read."""
         name = event.kv.key.removeprefix(self._keys.root)
@@ -85,24 +85,24 @@ class ChangeProjector:
         else:
             self._parts.pop(event.kv.key, None)
 
-    def _pool(self, name: str, event: WatchEvent) -> Change | None:
+    def _pool(self, name: str, event: WatchEvent) -> ObjectChange | None:
         self._remember(event)
         pool = name.split("/")[1]
         spec = self._parts.get(self._keys.pool_spec(pool))
         if spec is None and event.kv.key != self._keys.pool_spec(pool):
             return None
         shown = pools.view(spec, self._parts.get(self._keys.pool_status(pool))) if spec else None
-        return Change(event.kv.mod_revision, "pool", pool, shown.model_dump_json().encode() if shown else None)
+        return ObjectChange(event.kv.mod_revision, "pool", pool, shown.model_dump_json().encode() if shown else None)
 
-    def _job(self, name: str, event: WatchEvent) -> Change:
+    def _job(self, name: str, event: WatchEvent) -> ObjectChange:
         self._remember(event)
         prefix = self._keys.leader_prefix()
         candidates = [kv for key, kv in self._parts.items() if key.startswith(prefix)]
         shown = job_view.view(self._keys, self._replica, self._parts.get(self._keys.job_status()),
                           self._parts.get(self._keys.epoch()), candidates)
-        return Change(event.kv.mod_revision, "job", self._keys.job, shown.model_dump_json().encode())
+        return ObjectChange(event.kv.mod_revision, "job", self._keys.job, shown.model_dump_json().encode())
 
-    def _alert(self, name: str, event: WatchEvent) -> Change | None:
+    def _alert(self, name: str, event: WatchEvent) -> ObjectChange | None:
         condition = name.rpartition("/")[0]
         if event.type == "put":
             self._alerts[condition] = event.kv.key
@@ -112,7 +112,7 @@ class ChangeProjector:
             del self._alerts[condition]
         return _whole("alert", condition.removeprefix("alerts/"), event)
 
-    def _member(self, name: str, event: WatchEvent) -> Change | None:
+    def _member(self, name: str, event: WatchEvent) -> ObjectChange | None:
         if event.type == "put" and event.prev is not None and _is_heartbeat(event.prev.value, event.kv.value):
             return None
         return _whole("member", name.removeprefix("members/"), event)
@@ -132,24 +132,25 @@ def _load(raw: bytes) -> dict[str, Any]:
     return found
 
 
-def _whole(kind: str, name: str, event: WatchEvent) -> Change:
+def _whole(kind: str, name: str, event: WatchEvent) -> ObjectChange:
     """A record as it is stored. Raises ValueError for one that would break the stream's format."""
     if event.type == "delete":
-        return Change(event.kv.mod_revision, kind, name, None)
+        return ObjectChange(event.kv.mod_revision, kind, name, None)
     raw, fields = event.kv.value, _load(event.kv.value)
-    return Change(event.kv.mod_revision, kind, name, orjson.dumps(fields) if b"\n" in raw or b"\r" in raw else raw)
+    broken = b"\n" in raw or b"\r" in raw
+    return ObjectChange(event.kv.mod_revision, kind, name, orjson.dumps(fields) if broken else raw)
 
 
-def _record(kind: str) -> Callable[[str, WatchEvent], Change | None]:
-    def project(name: str, event: WatchEvent) -> Change:
+def _record(kind: str) -> Callable[[str, WatchEvent], ObjectChange | None]:
+    def project(name: str, event: WatchEvent) -> ObjectChange:
         return _whole(kind, name.partition("/")[2], event)
 
     return project
 
 
-def _log_entry(kind: str) -> Callable[[str, WatchEvent], Change | None]:
+def _log_entry(kind: str) -> Callable[[str, WatchEvent], ObjectChange | None]:
     """Entries of a log; that old ones are trimmed is not a change."""
-    def project(name: str, event: WatchEvent) -> Change | None:
+    def project(name: str, event: WatchEvent) -> ObjectChange | None:
         if event.type == "delete":
             return None
         entry = name.partition("/")[2]
@@ -158,7 +159,7 @@ def _log_entry(kind: str) -> Callable[[str, WatchEvent], Change | None]:
     return project
 
 
-def _version(name: str, event: WatchEvent) -> Change | None:
+def _version(name: str, event: WatchEvent) -> ObjectChange | None:
     parts = name.split("/")  # dcs/streams/<stream>/versions/<number>
     if len(parts) != 5 or parts[1] != "streams" or parts[3] != "versions":
         return None

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic_rl.coordinator.api.change_projector import Change, ChangeProjector
+from elastic_rl.coordinator.api.change_projector import ChangeProjector, ObjectChange
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient, Watch
@@ -40,14 +40,14 @@ class Subscription:
 
     kinds: frozenset[str]
     """Kinds of changes that it gets; empty for all."""
-    missed: list[Change] | None = None
+    missed: list[ObjectChange] | None = None
     """Changes since the revision that it resumes from; None where they are no longer known."""
     ended: bool = False
     """No more changes will come: the subscriber was too slow, or the watch has ended."""
-    _pending: list[Change] = field(default_factory=list)
+    _pending: list[ObjectChange] = field(default_factory=list)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def offer(self, change: Change) -> None:
+    def offer(self, change: ObjectChange) -> None:
         """Queues a change for the subscriber."""
         if self.kinds and change.kind not in self.kinds:
             return
@@ -62,7 +62,7 @@ class Subscription:
         self.ended = True
         self._ready.set()
 
-    async def take(self, timeout_s: float) -> list[Change]:
+    async def take(self, timeout_s: float) -> list[ObjectChange]:
         """Changes since the last call. Waits up to ``timeout_s`` for the first one, and returns [] when none came."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -84,7 +84,7 @@ class ChangeStream:
         self._joining = 0  # subscribers that wait for the watch to start
         self._start_lock = asyncio.Lock()
         self._watcher: _Watcher | None = None
-        self._history: deque[Change] = deque()
+        self._history: deque[ObjectChange] = deque()
         self._floor = 0  # every change of a later revision is in ``_history``
         self._idle: asyncio.TimerHandle | None = None
 
@@ -139,7 +139,7 @@ class ChangeStream:
         threading.Thread(target=watcher.run, args=(loop, self), name="change-stream", daemon=True).start()
 
     # -- called by the watcher's thread through the loop ------------------------------------------------------------
-    def publish(self, watcher: _Watcher, changes: list[Change]) -> None:
+    def publish(self, watcher: _Watcher, changes: list[ObjectChange]) -> None:
         if watcher is not self._watcher:
             return
         for change in changes:
@@ -194,9 +194,9 @@ class _Watcher:
             self._watch.close()
             _call(loop, stream.watch_ended, self)
 
-    def _next(self) -> list[Change]:
+    def _next(self) -> list[ObjectChange]:
         """Waits for a change, and returns it with those that have arrived by then."""
-        changes: list[Change] = []
+        changes: list[ObjectChange] = []
         wait_s = _POLL_S
         while len(changes) < MAX_PENDING // 4 and (event := self._watch.get(wait_s)) is not None:
             wait_s = 0.0

@@ -124,12 +124,12 @@ class SamplePage(_Page):
     items: list[SampleRecord]
 
 
-class Health(BaseModel):
+class ReplicaHealth(BaseModel):
     status: str
     replica: str
 
 
-class Readiness(Health):
+class Readiness(ReplicaHealth):
     leader: str | None
 
 

@@ -13,11 +13,11 @@ from elastic_rl.coordinator.api.context import Ctx
 from elastic_rl.coordinator.api.models import (
     AlertPage,
     EnginePage,
-    Health,
     MemberPage,
     OperationPage,
     PoolPage,
     Readiness,
+    ReplicaHealth,
     StepPage,
     VersionPage,
 )
@@ -41,7 +41,7 @@ _SCANNED = 2_000
 def install(app: FastAPI) -> None:
     """Adds the routes."""
     for path, answer, handler, route in (
-            ("/healthz", Health, healthz, route_docs.HEALTH), ("/readyz", Readiness, readyz, route_docs.READY),
+            ("/healthz", ReplicaHealth, healthz, route_docs.HEALTH), ("/readyz", Readiness, readyz, route_docs.READY),
             ("/v1/job", JobView, job, route_docs.JOB),
             ("/v1/pools", PoolPage, list_pools, route_docs.POOLS),
             ("/v1/pools/{name}", PoolView, one_pool, route_docs.POOL),
@@ -62,9 +62,9 @@ class _Text(Response):
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------
-async def healthz(ctx: Ctx) -> Health:
+async def healthz(ctx: Ctx) -> ReplicaHealth:
     """Does not depend on etcd."""
-    return Health(status="ok", replica=ctx.election.replica)
+    return ReplicaHealth(status="ok", replica=ctx.election.replica)
 
 
 def readyz(ctx: Ctx) -> Readiness:

@@ -27,7 +27,7 @@ _UNACKNOWLEDGED_MS = 30_000
 _BACKLOG = 256
 
 
-class Server(uvicorn.Server):
+class LimitedServer(uvicorn.Server):
     """Uvicorn without its signal handlers, since a replica resigns before it stops to answer, and with an ``Acceptor``
     in place of asyncio's, which has no limits."""
 
@@ -49,12 +49,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> Server:
+def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> LimitedServer:
     """``limits``: of idle connections; default: as many as this process may have. The state of each request's scope has
     its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings cannot be used."""
     context = tls.server_context(cfg)
     limits = limits or limits_of_process(cfg.max_requests + cfg.max_streams)
-    return Server(uvicorn.Config(
+    return LimitedServer(uvicorn.Config(
         app, interface="asgi3", http=_Protocol, ws="none", log_config=None, access_log=False, lifespan="off",
         server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_HEADER_BYTES,

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from elastic_rl.coordinator.api import job_snapshot, pages
-from elastic_rl.coordinator.api.change_projector import Change
+from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import ChangeStream, Subscription
 from elastic_rl.coordinator.api.context import Context, Ctx
 from elastic_rl.coordinator.api.models import EventPage
@@ -129,7 +129,7 @@ def _kept(ctx: Context, limit: int, since: int | None) -> tuple[list[KeyValue], 
     return sorted((kv for kv in found if kv.mod_revision <= revision), key=lambda kv: kv.mod_revision), revision
 
 
-def _event_change_frame(change: Change) -> bytes:
+def _event_change_frame(change: ObjectChange) -> bytes:
     raw = change.object or b"{}"
     return _event_frame(change.revision, raw, str(orjson.loads(raw).get("kind", "")))
 
@@ -140,7 +140,7 @@ def _event_frame(revision: int, raw: bytes, kind: str) -> bytes:
 
 
 async def _frames(ctx: Context, subscription: Subscription, request: Request, first: bytes, revision: int,
-                  encode: Callable[[Change], bytes]) -> AsyncGenerator[bytes, None]:
+                  encode: Callable[[ObjectChange], bytes]) -> AsyncGenerator[bytes, None]:
     """``first``, then the changes of revisions after ``revision``, until the subscription ends, the replica stops, or
     the caller's token or session does. Yields nothing now and then, so that the sender sees a client that has gone."""
     sent_at = checked_at = time.monotonic()

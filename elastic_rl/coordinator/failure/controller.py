@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import Fault
-from elastic_rl.coordinator.membership.registry import Change
+from elastic_rl.coordinator.membership.registry import Transition
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
@@ -33,7 +33,7 @@ BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
 _AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.GROUPS.items()}
 _MAX_COUNTED = 256
-_FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
+_FAULTS = {Transition.DIED: Fault.DEAD, Transition.HUNG: Fault.HUNG}
 
 
 class FailureController:
@@ -42,7 +42,7 @@ class FailureController:
         self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
         self._counted: deque[str] = deque(maxlen=_MAX_COUNTED)
 
-    def record_fault(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
+    def record_fault(self, member: LastSeen, change: Transition, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
         """Adds a fault to the log of its target, where the policy counts it or acts on it."""
         fault = _FAULTS[change]
         rule = policy.rule_for(member.role, fault)

@@ -30,7 +30,7 @@ class Fault(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class FailureRule:
     """One line of the policy. ``counts``: whether the part's faults use up a budget of restarts in place."""
 
     part: str
@@ -51,36 +51,36 @@ def _goes_on(group: GroupSpec) -> str:
     return f"resumes from {group.state}" if group.trains else "loads the policy again; nothing goes back"
 
 
-POLICY: tuple[Rule, ...] = (
-    Rule("engine", Fault.DEAD, RecoveryAction.NONE,
-         "the driver replaces it; the replacement pulls the weights, is verified, and becomes routable",
-         "training and all other engines"),
-    Rule("engine", Fault.HUNG, RecoveryAction.RESTART, "the driver ends it and replaces it as a dead one",
-         "training and all other engines"),
+POLICY: tuple[FailureRule, ...] = (
+    FailureRule("engine", Fault.DEAD, RecoveryAction.NONE,
+                "the driver replaces it; the replacement pulls the weights, is verified, and becomes routable",
+                "training and all other engines"),
+    FailureRule("engine", Fault.HUNG, RecoveryAction.RESTART, "the driver ends it and replaces it as a dead one",
+                "training and all other engines"),
     *(rule for group in TRAINER_GROUPS.values() for rule in (
-        Rule(group.name, Fault.DEAD, RecoveryAction.NONE,
-             f"torch elastic re-forms the group, which {_goes_on(group)}", _OTHERS, counts=True),
-        Rule(group.name, Fault.HUNG, RecoveryAction.RESTART,
-             f"the driver restarts the group, which {_goes_on(group)}", _OTHERS, counts=True))),
-    Rule(ROLE, Fault.DEAD, RecoveryAction.NONE,
-         "Ray Serve starts a new replica, which resumes from committed state", _ALL, counts=True),
-    Rule(ROLE, Fault.HUNG, RecoveryAction.RESTART, "the driver restarts the role's replicas", _ALL, counts=True),
-    Rule("driver", Fault.DEAD, RecoveryAction.NONE, "`train` restarts it, which raises the epoch: a global restart",
-         "the durable plane", counts=True),
-    Rule("driver", Fault.HUNG, RecoveryAction.GLOBAL_RESTART, "the epoch is raised and the compute plane rebuilt",
-         "the durable plane"),
-    Rule("dcs", Fault.DEAD, RecoveryAction.NONE, "its chunks are replicated again; pulls use other nodes", _ALL),
-    Rule("dcs", Fault.HUNG, RecoveryAction.NONE, "pulls use other nodes", _ALL),
-    Rule("coordinator", Fault.DEAD, RecoveryAction.NONE, "another replica leads", _ALL),
-    Rule("coordinator", Fault.HUNG, RecoveryAction.NONE,
-         "when its lease ends, or its reconcile passes fail for too long, another replica leads", _ALL),
+        FailureRule(group.name, Fault.DEAD, RecoveryAction.NONE,
+                    f"torch elastic re-forms the group, which {_goes_on(group)}", _OTHERS, counts=True),
+        FailureRule(group.name, Fault.HUNG, RecoveryAction.RESTART,
+                    f"the driver restarts the group, which {_goes_on(group)}", _OTHERS, counts=True))),
+    FailureRule(ROLE, Fault.DEAD, RecoveryAction.NONE,
+                "Ray Serve starts a new replica, which resumes from committed state", _ALL, counts=True),
+    FailureRule(ROLE, Fault.HUNG, RecoveryAction.RESTART, "the driver restarts the role's replicas", _ALL, counts=True),
+    FailureRule("driver", Fault.DEAD, RecoveryAction.NONE,
+                "`train` restarts it, which raises the epoch: a global restart", "the durable plane", counts=True),
+    FailureRule("driver", Fault.HUNG, RecoveryAction.GLOBAL_RESTART,
+                "the epoch is raised and the compute plane rebuilt", "the durable plane"),
+    FailureRule("dcs", Fault.DEAD, RecoveryAction.NONE, "its chunks are replicated again; pulls use other nodes", _ALL),
+    FailureRule("dcs", Fault.HUNG, RecoveryAction.NONE, "pulls use other nodes", _ALL),
+    FailureRule("coordinator", Fault.DEAD, RecoveryAction.NONE, "another replica leads", _ALL),
+    FailureRule("coordinator", Fault.HUNG, RecoveryAction.NONE,
+                "when its lease ends, or its reconcile passes fail for too long, another replica leads", _ALL),
 )
 _RULES = {(r.part, r.fault): r for r in POLICY}
 _PARTS = {r.part for r in POLICY}
 _RANK = {action: rank for rank, action in enumerate(RecoveryAction)}
 
 
-def rule_for(role: str, fault: Fault) -> Rule:
+def rule_for(role: str, fault: Fault) -> FailureRule:
     """The rule for a member of ``role``."""
     return _RULES[role if role in _PARTS else ROLE, fault]
 
@@ -105,7 +105,7 @@ def progress_of(job: JobStatus | None) -> int:
     return job.step + (1_000_000_000 if job.phase in ("rl", "finished") else 0)
 
 
-def record_fault(log: FaultLog, rule: Rule, reason: str, now: float, progress: int,
+def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,
                  cfg: FailurePolicyConfig) -> FaultLog:
     """The log after a fault. Faults of one target that come together (ranks of a group) count once."""
     seen = [o for o in log.occurrences if log.target == JOB or now - o.at < cfg.fault_window_s]

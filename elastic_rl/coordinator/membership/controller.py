@@ -12,7 +12,7 @@ from elastic_rl.config import Config
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.membership import hang_detection, registry
 from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner
-from elastic_rl.coordinator.membership.registry import BY_LEADER, Change, Heartbeat, LiveMember, MemberChange
+from elastic_rl.coordinator.membership.registry import BY_LEADER, Heartbeat, LiveMember, MemberChange, Transition
 from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.coordinator.records import LastSeen, ProgressIntervals
@@ -28,16 +28,16 @@ from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
-_VERBS = {Change.DIED: "died", Change.HUNG: "sends heartbeats but makes no progress",
-          Change.RESUMED: "makes progress again", Change.SUSPECTED: "sends no heartbeats; it may be slow",
-          Change.ALIVE: "sends heartbeats again"}
+_VERBS = {Transition.DIED: "died", Transition.HUNG: "sends heartbeats but makes no progress",
+          Transition.RESUMED: "makes progress again", Transition.SUSPECTED: "sends no heartbeats; it may be slow",
+          Transition.ALIVE: "sends heartbeats again"}
 """What the message of the change's event says."""
-_FAULTS = (Change.DIED, Change.HUNG)
-_WITHOUT_EVENT = (Change.SEEN, Change.FORGOTTEN)
+_FAULTS = (Transition.DIED, Transition.HUNG)
+_WITHOUT_EVENT = (Transition.SEEN, Transition.FORGOTTEN)
 """Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
 _WITHOUT_EVENT_BATCH = MAX_OPS // 2
 """Changes in one transaction, each with two comparisons at most: of the member's key and of its registry entry."""
-_SUSPICION = (Change.SUSPECTED, Change.ALIVE)
+_SUSPICION = (Transition.SUSPECTED, Transition.ALIVE)
 """They say little about one member, and nothing when they come by the hundred: etcd or a network was away for a while.
 """
 _MAX_SUSPICION_EVENTS = 50
@@ -51,7 +51,7 @@ _REPORT_RECOVERY = (registry.ENGINE, *TRAINER_GROUPS)
 class FaultRecorder(Protocol):
     """Adds what the failure policy has to remember of a fault to the transaction that makes the fault known."""
 
-    def __call__(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None: ...
+    def __call__(self, member: LastSeen, change: Transition, snapshot: ClusterSnapshot, writes: WriteSet) -> None: ...
 
 
 class MembershipController:
@@ -80,7 +80,7 @@ class MembershipController:
             last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_over,
             ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas,
             reports=reports, suspicion=self._suspicion)
-        quiet: tuple[Change, ...] = _WITHOUT_EVENT
+        quiet: tuple[Transition, ...] = _WITHOUT_EVENT
         if sum(c.change in _SUSPICION for c in changes) > _MAX_SUSPICION_EVENTS:
             quiet += _SUSPICION
         without_event = [c for c in changes if c.change in quiet][:_MAX_WITHOUT_EVENT]
@@ -164,29 +164,29 @@ class MembershipController:
         # A member that closed, or registered, since it was read must not get the fate of the one that was read.
         writes.require(Compare.create(live.key, "==", live.create_revision) if live is not None else
                        Compare.absent(self._keys.registration(*entry.name)))
-        if change.change in (Change.FORGOTTEN, Change.REPLACED):
+        if change.change in (Transition.FORGOTTEN, Transition.REPLACED):
             writes.delete(key, snapshot.revision(key))
             writes.add(Op.delete(self._keys.evidence(*entry.name)))
         else:
             writes.put(key, snapshot.revision(key), entry)
         match change.change:
-            case Change.REPLACED if entry.role not in _REPORT_RECOVERY:
+            case Transition.REPLACED if entry.role not in _REPORT_RECOVERY:
                 writes.add(events.put_op(self._keys, _recovered(entry)))
-            case Change.RETURNED:
+            case Transition.RETURNED:
                 writes.add(events.put_op(self._keys, _returned(entry)))
-            case Change.DIED | Change.HUNG:
+            case Transition.DIED | Transition.HUNG:
                 writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
                 self._record_fault(entry, change.change, snapshot, writes)
-                if change.change is Change.DIED:
+                if change.change is Transition.DIED:
                     self._end_engine(snapshot, entry, writes)
-            case Change.RESUMED | Change.SUSPECTED | Change.ALIVE if with_event:
+            case Transition.RESUMED | Transition.SUSPECTED | Transition.ALIVE if with_event:
                 writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
         return writes
 
     def _fault_event(self, snapshot: ClusterSnapshot, change: MemberChange) -> Event:
         entry = change.entry
         who = f"{entry.role} {entry.id} (pid {entry.pid} on {entry.host})"
-        doing = f" in {change.live.doing}" if change.live and change.change is Change.HUNG else ""
+        doing = f" in {change.live.doing}" if change.live and change.change is Transition.HUNG else ""
         why = f": {change.why}" if change.why else ""
         return events.build(
             _kind(change), entry.id, f"{who} {_VERBS[change.change]}{doing}{why}",
@@ -196,9 +196,9 @@ class MembershipController:
     def _detection_time(self, snapshot: ClusterSnapshot, change: MemberChange) -> dict[str, float]:
         """Seconds since the member's last heartbeat or progress; empty where that is not known."""
         entry, last = change.entry, 0.0
-        if change.change is Change.HUNG:
+        if change.change is Transition.HUNG:
             last = next((m.progress_at for m in snapshot.members if (m.role, m.id) == entry.name), 0.0)
-        elif change.change is Change.DIED:
+        elif change.change is Transition.DIED:
             heartbeat = self._heartbeats.get((entry.role, entry.id, entry.incarnation))
             last = heartbeat.at if heartbeat else 0.0
         return {"detect_s": round(max(0.0, snapshot.now - last), 3)} if last else {}
@@ -217,8 +217,8 @@ class MembershipController:
 
 def _kind(change: MemberChange) -> EventKind:
     kinds = event_kinds.of_members(change.entry.role)
-    return {Change.DIED: kinds.dead, Change.HUNG: kinds.hung, Change.RESUMED: kinds.resumed,
-            Change.SUSPECTED: kinds.suspected, Change.ALIVE: kinds.alive}[change.change]
+    return {Transition.DIED: kinds.dead, Transition.HUNG: kinds.hung, Transition.RESUMED: kinds.resumed,
+            Transition.SUSPECTED: kinds.suspected, Transition.ALIVE: kinds.alive}[change.change]
 
 
 def _recovered(s: LastSeen) -> Event:

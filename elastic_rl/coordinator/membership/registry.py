@@ -60,7 +60,9 @@ class Heartbeat(NamedTuple):
     revision: int
 
 
-class Change(StrEnum):
+class Transition(StrEnum):
+    """What has become of a member."""
+
     SEEN = "seen"
     """A member is new."""
     SUSPECTED = "suspected"
@@ -81,7 +83,7 @@ class Change(StrEnum):
 
 @dataclass(frozen=True)
 class MemberChange:
-    change: Change
+    change: Transition
     entry: LastSeen
     """The entry as it is to be written (REPLACED and FORGOTTEN: as it is, to be deleted)."""
     live: LiveMember | None = None
@@ -123,35 +125,35 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
     for name, member in live.items():
         entry = registry.get(name)
         if entry is None:
-            changes.append(MemberChange(Change.SEEN, _seen(now, member), member))
+            changes.append(MemberChange(Transition.SEEN, _seen(now, member), member))
         elif entry.dead:
             # A reported death of the same incarnation: its process has not deregistered yet; it has not returned.
             if not (entry.reported and entry.incarnation == member.incarnation):
-                changes.append(MemberChange(Change.RETURNED, _seen(now, member), member))
+                changes.append(MemberChange(Transition.RETURNED, _seen(now, member), member))
         elif entry.incarnation != member.incarnation:
-            changes.append(MemberChange(Change.DIED, silent(entry, dead_at=now), member,
+            changes.append(MemberChange(Transition.DIED, silent(entry, dead_at=now), member,
                                         "another process has its name"))
         elif entry.suspected:
-            changes.append(MemberChange(Change.ALIVE, entry.replace(suspected_at=0.0, suspected_leader_s=0.0,
+            changes.append(MemberChange(Transition.ALIVE, entry.replace(suspected_at=0.0, suspected_leader_s=0.0,
                                                                     dead_revision=0), member))
         elif member.hung and not entry.hung_at:
-            changes.append(MemberChange(Change.HUNG, entry.replace(hung_at=now), member))
+            changes.append(MemberChange(Transition.HUNG, entry.replace(hung_at=now), member))
         elif entry.hung_at and not member.hung:
-            changes.append(MemberChange(Change.RESUMED, entry.replace(hung_at=0.0), member))
+            changes.append(MemberChange(Transition.RESUMED, entry.replace(hung_at=0.0), member))
     peers = _Peers(live.values())
     for name, entry in registry.items():
         if name in live:
             continue
         if _end_expected(entry, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch):
-            changes.append(MemberChange(Change.FORGOTTEN, entry))
+            changes.append(MemberChange(Transition.FORGOTTEN, entry))
         elif entry.dead and peers.replace(entry, coordinators):
-            changes.append(MemberChange(Change.REPLACED, entry))
+            changes.append(MemberChange(Transition.REPLACED, entry))
         elif entry.dead:
             continue
         elif why := suspicion.why_dead(entry, reports):
-            changes.append(MemberChange(Change.DIED, silent(entry, dead_at=now), why=why))
+            changes.append(MemberChange(Transition.DIED, silent(entry, dead_at=now), why=why))
         elif not entry.suspected:
-            changes.append(MemberChange(Change.SUSPECTED, silent(
+            changes.append(MemberChange(Transition.SUSPECTED, silent(
                 entry, suspected_at=now, suspected_leader_s=reports.leader_s)))
     return changes
 

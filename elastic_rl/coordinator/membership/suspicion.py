@@ -20,9 +20,9 @@ from functools import cached_property
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.membership.hang_detection import stretch
 from elastic_rl.coordinator.records import LastSeen
-from elastic_rl.etcd.records import Evidence, Finding, Witness
+from elastic_rl.etcd.records import Evidence, ProcessFinding, Witness
 
-_FINDINGS = {Finding.GONE: "its process is gone", Finding.STOPPED: "its process is stopped"}
+_FINDINGS = {ProcessFinding.GONE: "its process is gone", ProcessFinding.STOPPED: "its process is stopped"}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from elastic_rl.coordinator.api.connections import Limits
-from elastic_rl.coordinator.api.server import Server
+from elastic_rl.coordinator.api.server import LimitedServer
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, GroupsLost, PreflightFailed, QueueUnavailable
 from elastic_rl.runtime.waiting import wait_until
@@ -175,7 +175,7 @@ class TrainerService:
         self.url = f"{scheme}://{f'[{host}]' if family == socket.AF_INET6 else host}:{port}"
         context = security.server
         # Connections without a request of this job are closed soon, and cannot keep the actor's out.
-        self._server = Server(uvicorn.Config(
+        self._server = LimitedServer(uvicorn.Config(
             make_app(board, security, take_share), log_config=None, access_log=False, lifespan="off", ws="none",
             server_header=False, timeout_keep_alive=60,
             ssl_context_factory=None if context is None else lambda *_: context.for_server()),

@@ -13,7 +13,7 @@ import pytest
 from support.etcd_server import EtcdServers
 from support.tcp_link import Link, Links
 
-from elastic_rl.coordinator.api.change_projector import Change
+from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.watch_trigger import WatchTrigger
@@ -116,8 +116,8 @@ class Client:
     """A change stream that is opened again when it ends, from the last revision seen."""
 
     changes: ChangeStream
-    seen: list[Change] = field(default_factory=list)
-    missed: list[Change] | None = field(default_factory=list)
+    seen: list[ObjectChange] = field(default_factory=list)
+    missed: list[ObjectChange] | None = field(default_factory=list)
     open: threading.Event = field(default_factory=threading.Event)
     open_again: threading.Event = field(default_factory=threading.Event)
     stopping: threading.Event = field(default_factory=threading.Event)

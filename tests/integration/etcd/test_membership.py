@@ -17,7 +17,7 @@ from support.etcd_server import EtcdServers
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
-from elastic_rl.etcd.records import Evidence, Finding, Member
+from elastic_rl.etcd.records import Evidence, Member, ProcessFinding
 from elastic_rl.etcd.transaction import Op
 from elastic_rl.host.processes import spawn
 from elastic_rl.runtime.waiting import wait_until
@@ -82,8 +82,8 @@ def test_member_whose_entry_a_witness_has_ended_registers_again_without_the_evid
                                                                                     ) -> None:
     with Membership(etcd, keys, "actor", "a", ttl_s=TTL_S).start() as member:
         assert etcd.count(f"{keys.root}processes/") == 1
-        evidence = Evidence(role="actor", id="a", incarnation=member.incarnation, finding=Finding.STOPPED, at=1.0,
-                            by="w")
+        evidence = Evidence(role="actor", id="a", incarnation=member.incarnation, at=1.0, by="w",
+                            finding=ProcessFinding.STOPPED)
         etcd.txn([], [Op.delete(keys.member("actor", "a")), Op.put(keys.evidence("actor", "a"), evidence.encode())])
         wait_until(lambda: members(etcd, keys, "actor"), timeout_s=TTL_S + 60, what="the second registration")
         assert members(etcd, keys, "actor")[0].incarnation == member.incarnation

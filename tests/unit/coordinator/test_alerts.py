@@ -12,7 +12,7 @@ from elastic_rl.coordinator.alerts import rules, state_machine
 from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, conditions, etcd_conditions
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
-from elastic_rl.coordinator.etcd_health import Health
+from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.client import KeyValue, MemberStatus
@@ -351,7 +351,7 @@ def test_wait_that_follows_from_a_fault_is_part_of_its_alert(kind: str, subject:
 
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
-        health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
+        health = EtcdHealth([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
         return [(c.key, c.severity) for c in etcd_conditions(health, 0.5, 0.9, 1000)]
 
     assert found("", "", "") == [] == found("")
@@ -359,13 +359,13 @@ def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     assert found("x", "", "", "", "") == [("etcd.degraded/m0", Severity.WARNING)]
     assert [s for _, s in found("x", "y", "", "", "")] == [Severity.ERROR] * 2
     assert found("", read_s=0.6) == [("etcd.slow/etcd", Severity.WARNING)]
-    full = Health([MemberStatus("m0", alarms=("NOSPACE",))])
+    full = EtcdHealth([MemberStatus("m0", alarms=("NOSPACE",))])
     assert [c.key for c in etcd_conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
 
 
 def test_etcd_full_uses_the_members_quota_or_the_assumed_one() -> None:
     def full(*members: MemberStatus) -> bool:
-        return [c.key for c in etcd_conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
+        return [c.key for c in etcd_conditions(EtcdHealth(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
 
     assert full(MemberStatus("m0", db_bytes=901), MemberStatus("m1", db_bytes=100))
     assert not full(MemberStatus("m0", db_bytes=899))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.coordinator.api import job_snapshot, openapi, pages
 from elastic_rl.coordinator.api.app import routes
-from elastic_rl.coordinator.api.change_projector import Change
+from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import MAX_PENDING, Subscription
 from elastic_rl.coordinator.api.route_docs import PROBLEMS
 from elastic_rl.coordinator.problems import Kind, Problem
@@ -53,7 +53,7 @@ def test_slow_subscriber_is_dropped_and_its_queue_is_bounded() -> None:
     async def read() -> tuple[int, bool]:
         subscription = Subscription(frozenset())
         for n in range(MAX_PENDING + 50):
-            subscription.offer(Change(n, "engine", "e", b"{}"))
+            subscription.offer(ObjectChange(n, "engine", "e", b"{}"))
         return len(await subscription.take(1.0)), subscription.ended
 
     assert asyncio.run(read()) == (MAX_PENDING, True)
@@ -62,11 +62,11 @@ def test_slow_subscriber_is_dropped_and_its_queue_is_bounded() -> None:
 def test_subscription_gets_its_kinds_and_waits_for_the_next() -> None:
     async def read() -> list[str]:
         subscription = Subscription(frozenset({"event"}))
-        subscription.offer(Change(1, "engine", "e", b"{}"))
+        subscription.offer(ObjectChange(1, "engine", "e", b"{}"))
         assert await subscription.take(0.01) == []
-        subscription.offer(Change(2, "event", "a", b"{}"))
+        subscription.offer(ObjectChange(2, "event", "a", b"{}"))
         first = await subscription.take(1.0)
-        asyncio.get_running_loop().call_soon(subscription.offer, Change(3, "event", "b", b"{}"))
+        asyncio.get_running_loop().call_soon(subscription.offer, ObjectChange(3, "event", "b", b"{}"))
         return [c.id for c in first + await subscription.take(5.0)]
 
     assert asyncio.run(read()) == ["a", "b"]

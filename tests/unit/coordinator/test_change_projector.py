@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator import pools
-from elastic_rl.coordinator.api.change_projector import KINDS, Change, ChangeProjector
+from elastic_rl.coordinator.api.change_projector import KINDS, ChangeProjector, ObjectChange
 from elastic_rl.etcd.client import KeyValue, WatchEvent
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, Event, JobStatus, Leader, Member, PoolSpec, PoolStatus
@@ -40,11 +40,11 @@ class Etcd:
         return WatchEvent("delete", KeyValue(key, b"", 0, self.revision, 0, 0), prev)
 
 
-def project(projector: ChangeProjector, event: WatchEvent | None) -> Change | None:
+def project(projector: ChangeProjector, event: WatchEvent | None) -> ObjectChange | None:
     return projector.apply(event) if event else None
 
 
-def shown(change: Change | None) -> Any:
+def shown(change: ObjectChange | None) -> Any:
     assert change is not None and change.object is not None
     return json.loads(change.object)
 
@@ -160,5 +160,5 @@ def test_frame_is_one_server_sent_event() -> None:
     etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
     pretty = project(projector, etcd.put(KEYS.engine("e"), b'{\n "id": "a\\nb"\r}'))
     assert pretty is not None and pretty.frame.count(b"\n") == 4 and json.loads(pretty.object or b"") == {"id": "a\nb"}
-    frame = Change(7, "engine", 'e"1', b'{"id":1}').frame
+    frame = ObjectChange(7, "engine", 'e"1', b'{"id":1}').frame
     assert frame == b'id: 7\nevent: change\ndata: {"kind":"engine","id":"e\\"1","object":{"id":1}}\n\n'

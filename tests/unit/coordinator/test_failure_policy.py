@@ -14,7 +14,7 @@ from support.budget import seeds
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.failure import policy
-from elastic_rl.coordinator.failure.policy import POLICY, Fault, Rule
+from elastic_rl.coordinator.failure.policy import POLICY, FailureRule, Fault
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, RecoveryAction
 from elastic_rl.coordinator.targets import JOB
@@ -28,7 +28,7 @@ TRAINER_HUNG = policy.rule_for("trainer", Fault.HUNG)
 DRIVER_DEAD = policy.rule_for("driver", Fault.DEAD)
 
 
-def after(rule: Rule, times: list[float], progress: int = 0, log: FaultLog | None = None) -> FaultLog:
+def after(rule: FailureRule, times: list[float], progress: int = 0, log: FaultLog | None = None) -> FaultLog:
     log = log or FaultLog(target="trainer")
     for at in times:
         log = policy.record_fault(log, rule, "it is gone", at, progress, CFG)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.hang_detection import MAX_STRETCH
-from elastic_rl.coordinator.membership.registry import Change, Heartbeat, LiveMember
+from elastic_rl.coordinator.membership.registry import Heartbeat, LiveMember, Transition
 from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.records import LastSeen
-from elastic_rl.etcd.records import Evidence, Finding, Witness
+from elastic_rl.etcd.records import Evidence, ProcessFinding, Witness
 
 Incarnation = tuple[str, str, str]
 LIMITS = Suspicion(suspicion_s=30.0, host_lost_s=3.0)
@@ -36,7 +36,7 @@ class Leader:
         self.registry: dict[tuple[str, str], LastSeen] = {}
         self.registered: dict[Incarnation, int] = {}
         self.heartbeats: dict[Incarnation, Heartbeat] = {}
-        self.reported: list[tuple[Change, str]] = []
+        self.reported: list[tuple[Transition, str]] = []
         self.sees_heartbeats = sees_heartbeats
 
     def member(self, role: str, member_id: str, incarnation: str = "1", epoch: int = 0,
@@ -48,7 +48,8 @@ class Leader:
                           self.registered[who], machine=machine)
 
     def update(self, *live: LiveMember, epoch: int = 0, run_over: bool = False, ended_epoch: int = 0,
-               slow: Collection[str] = (), after_s: float = 1.0, finding: Finding = Finding.GONE) -> list[Change]:
+               slow: Collection[str] = (), after_s: float = 1.0,
+               finding: ProcessFinding = ProcessFinding.GONE) -> list[Transition]:
         self.now += after_s
         self.leader_s += after_s
         self.revision += 1
@@ -62,7 +63,7 @@ class Leader:
             reports=WitnessReports(self.leader_s, self.witnesses, evidence), suspicion=LIMITS)
         self.why = {c.entry.id: c.why for c in changes}
         for c in changes:
-            if c.change in (Change.FORGOTTEN, Change.REPLACED):
+            if c.change in (Transition.FORGOTTEN, Transition.REPLACED):
                 del self.registry[c.entry.name]
             else:
                 self.registry[c.entry.name] = c.entry
@@ -76,25 +77,25 @@ class Leader:
 
 def test_vanished_member_is_reported_dead_once() -> None:
     leader = Leader()
-    assert leader.update(leader.member("dcs", "n0")) == [Change.SEEN]
-    assert leader.update() == [Change.DIED]
+    assert leader.update(leader.member("dcs", "n0")) == [Transition.SEEN]
+    assert leader.update() == [Transition.DIED]
     assert leader.update() == [] and leader.dead == ["n0"]
-    assert leader.update(leader.member("dcs", "n0", "2")) == [Change.RETURNED]
+    assert leader.update(leader.member("dcs", "n0", "2")) == [Transition.RETURNED]
     assert not leader.dead
 
 
 def test_restart_between_two_passes_is_a_death_and_then_a_return() -> None:
     leader = Leader()
     leader.update(leader.member("trainer", "rank-0"))
-    assert leader.update(leader.member("trainer", "rank-0", "2")) == [Change.DIED]
-    assert leader.update(leader.member("trainer", "rank-0", "2")) == [Change.RETURNED]
+    assert leader.update(leader.member("trainer", "rank-0", "2")) == [Transition.DIED]
+    assert leader.update(leader.member("trainer", "rank-0", "2")) == [Transition.RETURNED]
 
 
 def test_replacement_under_another_id_ends_the_fault_of_a_role_but_not_of_a_dcs_node() -> None:
     leader = Leader()
     leader.update(leader.member("rollout", "r1"), leader.member("dcs", "n0"))
     leader.update()
-    assert Change.REPLACED in leader.update(leader.member("rollout", "r2"), leader.member("dcs", "n1"))
+    assert Transition.REPLACED in leader.update(leader.member("rollout", "r2"), leader.member("dcs", "n1"))
     assert leader.dead == ["n0"]
 
 
@@ -106,9 +107,9 @@ def test_replacement_that_registers_before_the_lease_of_the_dead_ends_replaces_i
     leader.revision += 1
     # The dead member's lease has not ended, but it sends no heartbeat.
     leader.sees_heartbeats = False
-    assert leader.update(old, new) == [Change.SEEN]
-    assert leader.update(new) == [Change.DIED]
-    assert leader.update(new) == [Change.REPLACED]
+    assert leader.update(old, new) == [Transition.SEEN]
+    assert leader.update(new) == [Transition.DIED]
+    assert leader.update(new) == [Transition.REPLACED]
 
 
 def test_peer_that_was_there_before_the_death_is_no_replacement() -> None:
@@ -116,7 +117,7 @@ def test_peer_that_was_there_before_the_death_is_no_replacement() -> None:
         leader = Leader(sees_heartbeats=sees_heartbeats)
         first, second = leader.member("rollout", "r1"), leader.member("rollout", "r2")
         leader.update(first, second)
-        assert leader.update(second) == [Change.DIED]
+        assert leader.update(second) == [Transition.DIED]
         assert leader.update(second) == []
 
 
@@ -126,7 +127,7 @@ def test_replacement_is_recognised_by_a_leader_whose_clock_is_far_behind() -> No
     leader.update(leader.member("rollout", "r1"))
     leader.update()
     leader.now = -1e6
-    assert Change.REPLACED in leader.update(leader.member("rollout", "r2"))
+    assert Transition.REPLACED in leader.update(leader.member("rollout", "r2"))
 
 
 def test_dead_replica_counts_as_replaced_once_enough_replicas_live() -> None:
@@ -143,18 +144,18 @@ def test_end_of_a_run_or_of_an_old_epoch_is_no_death() -> None:
     leader = Leader()
     node = leader.member("dcs", "n0")
     leader.update(leader.member("engine", "e1", epoch=1), node)
-    assert leader.update(node, epoch=2) == [Change.FORGOTTEN]
+    assert leader.update(node, epoch=2) == [Transition.FORGOTTEN]
     leader.update(leader.member("engine", "e2", epoch=2), node, epoch=2)
-    assert leader.update(node, epoch=2, run_over=True) == [Change.FORGOTTEN]
+    assert leader.update(node, epoch=2, run_over=True) == [Transition.FORGOTTEN]
 
 
 def test_driver_of_an_old_epoch_has_died_unless_a_global_restart_ended_it() -> None:
     leader = Leader()
     leader.update(leader.member("driver", "d1", epoch=1), epoch=1)
-    assert Change.DIED in leader.update(leader.member("driver", "d2", epoch=2), epoch=2)
+    assert Transition.DIED in leader.update(leader.member("driver", "d2", epoch=2), epoch=2)
     leader = Leader()
     leader.update(leader.member("driver", "d1", epoch=1), epoch=1)
-    assert leader.update(epoch=2, ended_epoch=1) == [Change.FORGOTTEN]
+    assert leader.update(epoch=2, ended_epoch=1) == [Transition.FORGOTTEN]
 
 
 def test_reported_death_is_no_return_while_its_process_signs_off() -> None:
@@ -169,7 +170,7 @@ def test_lease_lost_and_regained_by_the_same_process_is_a_return() -> None:
     leader = Leader()
     leader.update(leader.member("coordinator", "a"))
     leader.update()
-    assert leader.update(leader.member("coordinator", "a")) == [Change.RETURNED]
+    assert leader.update(leader.member("coordinator", "a")) == [Transition.RETURNED]
 
 
 # -- slow is not dead -----------------------------------------------------------------------------------------------
@@ -177,26 +178,26 @@ def test_silent_member_is_suspected_and_returns_without_a_death() -> None:
     leader = Leader()
     actor = leader.member("actor", "a")
     leader.update(actor)
-    assert leader.update(slow=["a"]) == [Change.SUSPECTED]
+    assert leader.update(slow=["a"]) == [Transition.SUSPECTED]
     assert leader.update(slow=["a"], after_s=20.0) == [] and not leader.dead
-    assert leader.update(actor) == [Change.ALIVE]
+    assert leader.update(actor) == [Transition.ALIVE]
     assert leader.update(actor) == [] and not leader.registry["actor", "a"].suspected
-    assert leader.update(slow=["a"]) == [Change.SUSPECTED], "the next silence is counted from its own beginning"
+    assert leader.update(slow=["a"]) == [Transition.SUSPECTED], "the next silence is counted from its own beginning"
     assert leader.update(slow=["a"], after_s=20.0) == []
 
 
-@given(st.sampled_from(list(Finding)))
-def test_suspected_member_has_died_once_there_is_evidence(finding: Finding) -> None:
+@given(st.sampled_from(list(ProcessFinding)))
+def test_suspected_member_has_died_once_there_is_evidence(finding: ProcessFinding) -> None:
     leader = Leader()
     leader.update(leader.member("actor", "a"))
     leader.update(slow=["a"])
-    assert leader.update(finding=finding) == [Change.DIED]
+    assert leader.update(finding=finding) == [Transition.DIED]
     assert finding in leader.why["a"]
 
 
 def test_evidence_about_another_incarnation_says_nothing() -> None:
     entry = LastSeen(role="actor", id="a", incarnation="2", machine=MACHINE, pid=1, first_seen=1.0)
-    old = Evidence(role="actor", id="a", incarnation="1", finding=Finding.GONE, at=0.0, by="w")
+    old = Evidence(role="actor", id="a", incarnation="1", finding=ProcessFinding.GONE, at=0.0, by="w")
     assert not LIMITS.why_dead(entry, WitnessReports(9.0, [witness()], {entry.name: old}))
 
 
@@ -205,7 +206,7 @@ def test_member_whose_process_exists_and_stays_silent_has_died_in_the_end() -> N
     leader.update(leader.member("actor", "a"))
     leader.update(slow=["a"])
     assert leader.update(slow=["a"], after_s=29.0) == []
-    assert leader.update(slow=["a"], after_s=1.0) == [Change.DIED]
+    assert leader.update(slow=["a"], after_s=1.0) == [Transition.DIED]
     assert "30 s" in leader.why["a"]
 
 
@@ -215,7 +216,7 @@ def test_overloaded_machine_has_more_time_but_not_for_ever() -> None:
     leader.update(leader.member("actor", "a"))
     leader.update(slow=["a"])
     assert leader.update(slow=["a"], after_s=30.0 * MAX_STRETCH - 1.0) == []
-    assert leader.update(slow=["a"], after_s=1.0) == [Change.DIED]
+    assert leader.update(slow=["a"], after_s=1.0) == [Transition.DIED]
 
 
 def test_members_of_a_machine_that_is_not_heard_have_died_soon() -> None:
@@ -223,9 +224,9 @@ def test_members_of_a_machine_that_is_not_heard_have_died_soon() -> None:
         leader = Leader()
         leader.update(leader.member("actor", "a"))
         leader.witnesses = witnesses
-        assert leader.update(slow=["a"]) == [Change.SUSPECTED]
+        assert leader.update(slow=["a"]) == [Transition.SUSPECTED]
         assert leader.update(slow=["a"], after_s=2.0) == []
-        assert leader.update(slow=["a"]) == [Change.DIED]
+        assert leader.update(slow=["a"]) == [Transition.DIED]
 
 
 def test_next_leader_goes_on_with_the_suspicion_of_the_last_one() -> None:
@@ -236,7 +237,7 @@ def test_next_leader_goes_on_with_the_suspicion_of_the_last_one() -> None:
     successor.registry, successor.leader_s = leader.registry, leader.leader_s - 3.0  # the clock was written 3 s ago
     successor.now = -1e6
     assert successor.update(slow=["a"], after_s=12.0) == []
-    assert successor.update(slow=["a"], after_s=1.0) == [Change.DIED]
+    assert successor.update(slow=["a"], after_s=1.0) == [Transition.DIED]
 
 
 def test_replacement_that_registers_during_the_suspicion_replaces_the_dead() -> None:
@@ -245,15 +246,15 @@ def test_replacement_that_registers_during_the_suspicion_replaces_the_dead() -> 
     leader.update(slow=["r1"])
     new = leader.member("rollout", "r2")
     leader.update(new, slow=["r1"])
-    assert leader.update(new) == [Change.DIED]
-    assert leader.update(new) == [Change.REPLACED]
+    assert leader.update(new) == [Transition.DIED]
+    assert leader.update(new) == [Transition.REPLACED]
 
 
 def test_end_of_the_run_is_no_death_of_a_suspected_member() -> None:
     leader = Leader()
     leader.update(leader.member("actor", "a"))
     leader.update(slow=["a"])
-    assert leader.update(run_over=True) == [Change.FORGOTTEN]
+    assert leader.update(run_over=True) == [Transition.FORGOTTEN]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 29.0)), max_size=40))
@@ -266,12 +267,14 @@ def test_process_that_exists_is_never_dead_while_each_silence_is_short(story: li
         silent_s = 0.0 if registered else silent_s + after_s
         if silent_s < LIMITS.suspicion_s:
             changes = leader.update(*([actor] if registered else []), slow=["a"], after_s=after_s)
-            assert Change.DIED not in changes and not leader.dead
+            assert Transition.DIED not in changes and not leader.dead
 
 
-NEXT = {Change.SEEN: {Change.DIED, Change.SUSPECTED}, Change.SUSPECTED: {Change.DIED, Change.ALIVE},
-        Change.ALIVE: {Change.DIED, Change.SUSPECTED}, Change.DIED: {Change.RETURNED, Change.REPLACED},
-        Change.RETURNED: {Change.DIED, Change.SUSPECTED}, Change.REPLACED: {Change.SEEN}}
+NEXT = {Transition.SEEN: {Transition.DIED, Transition.SUSPECTED},
+        Transition.SUSPECTED: {Transition.DIED, Transition.ALIVE},
+        Transition.ALIVE: {Transition.DIED, Transition.SUSPECTED},
+        Transition.DIED: {Transition.RETURNED, Transition.REPLACED},
+        Transition.RETURNED: {Transition.DIED, Transition.SUSPECTED}, Transition.REPLACED: {Transition.SEEN}}
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.sampled_from(["rank-0", "rank-1"]), st.integers(1, 3), max_size=2),

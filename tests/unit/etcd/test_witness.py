@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.etcd.process_state import ProcessState, Sighting, load_per_core, look_at, machine_id, start_ticks
-from elastic_rl.etcd.records import Finding, MemberProcess
+from elastic_rl.etcd.records import MemberProcess, ProcessFinding
 from elastic_rl.etcd.witness import Watched, merge
 from elastic_rl.runtime.waiting import wait_until
 
@@ -29,14 +29,14 @@ def after(*looks: tuple[float, Sighting]) -> Watched:
     return watched
 
 
-def finding(watched: Watched, now: float) -> Finding | None:
+def finding(watched: Watched, now: float) -> ProcessFinding | None:
     return watched.finding(now, gone_s=GONE_S, stopped_s=STOPPED_S)
 
 
 def test_process_that_is_gone_is_reported_once_there_was_time_to_deregister_it() -> None:
     watched = after((0.0, RUNNING), (10.0, GONE), (11.0, GONE))
     assert finding(watched, 11.9) is None
-    assert finding(watched, 12.0) is Finding.GONE
+    assert finding(watched, 12.0) is ProcessFinding.GONE
 
 
 def test_process_that_was_never_seen_alive_is_not_reported() -> None:
@@ -46,7 +46,7 @@ def test_process_that_was_never_seen_alive_is_not_reported() -> None:
 def test_process_that_was_stopped_all_the_time_is_reported() -> None:
     watched = after((0.0, RUNNING), (1.0, STOPPED), (2.0, STOPPED), (3.5, STOPPED))
     assert finding(watched, 3.5) is None
-    assert finding(watched, 4.0) is Finding.STOPPED
+    assert finding(watched, 4.0) is ProcessFinding.STOPPED
     assert finding(watched.look(RUNNING, 5.0), 50.0) is None
 
 
@@ -59,7 +59,7 @@ def test_nothing_is_said_about_a_process_that_may_no_longer_be_looked_at() -> No
     for state in (STOPPED, GONE):
         watched = after((0.0, RUNNING), (1.0, state), (2.0, Sighting(ProcessState.UNKNOWN)))
         assert finding(watched, 50.0) is None
-        assert finding(watched.look(GONE, 60.0), 70.0) is Finding.GONE
+        assert finding(watched.look(GONE, 60.0), 70.0) is ProcessFinding.GONE
 
 
 @given(st.lists(st.tuples(st.sampled_from([ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.UNKNOWN]),
