@@ -133,11 +133,16 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     new = "b" if old == "a" else "a"
 
     def patch(desired: int, etag: str = "*") -> httpx.Response:
-        return httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
-                           headers={**AUTH, "If-Match": etag}, timeout=10)
+        """The answer of a leader; a busy one answers too late (504), and then the same change is asked for again."""
+        def answered() -> httpx.Response | None:
+            answer = httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
+                                 headers={**AUTH, "If-Match": etag}, timeout=60)
+            return answer if answer.status_code < 500 else None
+
+        return wait_until(answered, timeout_s=120, what="an answer of the leader")
 
     answer = patch(5)
-    assert answer.status_code == 200 and answer.headers["etag"]
+    assert answer.status_code == 200 and answer.headers["etag"], answer.text
     assert events_of(etcd, keys, "pool.scaled")[-1].data["replica"] == old
     problem(patch(6, '"1"'), 412, "precondition-failed")
     replicas.kill(old)
