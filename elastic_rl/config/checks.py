@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -25,10 +25,9 @@ from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE
 from elastic_rl.config.pools import ROLLOUT_POOL
 from elastic_rl.config.section import Section, faults_of_changes
 
-if TYPE_CHECKING:
-    from elastic_rl.config.root import Config
-
-Check = Callable[["Config"], Iterable[str]]
+Config = Any
+"""The configuration of ``root.py``, which checks itself with this module and so cannot be imported here."""
+Check = Callable[[Config], Iterable[str]]
 """Gives a text for each fault, with what to set."""
 
 
@@ -234,7 +233,7 @@ CHECKS: tuple[Check, ...] = (
             "and take no further turn of the samples that they have begun; set pause_mode to retract, in_place or "
             "abort"),
     # Steps whose gradients are computed in parts.
-    Refused(lambda c: c.computes_parts and c.train.prompts_per_part >= c.train.prompts_per_step,
+    Refused(lambda c: c.computes_parts and (c.train.prompts_per_part or 0) >= c.train.prompts_per_step,
             f"{_PART} with train.prompts_per_step={{train.prompts_per_step}}: a part is less than a step; set a "
             "smaller one, or leave it out"),
     Refused(lambda c: c.computes_parts and c.train.updates > 1,
@@ -402,6 +401,10 @@ def _all_but_enabled(section: type[Section]) -> tuple[str, ...]:
     return tuple(name for name in section.model_fields if name != "enabled")
 
 
+def _enabled(group: str) -> Callable[[Config], object]:
+    return lambda c: c.forward_groups[group].enabled
+
+
 def _own_algorithm(c: Config) -> bool:
     """Whether the algorithm is a user's own, which may read any of its section."""
     return ":" in c.algorithm.name
@@ -416,7 +419,7 @@ READERS = (
             "rollout.environment"),
     Readers("critic", _all_but_enabled(CriticConfig), lambda c: c.uses_critic,
             "a critic (algorithm.name=ppo, and critic.enabled not false)"),
-    *(Readers(group.name, _all_but_enabled(ForwardConfig), lambda c, name=group.name: c.forward_groups[name].enabled,
+    *(Readers(group.name, _all_but_enabled(ForwardConfig), _enabled(group.name),
               f"{group.name}.enabled=true") for group in (ACTOR_FWD, REFERENCE)),
     Readers("algorithm", ("teacher_coef", "teacher_top_k"),
             lambda c: _own_algorithm(c) or c.algorithm.teacher is not None, "algorithm.teacher"),
