@@ -21,6 +21,7 @@ from elastic_rl.data.batch import collate_answers
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.samples import Group
 from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.generation import Generated, PromptRequest
@@ -32,19 +33,19 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.fully_async.sides import FullyAsync
-from elastic_rl.pipeline.group_flow import ChosenStep
-from elastic_rl.pipeline.pool_sync import PoolSync
+from elastic_rl.pipeline.flow.background import BackgroundGeneration
+from elastic_rl.pipeline.flow.generation import Generation, InlineGeneration
+from elastic_rl.pipeline.flow.group_flow import ChosenStep
 from elastic_rl.pipeline.records.reporting import SampleWriter, log_sampled, log_step, step_metrics, with_measured
 from elastic_rl.pipeline.records.run_events import PRODUCER, RunEvents
 from elastic_rl.pipeline.records.run_log import JobStatusWriter, RunLog
 from elastic_rl.pipeline.records.sample_ring import SampleRing
 from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.rollouts import Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
-from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS, PromptReader
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
-from elastic_rl.pipeline.schedule import Lost, Plan, State
+from elastic_rl.pipeline.schedule import Lost, RunPlan, State
 from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.training.trainers import Trainers
@@ -99,8 +100,6 @@ class Pipeline:
         self.roles = roles
         self.waits = Waits(self._show_wait, stopping)
         self.events = RunEvents(etcd, ctx.keys, self._emit)
-        self.pool = PoolSync(etcd, self.keys, self.waits, self._publish_again,
-                             first_pull_s=self.cfg.engine.fetch_timeout_s)
         self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.from_names(
             self.cfg.telemetry.trackers, self.cfg.job_dir, self.cfg.job, self._tracker_failed,
             wandb_mode=self.cfg.telemetry.wandb_mode))
@@ -117,8 +116,6 @@ class Pipeline:
         self._reported: schedule.Resume | None = None
         self._timer = StepTimer()
         self._sft: dict[str, Any] = {}
-        self.background: FullyAsync | None = None
-        """With ``train.schedule: fully_async``."""
         self._taken: dict[str, float] = {}
         """Metrics of how the groups of the step came."""
 
@@ -151,14 +148,12 @@ class Pipeline:
     def _make_parts(self, closing: contextlib.ExitStack) -> None:
         """What the settings name: the source, and the user's functions. What these read may be away now, as it may be
         later, so they are waited for; a job that is wrong is refused before it begins (``job.check``)."""
-        source_turn = threading.Lock()
-        reads = self.reads = SourceReads(self.cfg.data.source, self.waits, source_turn)
+        reads = self.reads = SourceReads(self.cfg.data.source, self.waits)
         self.source = self.waits.retry("source", lambda: reads.read("be made", lambda: make_source(self.cfg)))
-        self.prompts = self.waits.retry("source", lambda: PromptReader(self.cfg, self.source, self.waits, reads))
-        self.sampler = self.waits.retry("plugin", lambda: Sampler(
-            self.cfg, self.source, self.roles.generate, self.waits, self.pool.no_engine, self.events.groups_failed,
-            self.roles.judge, reads))
-        closing.callback(self.sampler.close)
+        self.rollouts = Rollouts(self.cfg, self.etcd, self.keys, self.writer, self.roles, self.source, reads,
+                                 self.waits, self._publish_again)
+        closing.callback(self.rollouts.close)
+        self.prompts, self.sampler = self.rollouts.prompts, self.rollouts.sampler
         if self.cfg.mode == "rl":
             self.batches = self.waits.retry("plugin", lambda: TrainingBatches(
                 self.cfg, self.roles, self.waits, self.source.max_response_tokens, self.trainer))
@@ -166,16 +161,21 @@ class Pipeline:
             self.maker = StepMaker(self.batches, self.trainer, self.waits, in_parts=self.cfg.computes_parts)
         self.mode = self.waits.retry("source", lambda: sampled_mode(
             self.cfg, self.source, self.prompts, self.sampler, self.ctx.model_dir))
-        self.plan = Plan.of(self.cfg, self.mode.groups if self.mode is not None else 0)
-        if self.cfg.mode == "rl" and self.cfg.train.schedule == "fully_async":
-            self.background = self.waits.retry("plugin", lambda: FullyAsync(
-                self.cfg, self.plan, self.etcd, self.keys, self.writer, self.source, self.roles.generate,
-                self.roles.judge, self._write_lease, source_turn, self._publish_again,
-                lambda loss: self.events.queue_replaced(len(loss.groups), loss.why), self.ctx.host))
-            closing.callback(self.background.close)
+        self.plan = RunPlan.of(self.cfg, self.mode.groups if self.mode is not None else 0)
+        limits = self.plan.flow_limits(self.cfg.train.max_groups_in_flight if self.plan.beside_steps else None)
+        if self.cfg.mode == "rl":
+            self.generation: Generation = self.waits.retry("plugin", lambda: BackgroundGeneration(
+                self.cfg, limits, self.rollouts, self._write_lease, self._publish_again,
+                lambda loss: self.events.queue_replaced(len(loss.groups), loss.why), self.ctx.host,
+            )) if self.plan.beside_steps else InlineGeneration(
+                limits, self.rollouts, self._write_lease, self.turns.to_engines)
+            closing.callback(self.generation.close)
 
     def _drive(self) -> None:
-        steps = schedule.run(self.plan, self.background.flow if self.background is not None else None)
+        if self.cfg.mode == "rl":
+            steps = schedule.run_rl(self.plan, self.generation.flow)
+        else:
+            steps = schedule.run_sft(self.plan) if self.mode is None else schedule.run_sampled(self.plan)
         effect = next(steps)
         lost = RetryBackoff(*_LOST_RETRY_S)
         while True:
@@ -183,8 +183,8 @@ class Pipeline:
                 outcome = self.waits.retry("trainer", lambda e=effect: self._carry_out(e),  # type: ignore[misc]
                                            end_on=(TrainerFailed, Conflict))
             except (TrainerFailed, Conflict) as e:
-                if isinstance(e, GroupsLost) and self.background is not None:
-                    self.background.lost(e)
+                if isinstance(e, GroupsLost):
+                    self.generation.lost(e)
                 self._lost = e.group if isinstance(e, TrainerFailed) else ""
                 effect = steps.throw(Lost(str(e)))
                 self.waits.pause(lost.left_s(time.monotonic()))
@@ -331,37 +331,25 @@ class Pipeline:
         self.waits.stage("publish")
         self.trainer.save("sft", effect.step, begin_rl=True, cursor=effect.cursor)
 
-    @execute.register
-    def _lease(self, effect: schedule.Lease) -> None:
-        self.waits.stage("source")
-        self._timer = StepTimer()
-        self._write_lease(effect.groups)
-
     def _write_lease(self, groups: IntervalSet) -> None:
         lease = GroupLease(producer=PRODUCER, epoch=self.ctx.epoch, term=self.term, groups=groups.to_json(),
                            at=time.time())
         self.writer.write(Op.put(self.keys.group_lease(PRODUCER), lease.encode()))
 
     @execute.register
-    def _generate(self, effect: schedule.Generate) -> Any:
-        with traces.span("generate", step=effect.step):
-            self._wait_in_sync(effect.min_version)
-            self.waits.stage("generate")
-            self.sampler.reward_s = 0.0
-            with self._timer.phase("generate"):
-                groups = self.mode.generate(effect.ordinals, effect.min_version) if self.mode is not None else (
-                    self.sampler.training_groups(self.prompts.training(effect.ordinals), effect.min_version))
-            self._timer.move("generate", "reward", self.sampler.reward_s)
-        return groups
+    def _sample(self, effect: schedule.SampleGroups) -> list[tuple[Group, str]]:
+        assert self.mode is not None
+        mode, self._timer = self.mode, StepTimer()
+        self.waits.stage("source")
+        self._write_lease(effect.leased)
+        return self.rollouts.generate(effect.step, effect.min_version, self._timer, lambda: mode.generate(
+            effect.ordinals, effect.min_version))
 
     @execute.register
     def _take(self, effect: schedule.Take) -> tuple[StepGroups, ChosenStep]:
-        assert self.background is not None
         self._timer = StepTimer()
-        self.waits.stage("generate")
-        with traces.span("take", step=effect.step), self._timer.phase("groups"):
-            taken = self.background.take(self.waits, lambda groups, first: self.maker.add(
-                groups, effect.step, self._timer, first=first))
+        taken = self.generation.take(effect.step, self._timer, lambda groups, first: self.maker.add(
+            groups, effect.step, self._timer, first=first))
         self._taken = taken.metrics
         return taken.groups, taken.chosen
 
@@ -375,18 +363,16 @@ class Pipeline:
             known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.trained.to_json()}
             cursor = {**effect.cursor, _LAST_STEP: known}
             made, advantages = self.maker.make(groups, effect.step, self._timer, effect.consumption, cursor)
-        trained = self._taken | made
-        if self.background is not None:
-            trained |= self.background.take_idle_s()
+        trained = self._taken | made | self.generation.take_metrics()
         self._cursor = cursor
         self._timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         self._step, version = effect.step, int(trained["policy_version"])
         self.waits.works()
         metrics = with_measured(metrics, trained, self._timer.seconds()).replace(
-            policy_version=version, idle_s=self._idle_s())
+            policy_version=version, idle_s=self.generation.take_idle_s(self._timer))
         log_step(self.run_log, metrics, [g.ordinal for g in groups.groups],
                  sorted({v for s in groups.samples for v in s.versions}),
-                 self.pool.engines if self.background is None else self.background.engines, trained)
+                 self.generation.engines, trained)
         self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
                     staleness=metrics.staleness)
         self.samples.write(effect.step, groups, advantages)
@@ -394,17 +380,9 @@ class Pipeline:
         self.events.logprob_difference(metrics, trained["logprob_diff_max"], self.cfg.logprob_tolerance)
         return version
 
-    def _idle_s(self) -> dict[str, float]:
-        """Seconds since the last call in which the loop waited, by stage; together at most what the step has taken."""
-        idle = self.waits.take_idle_s()
-        if self.background is None:
-            return idle
-        idle.pop("generate", None)  # while it waits for groups it says what those who make them wait for
-        return {**idle, "groups": self._timer.seconds().get("groups", 0.0)}
-
     @execute.register
     def _evaluate(self, effect: schedule.Evaluate) -> float:
-        self._wait_in_sync(effect.min_version)
+        self.rollouts.await_version(effect.min_version, self._timer)
         self.waits.stage("evaluate")
         scores = evaluate_sets(self.source, lambda name, indices: self.sampler.evaluation_groups(
             list(zip(indices, self.prompts.read(self.source.evals[name], indices), strict=True)), effect.min_version))
@@ -443,7 +421,8 @@ class Pipeline:
         self._cursor, self._step = cursor, effect.step
         self.waits.works()
         metrics = metrics.replace(seconds=self._timer.seconds(), idle_s=self.waits.take_idle_s())
-        log_sampled(self.run_log, metrics, list(effect.consumption.groups), self.pool.engines, lines=len(lines))
+        log_sampled(self.run_log, metrics, list(effect.consumption.groups), self.rollouts.pool.engines,
+                    lines=len(lines))
         self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version)
         self.samples.write(effect.step, groups, None)
 
@@ -468,11 +447,6 @@ class Pipeline:
         self._phase = "finished"
         self._write(step=effect.step)
         self.finished = True
-
-    def _wait_in_sync(self, version: int) -> None:
-        self.waits.stage("sync")
-        with self._timer.phase("sync"):
-            self.pool.wait(version)
 
     def _publish_again(self, version: int) -> None:
         """The chunks of a version may be lost with the node that had them; the trainer has the weights."""

@@ -12,11 +12,13 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.pipeline.records.reporting import truncated_text
 from elastic_rl.pipeline.sampling.reward_failures import ReportLimit
+from elastic_rl.pipeline.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,14 @@ class Emit(Protocol):
 
     def __call__(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
                  **data: Any) -> None: ...
+
+
+def emitter(writer: FencedWriter, waits: Waits) -> Emit:
+    """Writes events under this token, in the thread of these waits."""
+    def emit(kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
+        waits.retry("etcd", lambda: writer.emit(kind, subject, message, severity=severity, **data))
+
+    return emit
 
 
 class RunEvents:

@@ -26,10 +26,11 @@ from elastic_rl.pipeline.waits import Waits
 
 _LOOK_S = 0.1
 SIDES: dict[type, Side] = {
-    schedule.Generate: Side.ENGINES, schedule.Evaluate: Side.ENGINES,
+    schedule.Evaluate: Side.ENGINES,
     schedule.Resume: Side.TRAINER, schedule.SftUpdate: Side.TRAINER, schedule.SftEvaluate: Side.TRAINER,
     schedule.BeginRl: Side.TRAINER, schedule.Train: Side.TRAINER, schedule.Save: Side.TRAINER}
-"""Who needs the devices for an effect; any other effect needs none."""
+"""Who needs the devices for an effect. A step takes them for the engines while it generates its groups
+(``InlineGeneration``); any other effect needs none."""
 
 
 class Turns(Protocol):
@@ -82,7 +83,7 @@ class SharedDevices:
 
     def before(self, effect: schedule.Effect) -> None:
         match SIDES.get(type(effect)):
-            case Side.ENGINES if isinstance(effect, schedule.Generate | schedule.Evaluate):
+            case Side.ENGINES if isinstance(effect, schedule.Evaluate):
                 self.to_engines(effect.min_version)
             case Side.TRAINER if isinstance(effect, schedule.Resume):
                 # The group may be another one, which waits for its turn before it is ready for any command.

@@ -29,9 +29,9 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
-from elastic_rl.pipeline.fully_async import transfer_queue
-from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
-from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.flow import transfer_queue
+from elastic_rl.pipeline.flow.group_queue import QueueLoss
+from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 from elastic_rl.runtime.waiting import wait_until
 
 pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
@@ -262,7 +262,7 @@ def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_train
         job.start_actor()
         job.wait_for(1)
         job.trainer.frozen.set()  # so that groups wait in the queue
-        background = job.runs[-1].pipeline.background
+        background = job.runs[-1].pipeline.generation
         assert background is not None
         queue = background.flow._queue
         assert isinstance(queue, TransferQueueQueue)
