@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from elastic_rl.config import Config
 from elastic_rl.data.sources import CheckedSource
+from elastic_rl.engine.generation import Generated, PromptRequest
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline.pool_sync import PoolSync
 from elastic_rl.pipeline.records.run_events import RunEvents, emitter
 from elastic_rl.pipeline.records.step_timer import StepTimer
-from elastic_rl.pipeline.sampling.generating import Generate
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.rewards.base import Judge
+from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.telemetry import traces
 
 T = TypeVar("T")
@@ -27,12 +27,12 @@ T = TypeVar("T")
 class RolloutCalls(Protocol):
     """The roles that samples come from, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
-    @property
-    def generate(self) -> Generate:
-        """The samples of each prompt, or why there are none."""
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+                 ) -> Sequence[Generated]:
+        """The samples of each prompt, none of them older than ``min_version``, or why there are none. ``suspects``: in
+        another process of the user's function than those of all other groups."""
 
-    @property
-    def judge(self) -> Judge:
+    def judge(self, request: JudgeRequest) -> Sequence[Judgement]:
         """What the judge model makes of each response."""
 
 

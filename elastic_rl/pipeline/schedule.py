@@ -23,7 +23,8 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
-from elastic_rl.pipeline.flow.group_flow import ChosenStep, FlowLimits, failure
+from elastic_rl.pipeline.flow.group_flow import FlowLimits, failure
+from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4
@@ -105,7 +106,40 @@ class State:
         return max(self.policy_version, self.branch.first)
 
 
-# -- effects: what the schedule asks for. The comment says what it is sent.
+# -- outcomes: what an effect found that a later one needs.
+
+@dataclass(frozen=True)
+class UpdateMade:
+    """A supervised update."""
+
+    metrics: Mapping[str, Any]
+    """The trainer's answer."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """The groups of an RL step, and how they came."""
+
+    groups: StepGroups
+    consumption: Consumption
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """How the groups came, by the names of ``training_metrics``."""
+    timer: StepTimer = field(default_factory=StepTimer)
+    """Began with the step."""
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """The groups of a step that trains nothing."""
+
+    groups: Sequence[tuple[Group, str]]
+    """Each with its rewards and the reason to drop it, or ""; one for each ordinal."""
+    timer: StepTimer = field(default_factory=StepTimer)
+    """Began with the step."""
+
+
+# -- effects: what the schedule asks for. The docstring says what it is sent.
 
 @dataclass(frozen=True)
 class Resume:
@@ -117,7 +151,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class SftUpdate:
-    """→ None."""
+    """→ UpdateMade."""
 
     step: int
     cursor: Mapping[str, Any]
@@ -128,6 +162,8 @@ class SftEvaluate:
     """→ accuracy on held-out demonstrations."""
 
     step: int
+    updates: Sequence[UpdateMade]
+    """Those since the last evaluation."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +176,7 @@ class BeginRl:
 
 @dataclass(frozen=True)
 class SampleGroups:
-    """→ [(Group with rewards, reason to drop it or "")], one for each ordinal, of a job that trains nothing."""
+    """→ SampledStep, of a job that trains nothing."""
 
     step: int
     ordinals: Sequence[int]
@@ -151,7 +187,7 @@ class SampleGroups:
 
 @dataclass(frozen=True)
 class Take:
-    """→ (groups, ChosenStep), once enough groups of the flow have finished that may be trained in this step: they are
+    """→ TakenStep, once enough groups of the flow have finished that may be trained in this step: they are
     generated now, or have been beside the steps before. Gradients of parts of them are computed meanwhile, if the
     settings say so."""
 
@@ -163,8 +199,7 @@ class Train:
     """→ the number of the policy version that the step makes, once it is being published."""
 
     step: int
-    groups: StepGroups
-    consumption: Consumption
+    taken: TakenStep
     cursor: Mapping[str, Any]
     policy_version: int
     """The newest one before the step."""
@@ -190,13 +225,15 @@ class Save:
 
 @dataclass(frozen=True)
 class Write:
-    """→ None, once the samples to be kept are on disk and the state of this step is committed."""
+    """→ the cursor of the next step, once the samples to be kept are on disk and the state of this one is
+    committed."""
 
     step: int
     groups: Sequence[Group]
     """Those that are not dropped."""
     consumption: Consumption
     cursor: Mapping[str, Any]
+    timer: StepTimer
 
 
 @dataclass(frozen=True)
@@ -204,6 +241,7 @@ class Complete:
     """→ None, once the output of all steps is one file, with a summary beside it."""
 
     step: int
+    cursor: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -276,10 +314,11 @@ def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, 
     accuracy, evaluated_at = found.get("accuracy"), int(found.get("step", 0))
     while state.step < plan.sft_max_steps and not (accuracy is not None and accuracy >= plan.sft_target):
         until = min(evaluated_at + _sft_interval(plan, accuracy), plan.sft_max_steps)
+        updates: list[UpdateMade] = []
         for step in range(position.step + 1, until + 1):
-            yield SftUpdate(step, cursor)
+            updates.append((yield SftUpdate(step, cursor)))
             position.step = step
-        accuracy = yield SftEvaluate(position.step)
+        accuracy = yield SftEvaluate(position.step, updates)
         evaluated_at = position.step
         cursor["sft"] = {"step": evaluated_at, "accuracy": accuracy}
         if position.step >= plan.sft_max_steps:
@@ -320,10 +359,9 @@ def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Steps:
 
 def _step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
     """One RL step; returns the version that it makes."""
-    taken: tuple[StepGroups, ChosenStep] = yield Take(state.step + 1)
-    groups, chosen = taken
-    version: int = yield Train(state.step + 1, groups, chosen.consumption, state.cursor, state.policy_version)
-    flow.trained(chosen.consumption, version)
+    taken: TakenStep = yield Take(state.step + 1)
+    version: int = yield Train(state.step + 1, taken, state.cursor, state.policy_version)
+    flow.trained(taken.consumption, version)
     return version
 
 
@@ -331,21 +369,22 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
     """Each group is sampled once, and is in the output or dropped. An evaluation drops none: what is left out would
     change its result. There is no flow: no group competes for a step, since a step has the ordinals that follow, no
     other is generated in the place of one that is dropped, and the last step may be short."""
-    ledger = GroupLedger(state.consumed)
+    ledger, cursor = GroupLedger(state.consumed), state.cursor
     while (left := plan.groups - len(ledger.taken)) > 0:
         ordinals = ledger.lease(min(plan.groups_per_step, left))
+        sampled: SampledStep = yield SampleGroups(position.step + 1, ordinals, ledger.open, state.policy_version)
         kept: list[Group] = []
-        for group, reason in (yield SampleGroups(position.step + 1, ordinals, ledger.open, state.policy_version)):
+        for group, reason in sampled.groups:
             ledger.generated(group.ordinal)
             if plan.mode != "eval" and (group.failed or reason):
                 ledger.drop(group.ordinal, failure(group) if group.failed else reason)
             else:
                 kept.append(group)
         consumption = ledger.consumption([group.ordinal for group in kept])
-        yield Write(position.step + 1, kept, consumption, state.cursor)
+        cursor = yield Write(position.step + 1, kept, consumption, cursor, sampled.timer)
         ledger.consumed(consumption)
         position.step += 1
-    yield Complete(position.step)
+    yield Complete(position.step, cursor)
     yield Finish(position.step)
     return True
 

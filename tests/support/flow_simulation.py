@@ -16,8 +16,8 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.flow.group_flow import ChosenStep, FlowCounts, GroupFlow
-from elastic_rl.pipeline.schedule import Lost, RunPlan
+from elastic_rl.pipeline.flow.group_flow import FlowCounts, GroupFlow
+from elastic_rl.pipeline.schedule import Lost, RunPlan, TakenStep
 from support.pipeline_simulation import PLAN, Actor, Violation, World
 
 ASYNC_PLAN = replace(PLAN, max_staleness=2, beside_steps=True)
@@ -133,16 +133,16 @@ class AsyncWorld(World):
         assert isinstance(actor, AsyncActor)
         if isinstance(effect, schedule.Train) and self.plan.groups_per_part is None:
             yield
-            if missing := [g.ordinal for g in effect.groups.groups if g.ordinal not in actor.queue]:
+            if missing := [g.ordinal for g in effect.taken.groups.groups if g.ordinal not in actor.queue]:
                 self.lost_at_ranks += 1  # which read their samples themselves
                 actor.flow.not_loaded(missing)
                 raise Lost("groups are gone from the queue")
         return (yield from super().perform(actor, effect))
 
-    def take(self, actor: Actor) -> Generator[None, None, tuple[StepGroups, ChosenStep]]:
+    def take(self, actor: Actor) -> Generator[None, None, TakenStep]:
         """Groups are generated beside the steps. Each part is loaded when it is chosen, and computed with: its data are
         not needed in the queue again."""
-        actor.flow.choose_anew()
+        actor.flow.choose_again()
         groups: dict[int, Group] = {}
         while True:
             yield
@@ -158,4 +158,4 @@ class AsyncWorld(World):
             groups |= {o: actor.queue[o] for o in part.ordinals}
             self.parts += 1
             if part.step is not None:
-                return StepGroups.from_groups([groups[o] for o in part.step.ordinals]), part.step
+                return TakenStep(StepGroups.from_groups([groups[o] for o in part.step.ordinals]), part.step.consumption)

@@ -25,8 +25,8 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Conflict, Fenced, TrainerFailed
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.flow.group_flow import ChosenStep, GroupFlow
-from elastic_rl.pipeline.schedule import Lost, RunPlan, State
+from elastic_rl.pipeline.flow.group_flow import GroupFlow
+from elastic_rl.pipeline.schedule import Lost, RunPlan, State, TakenStep
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
 
@@ -123,6 +123,8 @@ class World:
         self.faults_left = self.random.randint(0, 14)
         self.reward_of: dict[int, bool] = {}
         self.waits_shown: Counter[str] = Counter()
+        self.resumes = 0
+        """How often an actor read the committed state."""
 
     # -- the trainer ------------------------------------------------------------------------------------------------
     def form_group(self) -> Trainer:
@@ -265,6 +267,7 @@ class World:
     def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
         match effect:
             case schedule.Resume():
+                self.resumes += 1
                 return (yield from self.resume(actor))
             case schedule.SftUpdate(step=step, cursor=cursor):
                 yield from self.command(actor, CommandKind.UPDATE, phase="sft", step=step, cursor=dict(cursor))
@@ -277,14 +280,14 @@ class World:
             case schedule.Take():
                 return (yield from self.take(actor))
             case schedule.Train():
-                oldest = min(s.oldest_version for s in effect.groups.samples)
+                samples = effect.taken.groups.samples
                 if self.asks_reference:
                     yield from self.command(actor, CommandKind.FORWARD_LOGPROBS, phase="rl", step=effect.step,
                                             weights="reference")
                 result = yield from self.command(
-                    actor, CommandKind.UPDATE, phase="rl", step=effect.step, consumption=effect.consumption,
-                    cursor={**effect.cursor, "oldest": oldest,
-                            "versions": sorted({v for s in effect.groups.samples for v in s.versions})})
+                    actor, CommandKind.UPDATE, phase="rl", step=effect.step, consumption=effect.taken.consumption,
+                    cursor={**effect.cursor, "oldest": min(s.oldest_version for s in samples),
+                            "versions": sorted({v for s in samples for v in s.versions})})
                 return result["policy_version"]
             case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
                 # The trainer goes on publishing until it is committed; the world does not model that wait.
@@ -324,14 +327,15 @@ class World:
         p, version, branch = trainer.shown
         return State(p.phase, p.step, version, p.consumed.groups, p.cursor, branch)
 
-    def take(self, actor: Actor) -> Generator[None, None, tuple[StepGroups, ChosenStep]]:
+    def take(self, actor: Actor) -> Generator[None, None, TakenStep]:
         """The groups of a step are generated now."""
         flow, queue = actor.flow, actor.queue
         while True:
             for ordinal in flow.take_stale():
                 del queue[ordinal]
             if (part := flow.choose()) is not None and part.step is not None:
-                return StepGroups.from_groups([queue.pop(o) for o in part.step.ordinals]), part.step
+                return TakenStep(StepGroups.from_groups([queue.pop(o) for o in part.step.ordinals]),
+                                 part.step.consumption)
             if (grant := flow.lease()) is None:
                 raise Violation("a step lacks groups, and the flow grants none")
             yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, flow.open)))

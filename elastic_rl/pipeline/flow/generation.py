@@ -52,7 +52,7 @@ class InlineGeneration:
     alternate, so that they may share devices."""
 
     def __init__(self, limits: FlowLimits, rollouts: Rollouts, lease: Callable[[IntervalSet], None],
-                 to_engines: Callable[[int], None]) -> None:
+                 to_engines: Callable[[int, StepTimer], None]) -> None:
         """``lease``: writes down that this actor works on these groups; raises Fenced and EtcdUnavailable.
         ``to_engines``: gives the devices to engines that are to serve a version."""
         self.flow = SharedFlow(limits, EmbeddedQueue(limits.capacity))
@@ -75,7 +75,7 @@ class InlineGeneration:
         try:
             rollouts.waits.stage("source")
             self._lease(self.flow.open)
-            self._to_engines(grant.min_version)
+            self._to_engines(grant.min_version, timer)
             groups = rollouts.generate(step, grant.min_version, timer, lambda: rollouts.sampler.training_groups(
                 rollouts.prompts.training(grant.ordinals), grant.min_version))
         except BaseException:

@@ -2,7 +2,7 @@
 
     (none) ──lease──▶ leased ──finished──▶ arriving ──arrived──▶ queued ──choose──▶ training ──trained──▶ consumed
       ▲                 │ dropped by a filter: on the record with the next update     │             │
-      └── lost by the queue, too stale when its turn came,                            │             │
+      └── lost by the queue, too stale when it was due,                               │             │
           or of weights that the trainer went back from: generated again ◀────────────┴─────────────┘
 
 Two bounds hold the producer and the trainer together (``max_staleness`` = S, ``groups_per_step`` = B, and A steps whose
@@ -82,7 +82,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class StalenessSpread:
-    """Of the groups of a step, in versions, by the oldest token of each group."""
+    """How old the groups of a step are, in versions, by the oldest token of each group."""
 
     least: int = 0
     mean: float = 0.0
@@ -113,10 +113,10 @@ class ChosenStep:
 
 @dataclass
 class FlowCounts:
-    """Since the flow began."""
+    """What has happened since the flow began."""
 
     stale: int = 0
-    """Groups that were generated again since they were too stale when their turn came, or of weights that the trainer
+    """Groups that were generated again since they were too stale when they were due, or of weights that the trainer
     went back from."""
     lost: int = 0
     """Groups that were generated again since the queue lost them."""
@@ -284,9 +284,9 @@ class GroupFlow:
         return found
 
     def not_loaded(self, missing: Iterable[int]) -> list[int]:
-        """The queue lacks some of the groups that were chosen; the step is chosen anew. Returns those of them that were
-        lost."""
-        self.choose_anew()
+        """The queue lacks some of the groups that were chosen; the step is chosen again. Returns those of them that
+        were lost."""
+        self.choose_again()
         return self.lost(missing)
 
     # -- the trainer ------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class GroupFlow:
         oldest = self._version - self.limits.max_staleness
         return any(versions[0] < oldest for versions in self._queued.values())
 
-    def choose_anew(self) -> None:
+    def choose_again(self) -> None:
         """What was chosen of the next step is not made of it."""
         self._queued, self._training = {**self._training, **self._queued}, {}
 

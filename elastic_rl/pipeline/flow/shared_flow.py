@@ -116,7 +116,7 @@ class SharedFlow:
         they are there, and whether it is the step's first, after which those of earlier calls are of no step. Raises
         Fenced and what these raise."""
         with self._changed:
-            self._flow.choose_anew()  # this call may follow one that failed
+            self._flow.choose_again()  # this call may follow one that failed
         groups: Mapping[int, GroupSummary] = {}
         while True:
             self._take_loss(on_loss)
@@ -137,7 +137,7 @@ class SharedFlow:
         return StepGroups(tuple(groups[ordinal] for ordinal in ordinals), self._queue)
 
     def lost(self, chosen: Collection[int], on_loss: Callable[[QueueLoss], None]) -> None:
-        """The queue has no data any more of some of the groups that were chosen: the step is chosen anew. ``on_loss``:
+        """The queue has no data any more of some of the groups that were chosen: the step is chosen again. ``on_loss``:
         see ``take``. What else the queue has lost with them is taken now: later it would seem to be what was generated
         again since."""
         loss = self._queue.take_loss()

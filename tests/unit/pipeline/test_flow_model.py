@@ -233,7 +233,7 @@ def test_parts_of_a_step_are_chosen_as_they_finish_and_the_last_one_completes_it
     assert last is not None and last.ordinals == (1,) and not last.first, "what is left is less than a part"
     assert last.step is not None and last.step.ordinals == (0, 1, 2, 3, 4)
     assert flow.choose() is None and flow.depth.queued == 1
-    flow.choose_anew()
+    flow.choose_again()
     assert flow.choose() == ChosenPart((0, 3), True, None), "in the order in which they finished"
 
 

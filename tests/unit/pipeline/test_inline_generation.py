@@ -47,7 +47,7 @@ class Rollouts:
 
 
 def _generation(rollouts: Rollouts, leased: list[IntervalSet]) -> InlineGeneration:
-    generation = InlineGeneration(LIMITS, rollouts, leased.append, lambda version: None)  # type: ignore[arg-type]
+    generation = InlineGeneration(LIMITS, rollouts, leased.append, lambda version, timer: None)  # type: ignore[arg-type]
     generation.flow.resume(0, 1, IntervalSet(), Branch(0, 1))
     return generation
 

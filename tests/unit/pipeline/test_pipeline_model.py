@@ -92,6 +92,7 @@ def test_undisturbed_run_consumes_the_groups_in_order() -> None:
     trained = [g for e in world.executed if e.phase == "rl" for g in (*e.trained, *e.dropped)]
     assert sorted(trained) == list(range(len(trained))) and len(trained) > PLAN.steps * PLAN.groups_per_step
     assert world.groups == 1
+    assert world.resumes == 2, "at the start, and once the supervised phase has ended"
 
 
 def _steps(world: World) -> list[tuple[int, tuple[int, ...], list[int]]]:
