@@ -92,7 +92,7 @@ def check(cfg: Config) -> Iterator[JobFinding]:
 
 def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
     from elastic_rl.algorithms.registry import algorithm_of  # these import torch, which no other command needs
-    from elastic_rl.pipeline.fully_async.queues import make_queue
+    from elastic_rl.pipeline.flow.queues import make_queue
     rollout = cfg.rollout
 
     def algorithm() -> str:

@@ -12,8 +12,9 @@ Where nothing is trained the committed state is that of the output (``pipeline.u
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from elastic_rl.config import Config
@@ -22,14 +23,13 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
-from elastic_rl.pipeline.group_flow import ChosenStep, FlowLimits
+from elastic_rl.pipeline.flow.group_flow import FlowLimits, failure
+from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4
 _SFT_TARGET = 0.4
 """Of the phase before RL, where the settings have none."""
-REWARD_FAILED, GENERATE_FAILED = "reward failed", "generate failed"
-"""Why groups are dropped whose reward failed, or for which the user's function to generate did."""
 
 
 class Lost(Exception):
@@ -38,7 +38,7 @@ class Lost(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The settings that the schedule goes by."""
 
     mode: str
@@ -52,30 +52,33 @@ class Plan:
     sft_target: float
     sft_eval_far: int
     sft_eval_near: int
+    beside_steps: bool = False
+    """Whether groups are generated while others are trained (``train.schedule: fully_async``)."""
     groups_per_part: int | None = None
-    """With a flow: of which gradients are computed while others of the step are generated; None: of all together."""
+    """Groups whose gradients are computed while others of the step are generated; None: those of a step together."""
     groups: int = 0
     """Prompt groups of a job that trains nothing: each is sampled once."""
 
     @classmethod
-    def of(cls, cfg: Config, groups: int = 0) -> Plan:
+    def of(cls, cfg: Config, groups: int = 0) -> RunPlan:
         """``groups``: of a job that trains nothing, whose steps follow from them."""
         per_step = cfg.eval.prompts_per_step if cfg.mode == "eval" else cfg.train.prompts_per_step
         return cls(mode=cfg.mode, groups=groups, groups_per_step=per_step,
                    steps=cfg.train.steps if cfg.uses_trainer else math.ceil(groups / per_step),
                    max_staleness=cfg.train.max_staleness, eval_every_steps=cfg.train.eval_every_steps,
                    stop_eval_accuracy=cfg.train.stop_eval_accuracy, max_dropped_groups=cfg.rollout.max_dropped_groups,
+                   beside_steps=cfg.train.schedule == "fully_async",
                    groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None,
                    sft_max_steps=cfg.sft.max_steps, sft_target=_sft_target(cfg),
                    sft_eval_far=cfg.sft.eval_every_steps, sft_eval_near=cfg.sft.eval_every_steps_near_target)
 
     def flow_limits(self, max_in_flight: int | None = None) -> FlowLimits:
-        return FlowLimits(self.steps, self.groups_per_step, self.max_staleness, self.max_dropped_groups, max_in_flight,
-                          self.groups_per_part)
+        return FlowLimits(self.steps, self.groups_per_step, self.max_staleness, self.max_dropped_groups,
+                          self.beside_steps, max_in_flight, self.groups_per_part)
 
 
 class Flow(Protocol):
-    """The groups that are generated while others are trained, as the schedule sees them (``GroupFlow``)."""
+    """The groups between those who generate and those who train them, as the schedule sees them (``GroupFlow``)."""
 
     def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> object:
         """The trainer is at this committed state."""
@@ -96,13 +99,47 @@ class State:
     branch: Branch = Branch()
     """Which versions are of the weights that the trainer has."""
 
-    def min_version(self, max_staleness: int) -> int:
-        """The oldest version whose samples are of use now: no engine shall sample from weights that the trainer went
-        back from, whose numbers are all below that of the branch's first version."""
-        return max(self.policy_version - max_staleness, self.branch.first)
+    @property
+    def eval_version(self) -> int:
+        """The oldest version that may be evaluated as this state's: no engine shall sample from weights that the
+        trainer went back from, whose numbers are all below that of the branch's first version."""
+        return max(self.policy_version, self.branch.first)
 
 
-# -- effects: what the schedule asks for. The comment says what it is sent.
+# -- outcomes: what an effect found that a later one needs.
+
+@dataclass(frozen=True)
+class UpdateMade:
+    """A supervised update."""
+
+    metrics: Mapping[str, Any]
+    """The trainer's answer."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """The groups of an RL step, and how they came."""
+
+    groups: StepGroups
+    consumption: Consumption
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """How the groups came, by the names of ``training_metrics``."""
+    timer: StepTimer = field(default_factory=StepTimer)
+    """Began with the step."""
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """The groups of a step that trains nothing."""
+
+    groups: Sequence[tuple[Group, str]]
+    """Each with its rewards and the reason to drop it, or ""; one for each ordinal."""
+    timer: StepTimer = field(default_factory=StepTimer)
+    """Began with the step."""
+
+
+# -- effects: what the schedule asks for. The docstring says what it is sent.
 
 @dataclass(frozen=True)
 class Resume:
@@ -114,7 +151,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class SftUpdate:
-    """→ None."""
+    """→ UpdateMade."""
 
     step: int
     cursor: Mapping[str, Any]
@@ -125,6 +162,8 @@ class SftEvaluate:
     """→ accuracy on held-out demonstrations."""
 
     step: int
+    updates: Sequence[UpdateMade]
+    """Those since the last evaluation."""
 
 
 @dataclass(frozen=True)
@@ -136,25 +175,21 @@ class BeginRl:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """→ None, once it is written down that this writer works on these groups."""
-
-    groups: IntervalSet
-
-
-@dataclass(frozen=True)
-class Generate:
-    """→ [(Group with rewards, reason to drop it or "")], one for each ordinal."""
+class SampleGroups:
+    """→ SampledStep, of a job that trains nothing."""
 
     step: int
     ordinals: Sequence[int]
+    leased: IntervalSet
+    """The groups that this writer works on, which is written down before."""
     min_version: int
 
 
 @dataclass(frozen=True)
 class Take:
-    """→ (groups, ChosenStep), once enough groups have finished that may be trained in this step. Gradients of parts of
-    them are computed meanwhile, if the settings say so."""
+    """→ TakenStep, once enough groups of the flow have finished that may be trained in this step: they are
+    generated now, or have been beside the steps before. Gradients of parts of them are computed meanwhile, if the
+    settings say so."""
 
     step: int
 
@@ -164,8 +199,7 @@ class Train:
     """→ the number of the policy version that the step makes, once it is being published."""
 
     step: int
-    groups: StepGroups
-    consumption: Consumption
+    taken: TakenStep
     cursor: Mapping[str, Any]
     policy_version: int
     """The newest one before the step."""
@@ -191,13 +225,15 @@ class Save:
 
 @dataclass(frozen=True)
 class Write:
-    """→ None, once the samples to be kept are on disk and the state of this step is committed."""
+    """→ the cursor of the next step, once the samples to be kept are on disk and the state of this one is
+    committed."""
 
     step: int
     groups: Sequence[Group]
     """Those that are not dropped."""
     consumption: Consumption
     cursor: Mapping[str, Any]
+    timer: StepTimer
 
 
 @dataclass(frozen=True)
@@ -205,6 +241,7 @@ class Complete:
     """→ None, once the output of all steps is one file, with a summary beside it."""
 
     step: int
+    cursor: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -214,33 +251,53 @@ class Finish:
     step: int
 
 
-Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Lease | Generate | Take | Train | Evaluate | Save | Write
+Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Take | Train | Evaluate | Save | SampleGroups | Write
           | Complete | Finish)
 Steps = Generator[Effect, Any, None]
+Attempt = Generator[Effect, Any, bool]
+"""The effects from a committed state on; returns whether the job has ended with them."""
 
 
-def run(plan: Plan, flow: Flow | None = None) -> Steps:
-    """A whole job. Ends after ``Finish``. With a ``flow`` groups are generated beside the steps (``train.schedule:
-    fully_async``), and each step takes those that have finished; without one each step has its groups generated."""
+def run_rl(plan: RunPlan, flow: Flow) -> Steps:
+    """A job with RL steps, whose groups ``flow`` decides on, after a supervised phase. Ends after ``Finish``."""
+    def attempt(state: State, position: _Position) -> Attempt:
+        if state.phase == "sft":
+            cursor = yield from _sft(plan, state, position)
+            yield BeginRl(position.step, cursor)
+            return False
+        yield from _rl(plan, state, position, flow)
+        return True
+
+    return _from_committed_state(attempt)
+
+
+def run_sft(plan: RunPlan) -> Steps:
+    """A job with supervised steps only. Ends after ``Finish``."""
+    def attempt(state: State, position: _Position) -> Attempt:
+        cursor = yield from _sft(plan, state, position)
+        yield Save("sft", position.step, cursor, publish=True)
+        yield Finish(position.step)
+        return True
+
+    return _from_committed_state(attempt)
+
+
+def run_sampled(plan: RunPlan) -> Steps:
+    """A job that trains nothing. Ends after ``Finish``."""
+    return _from_committed_state(partial(_sampled, plan))
+
+
+def _from_committed_state(attempt: Callable[[State, _Position], Attempt]) -> Steps:
+    """Begins at the committed state, and again whenever the job turns out to be at another one, or the attempt ends
+    without the job."""
     reason, at_step = "", 0
     while True:
         state: State = yield Resume(reason, at_step)
         position = _Position(state.step)
         try:
-            if plan.groups:
-                yield from _sampled(plan, state, position)
+            if (yield from attempt(state, position)):
                 return
-            if state.phase == "sft":
-                cursor = yield from _sft(plan, state, position)
-                if plan.mode == "sft":
-                    yield Save("sft", position.step, cursor, publish=True)
-                    yield Finish(position.step)
-                    return
-                yield BeginRl(position.step, cursor)
-                reason = ""
-                continue
-            yield from _rl(plan, state, position, flow)
-            return
+            reason = ""
         except Lost as e:
             reason, at_step = str(e) or "the trainer was lost", position.step
 
@@ -250,17 +307,18 @@ class _Position:
     step: int
 
 
-def _sft(plan: Plan, state: State, position: _Position) -> Generator[Effect, Any, dict[str, Any]]:
+def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, Any, dict[str, Any]]:
     """Supervised steps with evaluations in between, until the target accuracy or the last step; returns the cursor."""
     cursor = dict(state.cursor)
     found = dict(cursor.get("sft") or {})
     accuracy, evaluated_at = found.get("accuracy"), int(found.get("step", 0))
     while state.step < plan.sft_max_steps and not (accuracy is not None and accuracy >= plan.sft_target):
         until = min(evaluated_at + _sft_interval(plan, accuracy), plan.sft_max_steps)
+        updates: list[UpdateMade] = []
         for step in range(position.step + 1, until + 1):
-            yield SftUpdate(step, cursor)
+            updates.append((yield SftUpdate(step, cursor)))
             position.step = step
-        accuracy = yield SftEvaluate(position.step)
+        accuracy = yield SftEvaluate(position.step, updates)
         evaluated_at = position.step
         cursor["sft"] = {"step": evaluated_at, "accuracy": accuracy}
         if position.step >= plan.sft_max_steps:
@@ -275,99 +333,67 @@ def _sft_target(cfg: Config) -> float:
     return _SFT_TARGET if cfg.mode == "rl" else math.inf
 
 
-def _sft_interval(plan: Plan, accuracy: float | None) -> int:
+def _sft_interval(plan: RunPlan, accuracy: float | None) -> int:
     """Supervised steps until the next evaluation: few from a quarter of the target accuracy on, where it rises fast."""
     far = math.isinf(plan.sft_target) or (accuracy is not None and accuracy < 0.25 * plan.sft_target)
     return plan.sft_eval_far if far else min(plan.sft_eval_near, plan.sft_eval_far)
 
 
-def _rl(plan: Plan, state: State, position: _Position, flow: Flow | None) -> Steps:
-    ledger = GroupLedger(state.consumed)
-    if flow is not None:
-        flow.resume(state.step, state.policy_version, state.consumed, state.branch)
+def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Steps:
+    flow.resume(state.step, state.policy_version, state.consumed, state.branch)
     while True:
         evals = _evals(state)
         if _evaluation_due(plan, state.step) and (not evals or evals[-1][0] != state.step):
-            accuracy = yield Evaluate(state.step, state.min_version(0))  # of this step, however stale samples may be
+            accuracy = yield Evaluate(state.step, state.eval_version)  # of this step, however stale samples may be
             evals = [*evals, (state.step, float(accuracy))][-_KEPT_EVALS:]
             # Committed with the next step; until then a successor finds it missing, and evaluates again.
             state = replace(state, cursor={**state.cursor, "evals": [list(e) for e in evals]})
         if state.step >= plan.steps or reached([a for _, a in evals], plan.stop_eval_accuracy):
             break
-        version = yield from (_step(plan, state, ledger) if flow is None else _taken_step(state, flow))
+        version = yield from _step(state, flow)
         position.step = state.step + 1
         state = replace(state, step=position.step, policy_version=version)
     yield Save("rl", state.step, state.cursor)
     yield Finish(state.step)
 
 
-def _step(plan: Plan, state: State, ledger: GroupLedger) -> Generator[Effect, Any, int]:
+def _step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
     """One RL step; returns the version that it makes."""
-    kept: list[Group] = []
-    dropped = 0
-    min_version = state.min_version(plan.max_staleness)
-    while len(kept) < plan.groups_per_step:
-        ordinals = ledger.lease(plan.groups_per_step - len(kept))
-        yield Lease(ledger.open)
-        for group, reason in (yield Generate(state.step + 1, ordinals, min_version)):
-            ledger.generated(group.ordinal)
-            if group.failed:
-                # It has no rewards, so no limit makes the step take it.
-                ledger.drop(group.ordinal, failure(group))
-            elif reason and dropped < plan.max_dropped_groups:
-                dropped += 1
-                ledger.drop(group.ordinal, reason)
-            else:
-                kept.append(group)
-    kept.sort(key=lambda group: group.ordinal)
-    consumption = ledger.consumption([group.ordinal for group in kept])
-    version: int = yield Train(state.step + 1, StepGroups.from_groups(kept), consumption, state.cursor,
-                               state.policy_version)
-    ledger.consumed(consumption)
+    taken: TakenStep = yield Take(state.step + 1)
+    version: int = yield Train(state.step + 1, taken, state.cursor, state.policy_version)
+    flow.trained(taken.consumption, version)
     return version
 
 
-def _taken_step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
-    """One RL step on groups that were generated beside the steps before it; returns the version that it makes."""
-    taken: tuple[StepGroups, ChosenStep] = yield Take(state.step + 1)
-    groups, chosen = taken
-    version: int = yield Train(state.step + 1, groups, chosen.consumption, state.cursor, state.policy_version)
-    flow.trained(chosen.consumption, version)
-    return version
-
-
-def _sampled(plan: Plan, state: State, position: _Position) -> Steps:
-    """A job that trains nothing: each group is sampled once, and is in the output or dropped. No other is generated in
-    the place of one that is dropped. An evaluation drops none: what is left out would change its result."""
-    ledger = GroupLedger(state.consumed)
+def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
+    """Each group is sampled once, and is in the output or dropped. An evaluation drops none: what is left out would
+    change its result. There is no flow: no group competes for a step, since a step has the ordinals that follow, no
+    other is generated in the place of one that is dropped, and the last step may be short."""
+    ledger, cursor = GroupLedger(state.consumed), state.cursor
     while (left := plan.groups - len(ledger.taken)) > 0:
         ordinals = ledger.lease(min(plan.groups_per_step, left))
-        yield Lease(ledger.open)
+        sampled: SampledStep = yield SampleGroups(position.step + 1, ordinals, ledger.open, state.policy_version)
         kept: list[Group] = []
-        for group, reason in (yield Generate(position.step + 1, ordinals, state.policy_version)):
+        for group, reason in sampled.groups:
             ledger.generated(group.ordinal)
             if plan.mode != "eval" and (group.failed or reason):
                 ledger.drop(group.ordinal, failure(group) if group.failed else reason)
             else:
                 kept.append(group)
         consumption = ledger.consumption([group.ordinal for group in kept])
-        yield Write(position.step + 1, kept, consumption, state.cursor)
+        cursor = yield Write(position.step + 1, kept, consumption, cursor, sampled.timer)
         ledger.consumed(consumption)
         position.step += 1
-    yield Complete(position.step)
+    yield Complete(position.step, cursor)
     yield Finish(position.step)
-
-
-def failure(group: Group) -> str:
-    """Why a group that failed is dropped: one that could not be generated has no samples."""
-    return REWARD_FAILED if group.samples else GENERATE_FAILED
+    return True
 
 
 def _evals(state: State) -> list[tuple[int, float]]:
     return [(int(step), float(accuracy)) for step, accuracy in state.cursor.get("evals") or []]
 
 
-def _evaluation_due(plan: Plan, step: int) -> bool:
+def _evaluation_due(plan: RunPlan, step: int) -> bool:
     return step % plan.eval_every_steps == 0 or step >= plan.steps
 
 

@@ -11,7 +11,7 @@ from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.pipeline.pipeline import Pipeline
 from elastic_rl.roles.advantages import AdvantagesRole
 from elastic_rl.roles.base import Role
 from elastic_rl.roles.genrm import GenRmRole

@@ -10,7 +10,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.pipeline.pipeline import Pipeline
 from elastic_rl.runtime.waiting import wait_until
 
 WAIT_S = 120.0

@@ -16,11 +16,11 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.group_flow import FlowCounts, GroupFlow
-from elastic_rl.pipeline.schedule import Lost, Plan
+from elastic_rl.pipeline.flow.group_flow import FlowCounts, GroupFlow
+from elastic_rl.pipeline.schedule import Lost, RunPlan, TakenStep
 from support.pipeline_simulation import PLAN, Actor, Violation, World
 
-ASYNC_PLAN = replace(PLAN, max_staleness=2)
+ASYNC_PLAN = replace(PLAN, max_staleness=2, beside_steps=True)
 
 
 @dataclass
@@ -36,8 +36,6 @@ class Rollout:
 
 @dataclass
 class AsyncActor(Actor):
-    flow: GroupFlow = None  # type: ignore[assignment]
-    queue: dict[int, Group] = field(default_factory=dict)
     running: list[Rollout] = field(default_factory=list)
     producing: Iterator[None] = iter(())
 
@@ -46,7 +44,7 @@ class AsyncWorld(World):
     """``at_once``: rollouts that an actor has in flight at most. ``loses``: whether the queue does. ``turns``: of its
     producer that the rollout of an ordinal takes; random ones without it."""
 
-    def __init__(self, seed: int, plan: Plan = ASYNC_PLAN, *, at_once: int | None = None, loses: bool = True,
+    def __init__(self, seed: int, plan: RunPlan = ASYNC_PLAN, *, at_once: int | None = None, loses: bool = True,
                  turns: Callable[[int], int] | None = None) -> None:
         super().__init__(seed, plan)
         self.at_once, self.loses = at_once, loses
@@ -67,7 +65,7 @@ class AsyncWorld(World):
             return
         self.term += 1
         flow = GroupFlow(self.plan.flow_limits(self.at_once))
-        actor = AsyncActor(self.term, schedule.run(self.plan, flow), iter(()), flow=flow)
+        actor = AsyncActor(self.term, flow, schedule.run_rl(self.plan, flow))
         self.counts.append(flow.counts)
         actor.doing = self.drive(actor)
         actor.producing = self.produce(actor)
@@ -133,21 +131,18 @@ class AsyncWorld(World):
 
     def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
         assert isinstance(actor, AsyncActor)
-        if isinstance(effect, schedule.Take):
-            return (yield from self.take(actor))
-        if isinstance(effect, schedule.Lease | schedule.Generate):
-            raise Violation("a step generated its groups itself")
         if isinstance(effect, schedule.Train) and self.plan.groups_per_part is None:
             yield
-            if missing := [g.ordinal for g in effect.groups.groups if g.ordinal not in actor.queue]:
+            if missing := [g.ordinal for g in effect.taken.groups.groups if g.ordinal not in actor.queue]:
                 self.lost_at_ranks += 1  # which read their samples themselves
                 actor.flow.not_loaded(missing)
                 raise Lost("groups are gone from the queue")
         return (yield from super().perform(actor, effect))
 
-    def take(self, actor: AsyncActor) -> Generator[None, None, Any]:
-        """Each part is loaded when it is chosen, and computed with: its data are not needed in the queue again."""
-        actor.flow.choose_anew()
+    def take(self, actor: Actor) -> Generator[None, None, TakenStep]:
+        """Groups are generated beside the steps. Each part is loaded when it is chosen, and computed with: its data are
+        not needed in the queue again."""
+        actor.flow.choose_again()
         groups: dict[int, Group] = {}
         while True:
             yield
@@ -163,4 +158,4 @@ class AsyncWorld(World):
             groups |= {o: actor.queue[o] for o in part.ordinals}
             self.parts += 1
             if part.step is not None:
-                return StepGroups.from_groups([groups[o] for o in part.step.ordinals]), part.step
+                return TakenStep(StepGroups.from_groups([groups[o] for o in part.step.ordinals]), part.step.consumption)

@@ -1,4 +1,4 @@
-"""A world in which the real schedule, ledger and writer gate run on a virtual clock, and everything else fails.
+"""A world in which the real schedule, flow, ledger and writer gate run on a virtual clock, and everything else fails.
 
 The world has an etcd (which goes away), a trainer group (which dies at any point and comes back at its last committed
 state, as another group), a network (which delays, duplicates and loses commands and answers), engines (which go away),
@@ -14,17 +14,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import audit
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Conflict, Fenced, TrainerFailed
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.schedule import Lost, Plan, State
+from elastic_rl.pipeline.flow.group_flow import GroupFlow
+from elastic_rl.pipeline.schedule import Lost, RunPlan, State, TakenStep
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import (
     BatchCommand,
@@ -37,7 +39,7 @@ from elastic_rl.trainer.service.commands import (
     after_update,
 )
 
-PLAN = Plan(mode="rl", steps=7, groups_per_step=3, max_staleness=0, eval_every_steps=3, stop_eval_accuracy=None,
+PLAN = RunPlan(mode="rl", steps=7, groups_per_step=3, max_staleness=0, eval_every_steps=3, stop_eval_accuracy=None,
             max_dropped_groups=4, sft_max_steps=4, sft_target=0.9, sft_eval_far=2, sft_eval_near=1)
 STATE_EVERY = 2
 MAX_EVENTS = 20_000
@@ -97,8 +99,11 @@ class Trainer:
 @dataclass
 class Actor:
     term: int
+    flow: GroupFlow
     effects: Generator[schedule.Effect, Any, None]
-    doing: Iterator[None]
+    queue: dict[int, Group] = field(default_factory=dict)
+    """Groups that were generated for steps that are not made."""
+    doing: Iterator[None] = iter(())
     done: bool = False
     waiting_for: str = ""
 
@@ -107,7 +112,7 @@ class World:
     """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
     step's batch before it trains."""
 
-    def __init__(self, seed: int, plan: Plan = PLAN, *, asks_reference: bool = False) -> None:
+    def __init__(self, seed: int, plan: RunPlan = PLAN, *, asks_reference: bool = False) -> None:
         self.random, self.plan, self.asks_reference = random.Random(seed), plan, asks_reference
         self.reference_passes = 0
         self.ids = itertools.count(1)
@@ -127,6 +132,8 @@ class World:
         self.faults_left = self.random.randint(0, 14)
         self.reward_of: dict[int, bool] = {}
         self.waits_shown: Counter[str] = Counter()
+        self.resumes = 0
+        """How often an actor read the committed state."""
 
     # -- the trainer ------------------------------------------------------------------------------------------------
     def form_group(self) -> Trainer:
@@ -245,8 +252,9 @@ class World:
         if not self.etcd_up:
             return
         self.term += 1
-        effects = schedule.run(self.plan)
-        actor = Actor(self.term, effects, iter(()))
+        flow = GroupFlow(self.plan.flow_limits())
+        steps = schedule.run_sft(self.plan) if self.plan.mode == "sft" else schedule.run_rl(self.plan, flow)
+        actor = Actor(self.term, flow, steps)
         actor.doing = self.drive(actor)
         self.actors.append(actor)
 
@@ -269,6 +277,7 @@ class World:
     def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
         match effect:
             case schedule.Resume():
+                self.resumes += 1
                 return (yield from self.resume(actor))
             case schedule.SftUpdate(step=step, cursor=cursor):
                 yield from self.command(actor, Update, phase="sft", step=step, cursor=dict(cursor))
@@ -278,18 +287,16 @@ class World:
             case schedule.BeginRl(step=step, cursor=cursor):
                 yield from self.command(actor, Save, phase="sft", step=step, cursor=dict(cursor),
                                         begin_rl=True)
-            case schedule.Lease(groups=groups):
-                yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, groups)))
-            case schedule.Generate(ordinals=ordinals, min_version=min_version):
-                return (yield from self.generate(actor, ordinals, min_version))
+            case schedule.Take():
+                return (yield from self.take(actor))
             case schedule.Train():
-                oldest = min(s.oldest_version for s in effect.groups.samples)
+                samples = effect.taken.groups.samples
                 if self.asks_reference:
                     yield from self.command(actor, ForwardReference, phase="rl", step=effect.step)
                 result = yield from self.command(
-                    actor, Update, phase="rl", step=effect.step, consumption=effect.consumption,
-                    cursor={**effect.cursor, "oldest": oldest,
-                            "versions": sorted({v for s in effect.groups.samples for v in s.versions})})
+                    actor, Update, phase="rl", step=effect.step, consumption=effect.taken.consumption,
+                    cursor={**effect.cursor, "oldest": min(s.oldest_version for s in samples),
+                            "versions": sorted({v for s in samples for v in s.versions})})
                 return result["policy_version"]
             case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
                 # The trainer goes on publishing until it is committed; the world does not model that wait.
@@ -329,7 +336,24 @@ class World:
         p, version, branch = trainer.shown
         return State(p.phase, p.step, version, p.consumed.groups, p.cursor, branch)
 
-    def generate(self, actor: Actor, ordinals: Any, min_version: int) -> Generator[None, None, Any]:
+    def take(self, actor: Actor) -> Generator[None, None, TakenStep]:
+        """The groups of a step are generated now."""
+        flow, queue = actor.flow, actor.queue
+        while True:
+            for ordinal in flow.take_stale():
+                del queue[ordinal]
+            if (part := flow.choose()) is not None and part.step is not None:
+                return TakenStep(StepGroups.from_groups([queue.pop(o) for o in part.step.ordinals]),
+                                 part.step.consumption)
+            if (grant := flow.lease()) is None:
+                raise Violation("a step lacks groups, and the flow grants none")
+            yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, flow.open)))
+            for group, drop in (yield from self.generate(actor, grant.ordinals, grant.min_version)):
+                if flow.finished(group.ordinal, group.versions, drop) and flow.arrived(group.ordinal):
+                    queue[group.ordinal] = group
+
+    def generate(self, actor: Actor, ordinals: Sequence[int], min_version: int
+                 ) -> Generator[None, None, list[tuple[Group, str]]]:
         for _ in range(self.random.randint(0, 3)):
             yield
         # Engines serve what was published, some time ago or just now, perhaps newer than what this actor knows of.

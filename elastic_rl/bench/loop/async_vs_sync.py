@@ -18,8 +18,8 @@ from elastic_rl.bench.loop.testbed import Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import ElasticRLError, QueueUnavailable
-from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
-from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue, GroupQueue
+from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 from elastic_rl.report.build import Record, percentile
 from elastic_rl.runtime.process import RAY_PRIORITY
 from elastic_rl.runtime.waiting import wait_until

@@ -14,10 +14,12 @@ from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.pipeline.records.reporting import truncated_text
+from elastic_rl.pipeline.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,15 @@ class ReportLimit:
             return 0
         held, self._held, self._reported_at = self._held, 0, now
         return held
+
+
+def emitter(writer: FencedWriter, waits: Waits) -> Emit:
+    """Writes events under this token, in the thread of these waits."""
+    def emit(kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
+             **data: Any) -> None:
+        waits.retry("etcd", lambda: writer.emit(kind, subject, message, severity=severity, **data))
+
+    return emit
 
 
 class RunEvents:

@@ -78,6 +78,10 @@ class Trainers:
         self._reference_every = cfg.algorithm.reference_every_steps
         self._version = 0
         """Number of the policy as it is now, or of an earlier publish of it."""
+        self.step = 0
+        """Of the policy as it is now."""
+        self._cursor: Mapping[str, Any] = {}
+        """As the policy's group has it."""
         self._reference_version = 0
         """Number of the reference policy, where a group of its own computes with it."""
         self._policy_look = 0.0
@@ -106,6 +110,7 @@ class Trainers:
         else:
             status = self._at_common_state(self._critic)
         self._version, self._reference_version = status.policy_version, status.reference_version
+        self.step, self._cursor = status.step, status.cursor
         return status
 
     def _at_common_state(self, of_critic: TrainerClient) -> TrainerStatus:
@@ -171,12 +176,14 @@ class Trainers:
                cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """As ``TrainerClient.update``: the policy's metrics, with those of the critic beside them."""
         if self._critic is None or phase == "sft":
-            return self._noted(self._policy.update(phase, step, batch, consumption=consumption, cursor=cursor))
+            return self._stepped(step, cursor, self._policy.update(phase, step, batch, consumption=consumption,
+                                                                   cursor=cursor))
         step_id, of_critic = secrets.token_hex(8), _of_critic(batch)
         with _of(CRITIC):
             shares = self._critic.upload(of_critic)
-        trained = self._noted(self._policy.update(phase, step, self._policy.upload(batch.without(*_OF_CRITIC)),
-                                                  consumption=consumption, cursor=cursor, step_id=step_id))
+        trained = self._stepped(step, cursor, self._policy.update(
+            phase, step, self._policy.upload(batch.without(*_OF_CRITIC)), consumption=consumption, cursor=cursor,
+            step_id=step_id))
         with _of(CRITIC):
             learned = self._learn(self._critic, step, of_critic, shares, consumption, step_id)
         return trained | {name: learned[key] for key, name in _METRICS.items() if key in learned}
@@ -187,7 +194,12 @@ class Trainers:
 
     def apply(self, step: int, parts: int, *, consumption: Consumption, cursor: Mapping[str, Any]) -> dict[str, Any]:
         """As ``TrainerClient.apply``, of the policy's group. For a job without a critic."""
-        return self._noted(self._policy.apply(step, parts, consumption=consumption, cursor=cursor))
+        return self._stepped(step, cursor, self._policy.apply(step, parts, consumption=consumption, cursor=cursor))
+
+    def _stepped(self, step: int, cursor: Mapping[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
+        """The policy's group has made this step, with this result."""
+        self.step, self._cursor = step, cursor or {}
+        return self._noted(result)
 
     def _noted(self, result: dict[str, Any]) -> dict[str, Any]:
         """With which versions of the policy a command of its group ended."""
@@ -295,6 +307,10 @@ class Trainers:
         if of_critic["committed"]:
             self._saved = None
         return {**saved, "committed": saved["committed"] and of_critic["committed"]}
+
+    def publish_policy(self) -> dict[str, Any]:
+        """Publishes the policy as it is under a new number, with a state. Raises as ``TrainerClient.save``."""
+        return self.save("rl", self.step, publish=True, cursor=self._cursor)
 
     def offload(self) -> None:
         """As ``TrainerClient.offload``, of the policy's group: a critic has devices of its own."""

@@ -8,7 +8,6 @@ not happen, whatever it does, follows from ``etcd.device_turn``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -20,41 +19,37 @@ from elastic_rl.etcd.device_claims import DeviceClaims, named
 from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.waits import Waits
 
 _LOOK_S = 0.1
-SIDES: dict[type, Side] = {
-    schedule.Generate: Side.ENGINES, schedule.Evaluate: Side.ENGINES,
-    schedule.Resume: Side.TRAINER, schedule.SftUpdate: Side.TRAINER, schedule.SftEvaluate: Side.TRAINER,
-    schedule.BeginRl: Side.TRAINER, schedule.Train: Side.TRAINER, schedule.Save: Side.TRAINER}
-"""Who needs the devices for an effect; any other effect needs none."""
 
 
 class Turns(Protocol):
     """Every method may take as long as it takes, and says what it waits for. Raises Fenced, and TrainerFailed and
     Conflict as commands to the trainer do."""
 
-    def before(self, effect: schedule.Effect) -> None:
-        """Gives the devices to the side that an effect needs."""
+    def begin_resume(self) -> None:
+        """The trainer is to resume: its group may be another one, which waits for the devices before it is ready for
+        any command."""
 
-    def to_trainer(self) -> None: ...
+    def to_trainer(self, timer: StepTimer) -> None:
+        """``timer``: of the step that is being made."""
 
-    def to_engines(self, version: int) -> None:
+    def to_engines(self, version: int, timer: StepTimer) -> None:
         """``version``: the policy's that engines are to serve, at least."""
 
 
 class OwnDevices:
     """Trainer and engines have devices of their own: there are no turns."""
 
-    def before(self, effect: schedule.Effect) -> None:
+    def begin_resume(self) -> None:
         pass
 
-    def to_trainer(self) -> None:
+    def to_trainer(self, timer: StepTimer) -> None:
         pass
 
-    def to_engines(self, version: int) -> None:
+    def to_engines(self, version: int, timer: StepTimer) -> None:
         pass
 
 
@@ -70,39 +65,32 @@ class SharedDevices:
     """Turns of one actor."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, waits: Waits, trainer: MovableTrainer, *,
-                 epoch: int, term: int, timer: Callable[[], StepTimer] = StepTimer) -> None:
-        """``writer``: of the actor's term. ``timer``: of the step that is being made now."""
+                 epoch: int, term: int) -> None:
+        """``writer``: of the actor's term."""
         self._etcd, self._keys, self._writer, self._waits, self._trainer = etcd, keys, writer, waits, trainer
         self._claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
-        self._term, self._timer = term, timer
+        self._term = term
         self._side: Side | None = None
         """Whose turn this actor knows it to be: of one that it has begun and brought to its end."""
         self._onloaded = False
         """Whether the trainer has said so since the turn began."""
 
-    def before(self, effect: schedule.Effect) -> None:
-        match SIDES.get(type(effect)):
-            case Side.ENGINES if isinstance(effect, schedule.Generate | schedule.Evaluate):
-                self.to_engines(effect.min_version)
-            case Side.TRAINER if isinstance(effect, schedule.Resume):
-                # The group may be another one, which waits for its turn before it is ready for any command.
-                self._side, self._onloaded = None, False
-                self._begin_trainers()
-            case Side.TRAINER:
-                self.to_trainer()
+    def begin_resume(self) -> None:
+        self._side, self._onloaded = None, False
+        self._begin_trainers(StepTimer())
 
-    def to_trainer(self) -> None:
-        self._begin_trainers()
+    def to_trainer(self, timer: StepTimer) -> None:
+        self._begin_trainers(timer)
         if not self._onloaded:
-            with self._timer().phase("turn"):
+            with timer.phase("turn"):
                 self._waits.stage("turn")
                 self._trainer.onload()
             self._onloaded = True
 
-    def to_engines(self, version: int) -> None:
+    def to_engines(self, version: int, timer: StepTimer) -> None:
         if self._side is Side.ENGINES:
             return
-        with self._timer().phase("turn"):
+        with timer.phase("turn"):
             self._waits.stage("turn")
             self._side = None
             # The trainer repeats a publish that fails, which it can do while it has its memory.
@@ -114,12 +102,12 @@ class SharedDevices:
                                hint="resume from the trainer's state")
             self._side = Side.ENGINES  # that they are back is for ``PoolSync`` to wait for
 
-    def _begin_trainers(self) -> None:
+    def _begin_trainers(self, timer: StepTimer) -> None:
         """Makes it the trainer's turn, and waits until no engine has device memory. One that does not release it is
         ended by the driver, so this comes to an end."""
         if self._side is Side.TRAINER:
             return
-        with self._timer().phase("turn"):
+        with timer.phase("turn"):
             self._waits.stage("turn")
             self._side = None
             self._waits.retry("etcd", partial(self._claims.begin_turn, Side.TRAINER, self._writer, self._term))

@@ -134,10 +134,8 @@ class RejectionMode:
 
 
 def sampled_mode(cfg: Config, source: CheckedSource, reader: PromptReader, sampler: Sampler, model_dir: str
-                 ) -> SampledMode | None:
-    """The mode of the job; None for one that trains. Raises ConfigError."""
-    if cfg.uses_trainer:
-        return None
+                 ) -> SampledMode:
+    """The mode of a job that trains nothing. Raises ConfigError."""
     kind = EvaluationMode if cfg.mode == "eval" else RejectionMode
     return kind(cfg, source, reader, sampler, model_dir)
 

@@ -20,7 +20,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
-from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
 from elastic_rl.runtime.waiting import wait_until
 
 MakeJob = Callable[..., SimulatedJob]
@@ -227,7 +227,7 @@ def test_end_of_the_producer_ends_the_actor(make_job: MakeJob, monkeypatch: pyte
     job = make_job()
     errors = job.start_actor()
     job.wait_for(1)
-    monkeypatch.setattr("elastic_rl.pipeline.fully_async.producer.Producer._more", lambda *_: 1 / 0)
+    monkeypatch.setattr("elastic_rl.pipeline.flow.producer.Producer._more", lambda *_: 1 / 0)
     wait_until(lambda: errors, timeout_s=WAIT_S, what="the end of the actor")
     assert "the producer ended: ZeroDivisionError" in str(errors[0])
     monkeypatch.undo()

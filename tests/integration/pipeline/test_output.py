@@ -32,13 +32,13 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import TxnResult
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.schedule import Lost, Plan, State
+from elastic_rl.pipeline.schedule import Lost, RunPlan, SampledStep, State
 from elastic_rl.pipeline.untrained.output import Output
 from elastic_rl.pipeline.untrained.pieces import Piece, PieceFolder
 from elastic_rl.runtime import files
 
 GROUPS = 11
-PLAN = Plan.of(config.parse({"mode": "rejection_sampling", "train": {"prompts_per_step": 3},
+PLAN = RunPlan.of(config.parse({"mode": "rejection_sampling", "train": {"prompts_per_step": 3},
                              "trainer": {"data_parallel": 1}}), GROUPS)
 
 
@@ -100,7 +100,7 @@ class World:
         writer = _Writer.of_term(self.etcd, self.keys, self.epoch, term)
         writer.place = self.place
         output = Output(self.etcd, self.keys, writer, self.policy, mode=PLAN.mode, term=term, file=self.file)
-        steps = schedule.run(PLAN)
+        steps = schedule.run_sampled(PLAN)
         effect = next(steps)
         while True:
             try:
@@ -123,12 +123,14 @@ class World:
             case schedule.Resume():
                 found = output.resume()
                 return State(found.phase, found.step, found.policy_version, found.consumed.groups, found.cursor)
-            case schedule.Generate(ordinals=ordinals):
-                return [(group(o), "uniform" if o % 4 == 3 else "") for o in ordinals]
+            case schedule.SampleGroups(ordinals=ordinals):
+                return SampledStep([(group(o), "uniform" if o % 4 == 3 else "") for o in ordinals])
             case schedule.Write(step=step, groups=groups, consumption=consumption, cursor=cursor):
                 generation = next(self.generations)
                 lines = [json.dumps({"ordinal": g.ordinal, "generation": generation}).encode() + b"\n" for g in groups]
-                output.commit(step, lines, consumption, {**cursor, "lines": len(lines)})
+                new = {**cursor, "lines": len(lines)}
+                output.commit(step, lines, consumption, new)
+                return new
             case schedule.Complete():
                 output.complete(lambda file: {"lines": len(file.read_bytes().splitlines())})
         return None

@@ -30,9 +30,10 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
-from elastic_rl.pipeline.fully_async import transfer_queue
-from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
-from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.flow import transfer_queue
+from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
+from elastic_rl.pipeline.flow.queues import make_queue
+from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 from elastic_rl.runtime.waiting import wait_until
 
 pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
@@ -259,7 +260,17 @@ def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
              proved_in="tests/integration/pipeline/test_transfer_queue.py",
              why="the death of each kind of actor")
 def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_trained_exactly_once(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, killed: int) -> None:
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, killed: int,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    queues: list[TransferQueueQueue] = []
+
+    def make(*given: Any) -> GroupQueue:
+        queue = make_queue(*given)
+        assert isinstance(queue, TransferQueueQueue)
+        queues.append(queue)
+        return queue
+
+    monkeypatch.setattr("elastic_rl.pipeline.flow.background.make_queue", make)
     job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
         "train.schedule": "fully_async", "train.max_staleness": "1", "train.queue": "transfer_queue",
         "train.queue_call_timeout_s": "20"})
@@ -267,10 +278,7 @@ def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_train
         job.start_actor()
         job.wait_for(1)
         job.trainer.frozen.set()  # so that groups wait in the queue
-        background = job.runs[-1].pipeline.background
-        assert background is not None
-        queue = background.flow._queue
-        assert isinstance(queue, TransferQueueQueue)
+        [queue] = queues
         wait_until(lambda: len(queue._held) >= 12, timeout_s=WAIT_S, what="groups in the queue")
         _kill(queue, killed)
         job.trainer.frozen.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.pipeline.stages.trainer_access import TrainerAccess
 from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.waits import Waits
 
@@ -37,16 +37,16 @@ def test_trainer_gives_its_devices_up_only_once_the_weights_are_committed_again(
     done: list[Any] = []
     numbers = iter([(8, False), (9, False), (10, True)])
 
-    def save(*_: Any, **fields: Any) -> dict[str, Any]:
+    def save() -> dict[str, Any]:
         number, committed = next(numbers)
         done.append(number)
         return {"committed": committed, "policy_version": number}
 
-    run = Pipeline.__new__(Pipeline)
-    run.waits, run._step, run._cursor = waits, 4, {}
-    run.cfg = SimpleNamespace(colocated=colocated)  # type: ignore[assignment]
-    run.trainer = SimpleNamespace(save=save)  # type: ignore[assignment]
-    run.turns = SimpleNamespace(  # type: ignore[assignment]
-        to_trainer=lambda: done.append("trainer"), to_engines=lambda version: done.append(("engines", version)))
-    run._publish_weights_again()
+    access = TrainerAccess.__new__(TrainerAccess)
+    access._term = SimpleNamespace(waits=waits, cfg=SimpleNamespace(colocated=colocated))  # type: ignore[assignment]
+    access.groups = SimpleNamespace(publish_policy=save)  # type: ignore[assignment]
+    access.turns = SimpleNamespace(  # type: ignore[assignment]
+        to_trainer=lambda timer: done.append("trainer"),
+        to_engines=lambda version, timer: done.append(("engines", version)))
+    access.publish_weights_again()
     assert done == (["trainer", 8, 9, 10, ("engines", 10)] if colocated else ["trainer", 8])

@@ -12,13 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.budget import seeds
 from support.flow_simulation import ASYNC_PLAN, AsyncWorld
-from support.pipeline_simulation import PLAN, Violation, World
+from support.pipeline_simulation import Violation, World
 
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.errors import IllegalTransition
-from elastic_rl.pipeline.group_flow import ChosenPart, ChosenStep, FlowLimits, GroupFlow
+from elastic_rl.pipeline.flow.group_flow import (
+    REWARD_FAILED,
+    ChosenPart,
+    ChosenStep,
+    FlowLimits,
+    GroupFlow,
+)
 
 SEEDS = seeds(40)
 MUTANT_SEEDS = 400
@@ -69,7 +75,8 @@ def test_rollout_slower_than_the_staleness_allows_is_waited_for(waits: bool, par
 @pytest.mark.parametrize("at_once", [1, None])
 def test_undisturbed_run_of_staleness_0_trains_what_a_synchronous_one_trains(at_once: int | None) -> None:
     for seed in range(SEEDS):
-        sync, flow = World(seed), AsyncWorld(seed, PLAN, at_once=at_once, loses=False)
+        sync, flow = World(seed), AsyncWorld(
+            seed, replace(ASYNC_PLAN, max_staleness=0), at_once=at_once, loses=False)
         sync.faults_left = flow.faults_left = 0
         sync.run()
         _run(flow, seed)
@@ -226,7 +233,7 @@ def test_parts_are_chosen_as_they_finish_and_the_last_completes_the_step() -> No
     assert last is not None and last.ordinals == (1,) and not last.first, "what is left is less than a part"
     assert last.step is not None and last.step.ordinals == (0, 1, 2, 3, 4)
     assert flow.choose() is None and flow.depth.queued == 1
-    flow.choose_anew()
+    flow.choose_again()
     assert flow.choose() == ChosenPart((0, 3), True, None), "in the order in which they finished"
 
 
@@ -272,6 +279,32 @@ def test_groups_of_weights_that_the_trainer_went_back_from_are_generated_again()
     assert again is not None and again.ordinals[0] == 2 and again.min_version == 21, "of no engine that serves 20 still"
     assert flow.resume(11, 24, IntervalSet(), Branch(22, 24)) == []
     assert not flow.finished(2, (20,), "") and not flow.finished(3, (23,), ""), "both branches are remembered"
+
+
+def test_groups_that_were_not_generated_after_all_are_leased_again() -> None:
+    flow = _flow(max_staleness=0, beside_steps=False)
+    grant = flow.lease()
+    assert grant is not None and grant.ordinals == (0, 1) and flow.lease() is None
+    _queue(flow, 0, version=1)
+    flow.give_back(grant.ordinals)
+    again = flow.lease()
+    assert again is not None and again.ordinals == (1,)
+    _queue(flow, 1, version=1)
+    chosen = _step(flow)
+    assert chosen is not None and chosen.ordinals == (0, 1)
+
+
+def test_failed_groups_are_dropped_beyond_the_limit_of_filters_and_replaced() -> None:
+    flow = _flow(beside_steps=False)
+    failing = LIMITS.max_dropped_groups + 2
+    while (chosen := _step(flow)) is None:
+        grant = flow.lease()
+        assert grant is not None
+        for ordinal in grant.ordinals:
+            if flow.finished(ordinal, (1,), REWARD_FAILED if ordinal < failing else "", failed=ordinal < failing):
+                flow.arrived(ordinal)
+    assert chosen.ordinals == (failing, failing + 1)
+    assert {reason: len(groups) for reason, groups in chosen.consumption.dropped.items()} == {REWARD_FAILED: failing}
 
 
 def test_lost_group_of_a_chosen_step_is_generated_again_and_the_others_stay() -> None:

@@ -20,10 +20,10 @@ from elastic_rl.data.queue.group_codec import decode_group, encode_group
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import IllegalTransition, PluginFailed, QueueUnavailable
-from elastic_rl.pipeline.fully_async import transfer_queue
-from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
-from elastic_rl.pipeline.fully_async.queues import make_queue
-from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.flow import transfer_queue
+from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.flow.queues import make_queue
+from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 from elastic_rl.runtime.waiting import wait_until
 
 _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)

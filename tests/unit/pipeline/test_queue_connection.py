@@ -11,7 +11,7 @@ import pytest
 
 from elastic_rl.data.queue import transfer_queue
 from elastic_rl.errors import QueueUnavailable
-from elastic_rl.pipeline.fully_async.transfer_queue import _Actors
+from elastic_rl.pipeline.flow.transfer_queue import _Actors
 from elastic_rl.runtime.waiting import wait_until
 
 

@@ -13,15 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
-from support.pipeline_simulation import PLAN
 
 from elastic_rl import config
-from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import EPISODE, Group, Prompt, Sample, Segment
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.sampling import reward_calls, rewarding, user_calls
 from elastic_rl.pipeline.sampling.generating import Answer
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
@@ -358,32 +355,6 @@ def test_samples_are_decoded_for_the_reward(monkeypatch: pytest.MonkeyPatch) -> 
 
     [group] = Loop(monkeypatch, reward).groups(0)
     assert group.rewards == [1.0] and group.samples[0].text == "1 2"
-
-
-# -- the schedule ------------------------------------------------------------------------------------------------------
-
-
-def test_failed_group_is_never_trained_on_and_replaced() -> None:
-    steps = schedule.run(PLAN)
-    effect = next(steps)
-    trained: schedule.Train | None = None
-    outcome: Any = None
-    while trained is None:
-        if isinstance(effect, schedule.Resume):
-            outcome = schedule.State("rl", 0, 1, IntervalSet(), {})
-        elif isinstance(effect, schedule.Evaluate):
-            outcome = 0.0
-        elif isinstance(effect, schedule.Generate):
-            # More than the filters may drop.
-            outcome = [(Group(i, Prompt((1,)), (SAMPLE,), "failed" if i < PLAN.max_dropped_groups + 2 else ""), "")
-                       for i in effect.ordinals]
-        elif isinstance(effect, schedule.Train):
-            trained = effect
-            break
-        effect = steps.send(outcome)
-    failed = PLAN.max_dropped_groups + 2
-    assert [g.ordinal for g in trained.groups.groups] == list(range(failed, failed + PLAN.groups_per_step))
-    assert {r: len(g) for r, g in trained.consumption.dropped.items()} == {schedule.REWARD_FAILED: failed}
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from elastic_rl.data.sources import CheckedSource, make_source
 from elastic_rl.errors import ConfigError, OutputFailed
 from elastic_rl.pipeline.sampling import evaluation
 from elastic_rl.pipeline.sampling.evaluation import evaluate_sets, further_sets, generated_sets
-from elastic_rl.pipeline.schedule import Plan
+from elastic_rl.pipeline.schedule import RunPlan
 from elastic_rl.pipeline.untrained import eval_summary, keeping
 from elastic_rl.pipeline.untrained.sampled_modes import EvaluationMode, rejection_groups
 
@@ -259,7 +259,7 @@ def test_source_without_end_needs_a_number_of_prompts() -> None:
 
 
 def test_steps_of_a_job_that_trains_nothing_follow_from_its_prompts() -> None:
-    plan = Plan.of(config.parse({"mode": "eval", "eval": {"prompts_per_step": 4}}), groups=9)
+    plan = RunPlan.of(config.parse({"mode": "eval", "eval": {"prompts_per_step": 4}}), groups=9)
     assert (plan.steps, plan.groups_per_step, plan.groups) == (3, 4, 9)
     assert config.parse({"mode": "eval"}).total_steps == 0
 

@@ -15,11 +15,11 @@ from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.transfer_queue import decode_row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, QueueUnavailable
-from elastic_rl.pipeline.fully_async import transfer_queue
-from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
-from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow
-from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
-from elastic_rl.pipeline.group_flow import FlowLimits
+from elastic_rl.pipeline.flow import transfer_queue
+from elastic_rl.pipeline.flow.group_flow import FlowLimits
+from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.flow.shared_flow import SharedFlow
+from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 from elastic_rl.pipeline.waits import Waits
 
 

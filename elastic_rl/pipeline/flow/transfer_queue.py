@@ -37,7 +37,7 @@ from elastic_rl.data.queue.transfer_queue import (
 )
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
-from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
+from elastic_rl.pipeline.flow.group_queue import QueueLoss
 from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
 
 log = logging.getLogger(__name__)

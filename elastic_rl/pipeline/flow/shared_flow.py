@@ -1,4 +1,4 @@
-"""The flow and the queue between the two sides of a fully asynchronous run: the producer's thread and the loop's."""
+"""The flow and the queue between those who generate groups and the loop, which trains them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
-from elastic_rl.pipeline.fully_async.group_queue import GroupQueue, QueueLoss
-from elastic_rl.pipeline.group_flow import ChosenPart, ChosenStep, FlowCounts, FlowLimits, Grant, GroupFlow
-from elastic_rl.pipeline.schedule import failure
+from elastic_rl.pipeline.flow.group_flow import (
+    ChosenPart,
+    ChosenStep,
+    FlowCounts,
+    FlowLimits,
+    Grant,
+    GroupFlow,
+    failure,
+)
+from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.waits import Waits
-
-_POLL_S = 0.1
-"""The loop's thread looks this often whether its wait is to end."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Taken:
 
 
 class SharedFlow:
-    """Thread-safe. The lock is never held while the queue is called, which may take its time."""
+    """Is thread-safe: groups may be generated in another thread than the loop's. The lock is never held while the queue
+    is called, which may take its time."""
 
     def __init__(self, limits: FlowLimits, queue: GroupQueue) -> None:
         self._flow, self._queue = GroupFlow(limits), queue
@@ -79,6 +84,11 @@ class SharedFlow:
     def _lease(self) -> Grant | None:
         return None if self._dropping else self._flow.lease()
 
+    def give_back(self, grant: Grant) -> None:
+        """Groups of this grant that have not finished are not being generated any more."""
+        with self._changed:
+            self._flow.give_back(grant.ordinals)
+
     @property
     def open(self) -> IntervalSet:
         """Groups that were begun and that no update has recorded."""
@@ -98,20 +108,21 @@ class SharedFlow:
         self._give_up(lambda: () if self._flow.arrived(group.ordinal) else (group.ordinal,))
 
     # -- the trainer ------------------------------------------------------------------------------------------------
-    def take(self, waits: Waits, look: Callable[[], None], on_loss: Callable[[QueueLoss], None],
-             on_part: Callable[[StepGroups, bool], None]) -> Taken:
-        """The groups of the next step, as soon as there are enough. ``look`` is called again and again meanwhile, and
-        says what is waited for; ``on_loss`` with what the queue has lost, once that is to be generated again;
-        ``on_part`` with the groups of each part as soon as they are there, and whether it is the step's first, after
-        which those of earlier calls are of no step. Raises Fenced and what these raise."""
+    def take(self, waits: Waits, more: Callable[[], None], on_loss: Callable[[QueueLoss], None],
+             on_part: Callable[[StepGroups, bool], None], *, poll_s: float = 0.0) -> Taken:
+        """The groups of the next step, as soon as there are enough. ``more`` is called while there are not: it
+        generates some or, each ``poll_s``, says what the thread that does so waits for. ``on_loss`` is called with
+        what the queue has lost, once that is to be generated again; ``on_part`` with the groups of each part as soon as
+        they are there, and whether it is the step's first, after which those of earlier calls are of no step. Raises
+        Fenced and what these raise."""
         with self._changed:
-            self._flow.choose_anew()  # this call may follow one that failed
+            self._flow.choose_again()  # this call may follow one that failed
         groups: Mapping[int, GroupSummary] = {}
         while True:
             self._take_loss(on_loss)
-            if (part := self._next_part()) is None:
+            if (part := self._next_part(poll_s)) is None:
                 waits.pause(0.0)
-                look()
+                more()
                 continue
             found = self._queue.get(part.ordinals)
             if missing := [ordinal for ordinal in part.ordinals if ordinal not in found]:
@@ -126,7 +137,7 @@ class SharedFlow:
         return StepGroups(tuple(groups[ordinal] for ordinal in ordinals), self._queue)
 
     def lost(self, chosen: Collection[int], on_loss: Callable[[QueueLoss], None]) -> None:
-        """The queue has no data any more of some of the groups that were chosen: the step is chosen anew. ``on_loss``:
+        """The queue has no data any more of some of the groups that were chosen: the step is chosen again. ``on_loss``:
         see ``take``. What else the queue has lost with them is taken now: later it would seem to be what was generated
         again since."""
         loss = self._queue.take_loss()
@@ -134,12 +145,12 @@ class SharedFlow:
         if loss is not None:
             on_loss(loss)
 
-    def _next_part(self) -> ChosenPart | None:
-        """None after a short wait for one."""
+    def _next_part(self, wait_s: float) -> ChosenPart | None:
+        """None when there is none within this time."""
         with self._changed:
             if not self._flow.has_stale:
-                if (part := self._flow.choose()) is None:
-                    self._changed.wait(_POLL_S)
+                if (part := self._flow.choose()) is None and wait_s > 0:
+                    self._changed.wait(wait_s)
                 return part
         self._give_up(self._flow.take_stale)
         return None

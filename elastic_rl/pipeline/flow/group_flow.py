@@ -1,22 +1,23 @@
-"""Which prompt groups are generated and trained next while both go on at once. Pure.
+"""Which prompt groups are generated and trained next, in turn or both at once. Pure.
 
     (none) ──lease──▶ leased ──finished──▶ arriving ──arrived──▶ queued ──choose──▶ training ──trained──▶ consumed
       ▲                 │ dropped by a filter: on the record with the next update     │             │
-      └── lost by the queue, too stale when its turn came,                            │             │
+      └── lost by the queue, too stale when it was due,                               │             │
           or of weights that the trainer went back from: generated again ◀────────────┴─────────────┘
 
-Two bounds hold the producer and the trainer together (``max_staleness`` = S, ``groups_per_step`` = B):
+Two bounds hold the producer and the trainer together (``max_staleness`` = S, ``groups_per_step`` = B, and A steps whose
+groups may be generated ahead of the next one's: S beside the steps, 0 where generation and training alternate):
 
 - A group is trained only while its oldest token is at most S versions older than the policy that it trains. This one
   is checked when a step is chosen, on what the samples say of themselves, so it holds whatever the engines did, and
   after a recovery, which gives the same weights a newer number. Numbers say nothing of weights that the trainer went
   back from (``data.branch``): a group with a token of theirs is never trained, however new; and no group is asked of
   engines that serve them.
-- A group is leased only while fewer than (S + 1)·B others are not consumed yet, those of the step in progress
+- A group is leased only while fewer than (A + 1)·B others are not consumed yet, those of the step in progress
   included: the last of them is then trained after at most S further versions. For the same reason one with n others
-  before it asks for samples of version v + n // B - S or newer, where v is the policy's: n // B more versions are out
-  at its turn.
-  With S = 0 that is synchronous training: B groups of the newest version, and the next ones once they are trained.
+  before it asks for samples of version v + n // B - S or newer, where v is the policy's: by the time that it is
+  trained, n // B more versions are out.
+  With A = 0 that is synchronous training: B groups, and the next ones once these are trained.
 
 Groups are trained in the order in which they finish, so a slow one may be overtaken and become too stale. It is
 generated again, which would happen for ever to one that always takes longer than S steps; so a group that was too stale
@@ -31,7 +32,16 @@ from dataclasses import dataclass, field
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
+from elastic_rl.data.samples import Group
 from elastic_rl.errors import IllegalTransition
+
+REWARD_FAILED, GENERATE_FAILED = "reward failed", "generate failed"
+"""Why groups are dropped whose reward failed, or for which the user's function to generate did."""
+
+
+def failure(group: Group) -> str:
+    """Why a group that failed is dropped: one that could not be generated has no samples."""
+    return REWARD_FAILED if group.samples else GENERATE_FAILED
 
 
 @dataclass(frozen=True)
@@ -42,10 +52,24 @@ class FlowLimits:
     groups_per_step: int
     max_staleness: int
     max_dropped_groups: int
+    beside_steps: bool = True
+    """Whether groups are generated while others are trained. If not, nothing outlives a step that was interrupted: what
+    was generated for it is generated again, so that a run which was disturbed drops and trains in each step what an
+    undisturbed one does."""
     max_in_flight: int | None = None
     """Groups that are generated at once; None: as many as the staleness allows."""
     groups_per_part: int | None = None
     """Groups of a step that are trained on as soon as so many have finished; None: all of them together."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps after the next one whose groups may be generated already."""
+        return self.max_staleness if self.beside_steps else 0
+
+    @property
+    def capacity(self) -> int:
+        """Most groups that are open at once."""
+        return (self.steps_ahead + 1) * self.groups_per_step
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class StalenessSpread:
-    """Of the groups of a step, in versions, by the oldest token of each group."""
+    """How old the groups of a step are, in versions, by the oldest token of each group."""
 
     least: int = 0
     mean: float = 0.0
@@ -89,10 +113,10 @@ class ChosenStep:
 
 @dataclass
 class FlowCounts:
-    """Since the flow began."""
+    """What has happened since the flow began."""
 
     stale: int = 0
-    """Groups that were generated again since they were too stale when their turn came, or of weights that the trainer
+    """Groups that were generated again since they were too stale when they were due, or of weights that the trainer
     went back from."""
     lost: int = 0
     """Groups that were generated again since the queue lost them."""
@@ -136,9 +160,12 @@ class GroupFlow:
     # -- the trainer's state ----------------------------------------------------------------------------------------
     def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> list[int]:
         """The trainer is at this committed state: at the start, and after a loss. What is being generated or queued
-        goes on unless it is consumed, or was made by weights that the trainer went back from: then it is generated
-        again. Returns the groups whose data nobody needs any more."""
+        goes on, if groups are generated beside the steps, unless it is consumed, or was made by weights that the
+        trainer went back from: then it is generated again. Returns the groups whose data nobody needs any more."""
         self._step, self._version, self._begun = step, version, True
+        if not self.limits.beside_steps:
+            self._branches = [branch]
+            return self._begin_again(consumed)
         oldest = version - self.limits.max_staleness  # what is older need not be told from what is abandoned
         self._branches = [b for b in self._branches if b.first > oldest and b.first != branch.first] + [branch]
         # Those of the step in progress: if it was not made, they are next.
@@ -150,6 +177,13 @@ class GroupFlow:
         gone += self._give_up_abandoned()
         self._dropped = {ordinal for ordinal in self._dropped if ordinal not in consumed}
         self._ledger.rebase(consumed)
+        return gone
+
+    def _begin_again(self, consumed: IntervalSet) -> list[int]:
+        gone = [*self._leased, *self._arriving, *self._queued, *self._training]
+        self._ledger, self._stop = GroupLedger(consumed), 0
+        self._leased, self._arriving, self._queued, self._training = {}, {}, {}, {}
+        self._retried, self._dropped = set(), set()
         return gone
 
     def _give_up_abandoned(self) -> list[int]:
@@ -187,10 +221,10 @@ class GroupFlow:
             return None
         size = self.limits.groups_per_step
         ahead = len(self._leased) + len(self._arriving) + len(self._queued) + len(self._training)
-        room = min(self.limits.max_staleness + 1, self.limits.steps - self._step) * size - ahead
+        room = min(self.limits.steps_ahead + 1, self.limits.steps - self._step) * size - ahead
         if self.limits.max_in_flight is not None:
             room = min(room, self.limits.max_in_flight - len(self._leased))
-        room = min(room, size - ahead % size)  # all of a grant have the same turn
+        room = min(room, size - ahead % size)  # all of a grant are due in the same step
         if room <= 0:
             return None
         min_version = max(1, self._version + ahead // size - self.limits.max_staleness, self._branches[-1].first)
@@ -198,6 +232,13 @@ class GroupFlow:
         self._stop = max(self._stop, self._ledger.taken.stop, ordinals[-1] + 1)
         self._leased |= dict.fromkeys(ordinals, min_version)
         return Grant(tuple(ordinals), min_version)
+
+    def give_back(self, ordinals: Iterable[int]) -> None:
+        """These groups are not being generated any more, although they were leased: they are leased again."""
+        for ordinal in ordinals:
+            if self._leased.pop(ordinal, None) is not None:
+                self._ledger.generated(ordinal)
+                self._ledger.release(ordinal)
 
     def finished(self, ordinal: int, versions: Sequence[int], reason: str, *, failed: bool = False) -> bool:
         """A group was generated and rewarded. ``versions``: of its tokens, ascending. ``reason``: why a filter drops
@@ -243,9 +284,9 @@ class GroupFlow:
         return found
 
     def not_loaded(self, missing: Iterable[int]) -> list[int]:
-        """The queue lacks some of the groups that were chosen; the step is chosen anew. Returns those of them that were
-        lost."""
-        self.choose_anew()
+        """The queue lacks some of the groups that were chosen; the step is chosen again. Returns those of them that
+        were lost."""
+        self.choose_again()
         return self.lost(missing)
 
     # -- the trainer ------------------------------------------------------------------------------------------------
@@ -266,7 +307,7 @@ class GroupFlow:
         oldest = self._version - self.limits.max_staleness
         return any(versions[0] < oldest for versions in self._queued.values())
 
-    def choose_anew(self) -> None:
+    def choose_again(self) -> None:
         """What was chosen of the next step is not made of it."""
         self._queued, self._training = {**self._training, **self._queued}, {}
 

@@ -22,9 +22,9 @@ class QueueLoss:
     """A queue was replaced by an empty one."""
 
     groups: tuple[int, ...]
-    """That it held."""
+    """The groups that it held."""
     why: str
-    """For people."""
+    """The reason, for people."""
 
 
 class GroupQueue(StepReader, Protocol):
@@ -48,7 +48,7 @@ class GroupQueue(StepReader, Protocol):
 
 
 class EmbeddedQueue:
-    """In the memory of the actor, with which it ends."""
+    """Holds groups in the memory of the actor, and ends with it."""
 
     is_local = True
     address = None

@@ -1,22 +1,21 @@
-"""The producing side of a fully asynchronous run: source → generate → reward → filters, in a thread of its own."""
+"""The thread of a fully asynchronous run that generates: source → generate → reward → filters."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Prompt
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow
-from elastic_rl.pipeline.group_flow import Grant
+from elastic_rl.etcd.records import Engine
+from elastic_rl.pipeline.flow.group_flow import Grant
+from elastic_rl.pipeline.flow.shared_flow import SharedFlow
 from elastic_rl.pipeline.pool_sync import PoolSync, VersionWait
 from elastic_rl.pipeline.rollout_pool import serves
-from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.rollouts import Rollouts
 from elastic_rl.pipeline.waits import WaitRelay, Waits
 from elastic_rl.plugins.user_code import describe
 
@@ -26,30 +25,18 @@ _LOOK_S = 0.05
 """Pause between two looks at engines that are waited for, while nothing is generated."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What the producer works with; each is used by its thread alone."""
-
-    sampler: Sampler
-    prompts: PromptReader
-    pool: PoolSync
-
-
-class MakeParts(Protocol):
-    """Makes them in the thread of the producer, and waits for what they need. Raises Fenced."""
-
-    def __call__(self, waits: Waits) -> Parts: ...
-
-
 class Producer:
     """Generates what the flow grants until ``stopping`` is set."""
 
-    def __init__(self, flow: SharedFlow, make: MakeParts, lease: Callable[[IntervalSet], None],
+    def __init__(self, flow: SharedFlow, make: Callable[[Waits], Rollouts], lease: Callable[[IntervalSet], None],
                  stopping: threading.Event) -> None:
-        """``lease``: writes down that this actor works on these groups; raises Fenced and EtcdUnavailable."""
+        """``make``: makes, in the thread, what it generates with; raises Fenced. ``lease``: writes down that this actor
+        works on these groups; raises Fenced and EtcdUnavailable."""
         self._flow, self._make, self._lease = flow, make, lease
         self._relay = WaitRelay()
         self.waits = Waits(self._relay, stopping)
+        self.engines: Sequence[Engine] = ()
+        """As of the last look at those that a version was waited for from. Any thread may read it."""
         self._error: BaseException | None = None
         self._grant: Grant | None = None
         self._sync: VersionWait | None = None
@@ -80,11 +67,8 @@ class Producer:
     # -- in the thread ----------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
-            parts = self._make(self.waits)
-            try:
-                self._produce(parts)
-            finally:
-                parts.sampler.close()
+            with contextlib.closing(self._make(self.waits)) as rollouts:
+                self._produce(rollouts)
         except Fenced as e:
             self._error = e
         except BaseException as e:  # a fault of ours or of a plug-in: the loop ends with it, and a new replica begins
@@ -93,24 +77,24 @@ class Producer:
         finally:
             self._end_sync()
 
-    def _produce(self, parts: Parts) -> None:
+    def _produce(self, rollouts: Rollouts) -> None:
         self.waits.stage("generate")
-        for group, reason in parts.sampler.training_stream(lambda wait_s: self._more(parts, wait_s)):
+        for group, reason in rollouts.sampler.training_stream(lambda wait_s: self._more(rollouts, wait_s)):
             self._flow.finished(group, reason, self.waits)
 
-    def _more(self, parts: Parts, wait_s: float) -> tuple[Sequence[tuple[int, Prompt]], int]:
+    def _more(self, rollouts: Rollouts, wait_s: float) -> tuple[Sequence[tuple[int, Prompt]], int]:
         if self._grant is None:
             self._grant = self._flow.lease(wait_s)
             if self._grant is None:
                 return (), 0
             self.waits.retry("etcd", lambda: self._lease(self._flow.open))
-        if not self._in_sync(parts.pool, self._grant.min_version):
+        if not self._in_sync(rollouts.pool, self._grant.min_version):
             # Others are being generated, or are to be harvested: so the wait is no pause of theirs.
             if wait_s > 0:
                 self.waits.pause(_LOOK_S)
             return (), 0
         grant, self._grant = self._grant, None
-        return parts.prompts.training(grant.ordinals), grant.min_version
+        return rollouts.prompts.training(grant.ordinals), grant.min_version
 
     def _in_sync(self, pool: PoolSync, version: int) -> bool:
         """Whether every engine that takes requests serves the version or a newer one: else samples would be made in
@@ -119,11 +103,11 @@ class Producer:
             return True
         if self._sync is None:
             self._sync = pool.begin(version, serves)
-        if self._sync.poll():
+        in_sync, self.engines = self._sync.poll(), pool.engines
+        if in_sync:
             self._synced = version
             self._end_sync()
-            return True
-        return False
+        return in_sync
 
     def _end_sync(self) -> None:
         if self._sync is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 
 from elastic_rl.config import Config
-from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
-from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue, GroupQueue
+from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 
 
 def make_queue(cfg: Config, capacity: int, host: str = "127.0.0.1") -> GroupQueue:

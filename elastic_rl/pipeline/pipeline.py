@@ -1,0 +1,101 @@
+"""Runs one job: asks the schedule what is done next, and has the stages of the job's mode do it.
+
+What the trainer, or the output, answers decides where the run is: a lost group, or a step that another actor has taken,
+sends the schedule back to the committed state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any, Protocol
+
+from elastic_rl.errors import Conflict, TrainerFailed
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.schedule import Lost
+from elastic_rl.pipeline.stages.rl import RlStages, RoleCalls
+from elastic_rl.pipeline.stages.sampled import SampledStages
+from elastic_rl.pipeline.stages.sft import SftStages
+from elastic_rl.pipeline.stages.term import ActorTerm
+from elastic_rl.runtime.backoff import RetryBackoff
+
+_LOST_RETRY_S = (0.5, 10.0)
+"""Pauses after losses of the trainer with no step between them."""
+
+
+class Stages(Protocol):
+    """The stages of a mode, for one term of the actor."""
+
+    steps: schedule.Steps
+    """What is done next."""
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        """The outcome of an effect, for as long as that takes. Raises TrainerFailed and Conflict when the committed
+        state is not what the schedule believes, and Fenced."""
+
+    def lost(self, error: TrainerFailed | Conflict) -> None:
+        """An effect ended with this error; the next one is ``Resume``."""
+
+
+class Pipeline:
+    """Runs one job to its last step, as one term of the actor."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, roles: RoleCalls,
+                 stopping: threading.Event) -> None:
+        """``stopping`` ends the run with Fenced, wherever it waits."""
+        self._ctx, self._etcd, self._member, self._roles, self._stopping = ctx, etcd, member, roles, stopping
+        self.term = 0
+        """Of the actor, once it has begun."""
+        self.finished = False
+
+    def run(self) -> None:
+        """Returns when the job has finished. Raises Fenced when another term or epoch has begun."""
+        term = ActorTerm.begin(self._ctx, self._etcd, self._member, self._stopping)
+        self.term = term.number
+        with contextlib.ExitStack() as closing:
+            closing.callback(term.close)
+            _drive(self._make_stages(term, closing), term)
+            self.finished = True
+
+    def _make_stages(self, term: ActorTerm, closing: contextlib.ExitStack) -> Stages:
+        if term.cfg.mode == "rl":
+            return RlStages(term, self._roles, closing)
+        if term.cfg.mode == "sft":
+            return SftStages(term, closing)
+        return SampledStages(term, self._roles, closing)
+
+
+def _drive(stages: Stages, term: ActorTerm) -> None:
+    """Has every effect of the schedule carried out. Raises Fenced."""
+    waits, steps = term.waits, stages.steps
+    effect = next(steps)
+    lost = RetryBackoff(*_LOST_RETRY_S)
+    while True:
+        try:
+            outcome = waits.retry("trainer", lambda e=effect: stages.carry_out(e),  # type: ignore[misc]
+                                  end_on=(TrainerFailed, Conflict))
+        except (TrainerFailed, Conflict) as e:
+            stages.lost(e)
+            _report_loss(term, e)
+            effect = steps.throw(Lost(str(e)))
+            waits.pause(lost.left_s(time.monotonic()))
+            lost.failed(time.monotonic())  # the first loss is answered at once
+            continue
+        if isinstance(effect, schedule.Train | schedule.SftUpdate | schedule.Write):
+            lost.reset()
+        try:
+            effect = steps.send(outcome)
+        except StopIteration:
+            return
+
+
+def _report_loss(term: ActorTerm, error: TrainerFailed | Conflict) -> None:
+    """One event for each loss, however often the ``Resume`` that follows is tried."""
+    group = error.group if isinstance(error, TrainerFailed) else ""
+    term.waits.stage("resume")
+    term.waits.retry("etcd", lambda: term.events.trainer_lost(term.step, str(error), group) if group
+                     else term.events.resynced(term.step, str(error)))

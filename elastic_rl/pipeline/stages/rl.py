@@ -1,0 +1,123 @@
+"""The stages of ``mode: rl``: source → generate → reward → advantage → train → publish, and evaluations."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+from elastic_rl.errors import Conflict, GroupsLost, TrainerFailed
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.flow.background import BackgroundGeneration
+from elastic_rl.pipeline.flow.generation import Generation, InlineGeneration
+from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
+from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
+from elastic_rl.pipeline.schedule import RunPlan, TakenStep
+from elastic_rl.pipeline.stages.sft import TrainerStages
+from elastic_rl.pipeline.stages.term import ActorTerm, known_before
+from elastic_rl.pipeline.stages.trainer_access import TrainerAccess
+from elastic_rl.pipeline.training.step_maker import StepMaker
+from elastic_rl.pipeline.training.training_batch import ScoringRoles, TrainingBatches
+from elastic_rl.telemetry import traces
+
+
+class RoleCalls(RolloutCalls, ScoringRoles, Protocol):
+    """The stateless roles, one attempt a call. Each raises ElasticRLError when the attempt failed."""
+
+
+class RlStages:
+    """The parts that a job with RL steps has, and its stages: those of ``TrainerStages``, and three more."""
+
+    def __init__(self, term: ActorTerm, roles: RoleCalls, closing: contextlib.ExitStack) -> None:
+        """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
+        cfg, waits = term.cfg, term.waits
+        self._term, self._waits = term, waits
+        self._trainer = TrainerAccess(term)
+        closing.callback(self._trainer.close)
+        self._source, reads = term.open_source()
+        self._rollouts = Rollouts(cfg, term.etcd, term.keys, term.writer, roles, self._source, reads, waits,
+                                  self._trainer.publish_again)
+        closing.callback(self._rollouts.close)
+        self._supervised = TrainerStages(term, self._trainer, self._source, self._rollouts.prompts)
+        batches = waits.retry("plugin", lambda: TrainingBatches(
+            cfg, roles, waits, self._source.max_response_tokens, self._trainer.groups))
+        closing.callback(batches.close)
+        self._maker = StepMaker(batches, self._trainer.groups, waits, in_parts=cfg.computes_parts)
+        plan = RunPlan.of(cfg)
+        self._generation = self._make_generation(plan)
+        closing.callback(self._generation.close)
+        self.steps = schedule.run_rl(plan, self._generation.flow)
+
+    def _make_generation(self, plan: RunPlan) -> Generation:
+        term = self._term
+        if not plan.beside_steps:
+            return InlineGeneration(plan.flow_limits(), self._rollouts, term.write_lease,
+                                    self._trainer.turns.to_engines)
+        limits = plan.flow_limits(term.cfg.train.max_groups_in_flight)
+        return self._waits.retry("plugin", lambda: BackgroundGeneration(
+            term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
+            lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), term.ctx.host))
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        """Raises TrainerFailed and Conflict when the trainer is not where the schedule believes it to be, and
+        Fenced."""
+        match effect:
+            case schedule.Take():
+                return self._take(effect)
+            case schedule.Train():
+                return self._train(effect)
+            case schedule.Evaluate():
+                return self._evaluate(effect)
+        return self._supervised.carry_out(effect)
+
+    def lost(self, error: TrainerFailed | Conflict) -> None:
+        if isinstance(error, GroupsLost):
+            self._generation.lost(error)
+
+    def _take(self, effect: schedule.Take) -> TakenStep:
+        timer = StepTimer()
+        taken = self._generation.take(effect.step, timer, lambda groups, first: self._maker.add(
+            groups, effect.step, timer, first=first))
+        return TakenStep(taken.groups, taken.chosen.consumption, taken.metrics, timer)
+
+    def _train(self, effect: schedule.Train) -> int:
+        term, taken = self._term, effect.taken
+        groups, timer = taken.groups, taken.timer
+        self._trainer.turns.to_trainer(timer)
+        with traces.span("train_step", step=effect.step):
+            metrics = step_metrics(
+                effect.step, groups, policy_version=effect.policy_version,
+                dropped={reason: len(dropped) for reason, dropped in taken.consumption.dropped.items()})
+            cursor = {**effect.cursor, **known_before(metrics, taken.consumption.trained)}
+            made, advantages = self._maker.make(groups, effect.step, timer, taken.consumption, cursor)
+        trained = {**taken.metrics, **made, **self._generation.take_metrics()}
+        timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
+        term.step, version = effect.step, int(trained["policy_version"])
+        self._waits.works()
+        metrics = with_measured(metrics, trained, timer.seconds()).replace(
+            policy_version=version, idle_s=self._generation.take_idle_s(timer))
+        log_step(term.run_log, metrics, [g.ordinal for g in groups.groups],
+                 sorted({v for s in groups.samples for v in s.versions}), self._generation.engines, trained)
+        term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
+                   staleness=metrics.staleness)
+        term.samples.write(effect.step, groups, advantages)
+        term.events.responses(metrics, self._source)
+        term.events.logprob_difference(metrics, trained["logprob_diff_max"], term.cfg.logprob_tolerance)
+        return version
+
+    def _evaluate(self, effect: schedule.Evaluate) -> float:
+        term, rollouts, timer = self._term, self._rollouts, StepTimer()
+        self._trainer.turns.to_engines(effect.min_version, timer)
+        rollouts.await_version(effect.min_version, timer)
+        self._waits.stage("evaluate")
+        scores = evaluate_sets(self._source, lambda name, indices: rollouts.sampler.evaluation_groups(
+            list(zip(indices, rollouts.prompts.read(self._source.evals[name], indices), strict=True)),
+            effect.min_version))
+        main = scores[self._source.eval_name]
+        accuracy, sets = main.accuracy, further_sets(scores, self._source.eval_name)
+        term.run_log.write("eval", step=effect.step, eval_accuracy=accuracy, **({"eval_sets": sets} if sets else {}),
+                           **({"eval_reward_parts": main.reward_parts} if main.parts else {}),
+                           policy_version=max(score.newest_version for score in scores.values()))
+        term.write_evaluation(effect.step, accuracy, bounded(sets))
+        return accuracy

@@ -1,0 +1,118 @@
+"""The stages of the modes that train nothing: source → generate → reward → write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.errors import Conflict, TrainerFailed
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.records.reporting import log_sampled, step_metrics
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
+from elastic_rl.pipeline.sampling.evaluation import bounded
+from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS
+from elastic_rl.pipeline.schedule import RunPlan, SampledStep, State
+from elastic_rl.pipeline.stages.term import ActorTerm, known_before
+from elastic_rl.pipeline.untrained.base_policy import output_of
+from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
+from elastic_rl.telemetry import traces
+
+
+class SampledStages:
+    """The parts that such a job has, and its stages. Its committed state is its output, in the place of a trainer's."""
+
+    def __init__(self, term: ActorTerm, roles: RolloutCalls, closing: contextlib.ExitStack) -> None:
+        """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
+        self._term, self._waits = term, term.waits
+        source, self._reads = term.open_source()
+        self._rollouts = Rollouts(term.cfg, term.etcd, term.keys, term.writer, roles, source, self._reads,
+                                  term.waits, self._publish_again)
+        closing.callback(self._rollouts.close)
+        self._mode = self._waits.retry("source", lambda: sampled_mode(
+            term.cfg, source, self._rollouts.prompts, self._rollouts.sampler, term.ctx.model_dir))
+        self._output = output_of(term.ctx, term.etcd, term.writer, term.security, term.waits, term=term.number,
+                                 file=self._mode.file, alive=term.alive)
+        self._plan = RunPlan.of(term.cfg, self._mode.groups)
+        self.steps = schedule.run_sampled(self._plan)
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        """Raises Conflict when the output is not where the schedule believes it to be, and Fenced."""
+        match effect:
+            case schedule.Resume():
+                return self._resume()
+            case schedule.SampleGroups():
+                return self._sample(effect)
+            case schedule.Write():
+                return self._write(effect)
+            case schedule.Complete():
+                return self._complete(effect)
+            case schedule.Finish():
+                return self._term.finish(effect.step)
+        raise TypeError(f"no effect of this mode: {effect!r}")
+
+    def lost(self, error: TrainerFailed | Conflict) -> None:
+        pass  # what was sampled and is not in the output is sampled again
+
+    def _publish_again(self, version: int) -> None:
+        """For engines that cannot get this version: its chunks may be lost with the node that had them."""
+        self._term.events.republished(version, f"engines lack version {version}")
+        self._waits.retry("dcs", self._output.publish_again, end_on=(Conflict,))
+
+    def _resume(self) -> State:
+        term = self._term
+        self._waits.stage("resume")
+        status = self._waits.retry("dcs", self._output.resume)
+        term.resume(status.phase, status.step, status.step, status.policy_version)
+        term.write(steps=self._plan.steps)
+        prompts = self._rollouts.prompts.require_same(status.cursor, self._mode.prompts)
+        if (found := term.step_of_predecessor(status.cursor, status.step, status.policy_version)) is not None:
+            metrics, groups = found
+            log_sampled(term.run_log, metrics, groups, [])
+            term.write(metrics=metrics, step=status.step, reward=metrics.reward)
+        term.events.resumed(status.step, status.consumed.groups, term.number)
+        return State(phase=status.phase, step=status.step, policy_version=status.policy_version,
+                     consumed=status.consumed.groups, cursor={**status.cursor, PROMPTS: prompts})
+
+    def _sample(self, effect: schedule.SampleGroups) -> SampledStep:
+        timer = StepTimer()
+        self._waits.stage("source")
+        self._term.write_lease(effect.leased)
+        return SampledStep(self._rollouts.generate(effect.step, effect.min_version, timer, lambda: self._mode.generate(
+            effect.ordinals, effect.min_version)), timer)
+
+    def _write(self, effect: schedule.Write) -> Mapping[str, Any]:
+        term, mode, output, timer = self._term, self._mode, self._output, effect.timer
+        self._waits.stage("write")
+        with traces.span("write", step=effect.step), timer.phase("write"):
+            groups = StepGroups.from_groups(effect.groups)
+            metrics = step_metrics(
+                effect.step, groups, policy_version=output.policy_version,
+                dropped={reason: len(dropped) for reason, dropped in effect.consumption.dropped.items()})
+            metrics = metrics.replace(policy_version=output.policy_version)
+            known = known_before(metrics, effect.consumption.groups)
+            lines, cursor = self._waits.retry("source", lambda: self._reads.read("decode texts", lambda: mode.output(
+                effect.groups, {**effect.cursor, **known})))
+            self._waits.retry("disk", lambda: output.commit(effect.step, lines, effect.consumption, cursor),
+                              end_on=(Conflict,))
+        term.step = effect.step
+        self._waits.works()
+        metrics = metrics.replace(seconds=timer.seconds(), idle_s=self._waits.take_idle_s())
+        log_sampled(term.run_log, metrics, list(effect.consumption.groups), self._rollouts.pool.engines,
+                    lines=len(lines))
+        term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version)
+        term.samples.write(effect.step, groups, None)
+        return cursor
+
+    def _complete(self, effect: schedule.Complete) -> None:
+        term, mode, output = self._term, self._mode, self._output
+        self._waits.stage("write")
+        result = self._waits.retry("disk", lambda: output.complete(
+            lambda file: mode.summary(file, effect.cursor, output.consumed, term.alive)), end_on=(Conflict,))
+        term.run_log.write("output", step=effect.step, result=result)
+        if "sets" in result:
+            sets = {name: float(s["reward_mean"]) for name, s in result["sets"].items()}
+            accuracy = sets.pop(str(result["main"]))
+            term.write_evaluation(effect.step, accuracy, bounded(sets))

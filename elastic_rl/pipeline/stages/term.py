@@ -1,0 +1,150 @@
+"""One term of the actor: the records that it writes, and what it shows of where the run is and what it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.sources import CheckedSource, make_source
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.pipeline.records.reporting import SampleWriter
+from elastic_rl.pipeline.records.run_events import PRODUCER, RunEvents, emitter
+from elastic_rl.pipeline.records.run_log import JobStatusWriter, RunLog
+from elastic_rl.pipeline.records.sample_ring import SampleRing
+from elastic_rl.pipeline.sampling.source_reads import SourceReads
+from elastic_rl.pipeline.waits import Waits
+from elastic_rl.telemetry.trackers import Trackers
+
+log = logging.getLogger(__name__)
+
+_FENCE_CHECK_S = 5.0
+_LAST_STEP = "last_step"
+"""In the cursor: what is known of a step before it is trained."""
+_PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples", "advantage": "waiting for advantages",
+           "teacher": "waiting for the teacher",
+           "reference": "waiting for the trainer's step", "actor_fwd": "waiting for the trainer's step",
+           "value": "waiting for the critic",
+           "train": "waiting for the trainer's step", "sft": "waiting for the trainer's step",
+           "publish": "waiting for the trainer's step", "save": "waiting for the trainer's step",
+           "turn": "waiting for the devices"}
+"""Phases as a member: in these stages others work, and report their own progress."""
+
+
+class ActorTerm:
+    """Is shared by the stages of a mode, in the loop's thread."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, number: int, writer: FencedWriter,
+                 status: JobStatusWriter, stopping: threading.Event) -> None:
+        """``writer``: holds the term's fencing token. ``stopping``: ends every wait with Fenced."""
+        self.ctx, self.cfg, self.etcd, self.keys, self.member = ctx, ctx.config, etcd, ctx.keys, member
+        self.number, self.writer, self.status = number, writer, status
+        self.phase, self.step = "starting", 0
+        """Where the run is, as it is shown."""
+        self._fence_read = 0.0
+        """When a wait last checked that this is still the actor; monotonic."""
+        self.waits = Waits(self._show_wait, stopping)
+        self.emit = emitter(writer, self.waits)
+        self.events = RunEvents(etcd, ctx.keys, self.emit)
+        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.from_names(
+            self.cfg.telemetry.trackers, self.cfg.job_dir, self.cfg.job, self._tracker_failed,
+            wandb_mode=self.cfg.telemetry.wandb_mode))
+        self.samples = SampleWriter(SampleRing(etcd, ctx.keys, writer), ctx.model_dir)
+        self.security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
+
+    @classmethod
+    def begin(cls, ctx: RunContext, etcd: EtcdClient, member: Membership, stopping: threading.Event) -> ActorTerm:
+        """Begins the next term, which fences off all earlier ones. Waits while etcd is away. Raises Fenced when the
+        epoch is over."""
+        waits = Waits(lambda stage, kind, what: member.progress(0, f"waiting for {kind}" if kind else stage), stopping)
+        waits.stage("starting")
+        number = waits.retry("etcd", lambda: fencing.begin_term(etcd, ctx.keys, ctx.epoch, member.incarnation))
+        writer = FencedWriter.of_term(etcd, ctx.keys, ctx.epoch, number)
+        status = waits.retry("etcd", lambda: JobStatusWriter(
+            etcd, ctx.keys, writer, steps=ctx.config.total_steps, seed=ctx.config.seed))
+        term = cls(ctx, etcd, member, number, writer, status, stopping)
+        term.waits.stage("starting")
+        return term
+
+    def close(self) -> None:
+        self.run_log.close()
+
+    def open_source(self) -> tuple[CheckedSource, SourceReads]:
+        """The data source, as soon as it can be made, and how this thread reads it. What it reads may be away now, as
+        it may be later; a job that is wrong is refused before it begins (``job.check``)."""
+        reads = SourceReads(self.cfg.data.source, self.waits)
+        return self.waits.retry("source", lambda: reads.read("be made", lambda: make_source(self.cfg))), reads
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+    def _show_wait(self, stage: str, kind: str, what: str) -> None:
+        self.member.progress(self.step, f"waiting for {kind}" if kind else _PHASES.get(stage, stage))
+        self.status.activity(stage, kind, what)
+        if kind and kind != "etcd" and time.monotonic() - self._fence_read >= _FENCE_CHECK_S:
+            self._fence_read = time.monotonic()
+            with contextlib.suppress(EtcdUnavailable):  # a wait whose text stays the same writes nothing
+                self.writer.require()
+
+    def alive(self, phase: str = "writing") -> None:
+        """Says that long work goes on. Raises Fenced."""
+        self.waits.pause(0.0)
+        self.waits.works()
+        self.member.progress(self.step, phase)
+
+    def _tracker_failed(self, name: str, reason: str) -> None:
+        try:
+            self.writer.emit(event_kinds.TRACKER_FAILED, name, f"{name} gets no more metrics of the training: {reason}",
+                             severity=Severity.WARNING)
+        except EtcdUnavailable:
+            log.warning("tracker %s failed: %s", name, reason)
+
+    # -- what is written ----------------------------------------------------------------------------------------------
+    def write(self, **changes: Any) -> None:
+        """Writes the status, as soon as etcd takes it: see ``JobStatusWriter.write``."""
+        self.waits.retry("etcd", lambda: self.status.write(self.phase, **changes))
+
+    def write_evaluation(self, step: int, accuracy: float, sets: Mapping[str, float]) -> None:
+        """See ``JobStatusWriter.evaluated``."""
+        self.waits.retry("etcd", lambda: self.status.evaluated(self.phase, step, accuracy, sets))
+
+    def write_lease(self, groups: IntervalSet) -> None:
+        """Writes down that this actor works on these groups. Raises Fenced and EtcdUnavailable."""
+        lease = GroupLease(producer=PRODUCER, epoch=self.ctx.epoch, term=self.number, groups=groups.to_json(),
+                           at=time.time())
+        self.writer.write(Op.put(self.keys.group_lease(PRODUCER), lease.encode()))
+
+    def resume(self, phase: str, step: int, shown_step: int, policy_version: int) -> None:
+        """The run is at this committed state. ``shown_step``: 0 in the phase before the steps that are shown."""
+        self.phase, self.step = phase, step
+        self.status.resume(phase, shown_step, policy_version=policy_version)
+
+    def step_of_predecessor(self, cursor: Mapping[str, Any], step: int, policy_version: int
+                            ) -> tuple[StepMetrics, list[int]] | None:
+        """Metrics and groups of a step whose actor was gone when it was done: what is known of it came with its
+        command. None where the step was reported. Raises EtcdUnavailable."""
+        known = cursor.get(_LAST_STEP) or {}
+        metrics = StepMetrics.model_validate(known["metrics"]) if known else None
+        if metrics is None or metrics.step != step or self.etcd.get(self.keys.step_metrics(step)) is not None:
+            return None
+        return metrics.replace(policy_version=policy_version), list(IntervalSet.from_json(known["groups"]))
+
+    def finish(self, step: int) -> None:
+        self.member.progress(step, "finished")
+        self.emit(event_kinds.RUN_FINISHED, self.ctx.job, f"finished after {step} steps")
+        self.phase = "finished"
+        self.write(step=step)
+
+
+def known_before(metrics: StepMetrics, groups: IntervalSet) -> dict[str, Any]:
+    """What the cursor has of a step before it is trained: see ``ActorTerm.step_of_predecessor``."""
+    return {_LAST_STEP: {"metrics": metrics.model_dump(mode="json"), "groups": groups.to_json()}}
