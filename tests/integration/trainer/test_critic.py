@@ -99,7 +99,7 @@ def test_values_and_gradients_equal_those_of_transformers_in_float64(runs: Runs)
     values = (trunk(batch["tokens"][:, :-1]).last_hidden_state @ head[0])[mask]
     tensors = {name: batch[name][:, 1:][mask].double() for name in ("values", "returns")}
     loss, stats = clipped_value_loss(values, LossBatch(tensors, torch.zeros(len(values), dtype=torch.int64), 1),
-                                     cfg.algorithm)
+                                     cfg.critic)
     loss.mean().backward()
     rows = torch.cat([found[f"values {row}"][1:][mask[row, :int(batch["lengths"][row]) - 1]] for row in range(64)])
     torch.testing.assert_close(rows.double(), values.detach(), rtol=1e-4, atol=1e-5)
