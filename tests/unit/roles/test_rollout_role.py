@@ -61,7 +61,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is reported; the head is version 3, and no pause is made."""
     found: list[Any] = []
     monkeypatch.setattr(reads, "head", lambda *a: SimpleNamespace(number=3))
-    monkeypatch.setattr(fencing, "emit", lambda *a, **k: found.append(a[3]))
+    monkeypatch.setattr(fencing, "emit", lambda *a, **k: found.append(a[3].name))
     monkeypatch.setattr(rollout, "_RETRY_S", (0.0, 0.0))
     return found
 
