@@ -163,7 +163,7 @@ class Batch:
         return first[of_sample] + torch.arange(int(counts[part].sum())) - (ends - counts[part])[of_sample]
 
     def share_rows(self, count: int) -> list[torch.Tensor]:
-        """For each of ``count`` data-parallel replicas the numbers of its samples, ascending, with about as many tokens
+        """The numbers of the samples of each of ``count`` data-parallel replicas, ascending, with about as many tokens
         each (``balanced``)."""
         return [torch.tensor(rows, dtype=torch.int64) for rows in balanced(self["lengths"].tolist(), count)]
 
@@ -207,11 +207,11 @@ class Batch:
         """Raises GroupsLost for samples that are elsewhere, and known to be gone."""
 
     def loaded(self) -> Batch:
-        """With all tensors in the memory of this process."""
+        """The batch with all tensors in the memory of this process."""
         return self
 
     def to_bytes(self) -> bytes:
-        """As safetensors."""
+        """The batch as safetensors."""
         return save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
 
     @classmethod

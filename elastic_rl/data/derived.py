@@ -70,7 +70,7 @@ def remove_unused(folder: Path) -> None:
 
 
 def _machine() -> str:
-    """Whose pids this process can see: a job's folder may be shared by several machines."""
+    """The machine whose pids this process can see: a job's folder may be shared by several machines."""
     return hashlib.sha256(machine_id().encode()).hexdigest()[:8]
 
 

@@ -30,7 +30,7 @@ _TRIED = 4
 _MEASURED = 1024
 """Prompts that are measured together."""
 OpenFile = Callable[[Path, Sequence[str], Path], Rows]
-"""From a file, the columns that are used, and a folder for what is derived from it, to its rows."""
+"""Opens the rows: takes a file, the columns that are used, and a folder for what is derived from it, to its rows."""
 
 
 class FileSource:
@@ -58,7 +58,7 @@ class FileSource:
                 for name, paths in self._options.eval_sets.items()}
         self._split: Permutation | None = None
         self._cut = 0
-        """Of the shuffled training rows so many are held out instead."""
+        """Number of shuffled training rows that are held out instead."""
         if sets:
             self.evals = {name: self._chosen(name, rows) for name, rows in sets.items()}
         else:

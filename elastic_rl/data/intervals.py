@@ -33,7 +33,7 @@ class IntervalSet:
 
     @classmethod
     def from_json(cls, raw: object) -> Self:
-        """From what ``to_json`` returned. Raises ValueError for anything else."""
+        """Reads what ``to_json`` returned. Raises ValueError for anything else."""
         try:
             spans = tuple((int(start), int(stop)) for start, stop in raw)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as e:

@@ -26,7 +26,7 @@ _MAX_REASONS, _OTHER = 16, "other"
 
 
 class GroupState(StrEnum):
-    """Of a group that is not consumed yet."""
+    """The state of a group that is not consumed yet."""
 
     LEASED = "leased"
     GENERATED = "generated"

@@ -52,7 +52,7 @@ class MixOptions(Options):
 
 
 MakePart = Callable[[str, Mapping[str, Any], int], Any]
-"""From the name of a source, its options and a seed to the source."""
+"""Makes a source from its name, its options and a seed."""
 
 
 class Mix:

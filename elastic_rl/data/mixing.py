@@ -132,7 +132,7 @@ def _counts(weights: Sequence[float]) -> list[int]:
 
 
 def _ranks(turns: Sequence[int], parts: int) -> tuple[list[int], list[int]]:
-    """For each place how many places before it have the same part, and the places of each part."""
+    """How many places before each place have the same part, and the places of each part."""
     counts, ranks = [0] * parts, []
     for part in turns:
         ranks.append(counts[part])

@@ -61,7 +61,7 @@ def sft_order(source: Any, seed: int) -> Order:
 
 
 def sft_ordinals(batch_size: int, step: int) -> range:
-    """Of the prompts whose answers a supervised step imitates, in ``sft_order``. Steps count from 1."""
+    """The ordinals of the prompts whose answers a supervised step imitates, in ``sft_order``. Steps count from 1."""
     return range(batch_size * (step - 1), batch_size * step)
 
 

@@ -56,7 +56,7 @@ class ParquetRows:
             raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}{did_you_mean(name, there)}")
 
     def _reader(self) -> Any:
-        """Of the copy, which is made unless there is one that can be read."""
+        """A reader of the copy, which is made unless there is one that can be read."""
         import pyarrow as pa
 
         try:

@@ -1,4 +1,4 @@
-"""From texts and conversations to prompts: chat template, tokens, limits."""
+"""Makes prompts of texts and conversations: chat template, tokens, limits."""
 
 from __future__ import annotations
 

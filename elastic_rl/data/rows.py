@@ -21,7 +21,7 @@ from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import did_you_mean
 
 _STRIDE = 64
-"""Of so many lines the place of one is kept: 12 MB of memory for 100 million lines."""
+"""Lines for which the place of one is kept: 12 MB of memory for 100 million lines."""
 _BLOCK = 1 << 22
 _MAX_ROW = 1 << 24
 """Longest line, in bytes."""
@@ -34,7 +34,7 @@ class Rows(Protocol):
 
     path: Path
     state: tuple[int, int]
-    """Of the file when it was first read (``derived.state_of``)."""
+    """The file's state when it was first read (``derived.state_of``)."""
 
     def __len__(self) -> int: ...
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 EPISODE = "episode"
-"""In the metadata of a sample that an environment took part in: ``{"reward": …, "rewards": [… of each turn], "parts":
-{…}, "turns": …}``."""
+"""Key in the metadata of a sample that an environment took part in: ``{"reward": …, "rewards": [… of each turn],
+"parts": {…}, "turns": …}``."""
 _NO_TURNS: Mapping[str, Any] = {EPISODE: {"reward": 0.0, "rewards": [], "parts": {}, "turns": 0}}
 MAX_TOKEN_IDS = 1 << 31
 """Every token id is below: what tensors and engines hold."""
@@ -25,7 +25,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str = ""
-    """For people."""
+    """The response's text, for people."""
     answer_ids: tuple[int, ...] | None = None
     """A right response, including its end-of-sequence token: what supervised fine-tuning imitates and a reward may
     compare with. None where the source has none."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """For each of ``count`` replicas its rows of a batch whose sequences have these lengths, in ascending order.
+    """The rows of each of ``count`` replicas, in ascending order, of a batch whose sequences have these lengths.
 
     The longest sequence that is left goes to the replica with the fewest tokens: Graham's rule for the schedule with
     the longest processing time first. No replica has more tokens than the average and one sequence together. It is by

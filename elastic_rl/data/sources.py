@@ -98,7 +98,7 @@ class CheckedSource:
     tokenizer: Tokenizer | None
     """None for a source of the user's without one."""
     order: Callable[[int], Order]
-    """From the seed to the order of ``train``."""
+    """Makes the order of ``train`` from the seed."""
     vocabulary: int
     """Number of the model's tokens; ids of prompts are below it."""
 

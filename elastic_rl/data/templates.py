@@ -19,7 +19,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str, setting: str) -> Template:
-        """From Python's format syntax: ``{column}`` or ``{column.field}``, and ``{{`` and ``}}`` for braces. Raises
+        """Reads Python's format syntax: ``{column}`` or ``{column.field}``, and ``{{`` and ``}}`` for braces. Raises
         ConfigError, which names the setting, for anything else, and for a text without a field."""
         try:
             parsed = list(string.Formatter().parse(text))

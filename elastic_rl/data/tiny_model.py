@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from transformers import (
@@ -32,7 +32,8 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime.process import die_with_parent
 
 _VOCAB_MULTIPLE = 16
-"""Of the vocabulary of a given tokenizer, so that it splits over any power of two of ranks up to 16."""
+"""The vocabulary of a given tokenizer is filled up to a multiple of this, so that it splits over any power of two of
+ranks up to 16."""
 
 
 def hf_config(cfg: Config, vocab_size: int = VOCAB_SIZE, eos_id: int = EOS_ID, pad_id: int = PAD_ID
@@ -61,8 +62,10 @@ def _of_family(shape: ModelConfig) -> tuple[type[PretrainedConfig], dict[str, An
                 "head_dim": shape.head_dim, "attention_bias": False, "norm_topk_prob": True,
                 "num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token,
                 "moe_intermediate_size": shape.expert_intermediate_size}
-        case _:
+        case "qwen3":
             return Qwen3Config, {"head_dim": shape.head_dim, "attention_bias": False}
+        case _:
+            assert_never(shape.family)
 
 
 def make_model_dir(path: Path | str, cfg: Config, tokenizer_dir: Path | str | None = None) -> Path:

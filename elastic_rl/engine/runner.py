@@ -22,7 +22,7 @@ from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.engine.server.health import Health, HealthLimits
 from elastic_rl.engine.server.health_monitor import HealthMonitor
-from elastic_rl.engine.server.sglang_server import Server, SGLangServer, StagedUpdate
+from elastic_rl.engine.server.sglang_server import EngineServer, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
     Compacted,
     DeadlineExceeded,
@@ -94,7 +94,7 @@ class EngineRunner:
         """It has been READY."""
         self._external = bool(external_url)
         self._key = read_key(ctx.config.engine_key_file)
-        self._server: Server = ExternalServer(
+        self._server: EngineServer = ExternalServer(
             external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None, key=self._key
         ) if external_url else SGLangServer(
             self._pool.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,

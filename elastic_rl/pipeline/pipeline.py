@@ -49,7 +49,7 @@ class Pipeline:
         """``stopping`` ends the run with Fenced, wherever it waits."""
         self._ctx, self._etcd, self._member, self._roles, self._stopping = ctx, etcd, member, roles, stopping
         self.term = 0
-        """Of the actor, once it has begun."""
+        """The actor's term, once it has begun."""
         self.finished = False
 
     def run(self) -> None:

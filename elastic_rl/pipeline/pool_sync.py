@@ -35,7 +35,7 @@ class PoolSync:
         self.etcd, self.keys, self.waits = etcd, keys, waits
         self.publish_again, self.first_pull_s = publish_again, first_pull_s
         self.engines: list[Engine] = []
-        """As of the last wait."""
+        """The pool's engines, as they were at the last wait."""
 
     def no_engine(self) -> str:
         """Which engines are missing, while none serves; "" also without etcd."""

@@ -17,7 +17,7 @@ _PULLS = 3.0
 
 
 class Republish:
-    """Of one wait for one version."""
+    """Decides, in one wait for one version, when to publish it again."""
 
     def __init__(self, first_pull_s: float) -> None:
         """``first_pull_s``: how long the first pull of an engine, of which nothing is known, may take."""

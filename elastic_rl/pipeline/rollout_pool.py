@@ -21,8 +21,8 @@ class PoolWatch:
         self._records = Mirror(etcd, keys.engines_of_pool(ROLLOUT_POOL), lambda kv: readable_one(kv, Engine))
 
     def engines(self, timeout_s: float) -> list[Engine]:
-        """As soon as one has changed since the last call, and after ``timeout_s`` at the latest. Raises EtcdUnavailable
-        while etcd is away."""
+        """The pool's engines, as soon as one has changed since the last call, and after ``timeout_s`` at the latest.
+        Raises EtcdUnavailable while etcd is away."""
         return [engine for engine in self._records.read_current(timeout_s).values() if engine.pool == ROLLOUT_POOL]
 
     def close(self) -> None:

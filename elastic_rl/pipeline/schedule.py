@@ -29,7 +29,7 @@ from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4
 _SFT_TARGET = 0.4
-"""Of the phase before RL, where the settings have none."""
+"""Target of the SFT phase before RL, where the settings have none."""
 
 
 class Lost(Exception):

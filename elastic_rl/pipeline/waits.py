@@ -22,7 +22,7 @@ _SAID_AFTER_S, _OWN_AFTER_S = 5.0, 60.0
 """A wait within an attempt that is repeated is part of it: after the first time the text says so, after the second one
 it takes the attempts' place. In turns with them, each would be too young to be seen."""
 _SHOW_EVERY_S = 1.0
-"""In a pause: what is waited for is written once it is old enough."""
+"""Interval in a pause at which what is waited for is written, once it is old enough."""
 _LOG_AFTER_S = 1.0
 """Shorter waits are part of a step and are not logged."""
 
@@ -67,7 +67,7 @@ class Waits:
         """A wait for something else while one is held."""
         self._idle_s: dict[str, float] = {}
         self._booking = threading.Lock()
-        """Of ``_idle_s`` and of what it is made of."""
+        """Guards ``_idle_s`` and what it is made of."""
 
     def stage(self, name: str) -> None:
         """The loop begins a stage. Raises Fenced."""

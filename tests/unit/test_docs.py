@@ -18,6 +18,7 @@ import yaml
 
 from elastic_rl import config
 from elastic_rl.cli.main import app
+from elastic_rl.config.fixed_settings import FIXED
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.config.reading import known_keys
 from elastic_rl.etcd import event_kinds
@@ -141,6 +142,16 @@ def test_alerts_that_are_listed_are_kinds_of_the_code() -> None:
               for kind in re.findall(r"`([a-z_]+\.[a-z_]+)`", row)}
     assert len(listed) > 25
     assert listed <= literals() | EVENTS
+
+
+def test_settings_that_are_fixed_for_a_job_are_listed() -> None:
+    page = (ROOT / "docs/operating/command-line.md").read_text()
+    section = page.partition("## What a job keeps")[2].partition("##")[0]
+    listed = {(key, when) for keys, when in re.findall(r"^\| (`.*) \| (.*) \|$", section, re.MULTILINE)
+              for key in re.findall(r"`([^`]+)`", keys)}
+    assert listed == {(key.removesuffix("."), when) for rule in FIXED for key in rule.key.split(" or ") for when in (
+        ["once the SFT phase is over"] if rule.after_sft
+        else [f"with `mode: {mode}`" for mode in rule.modes] or ["in every job"])}
 
 
 def test_every_kind_of_event_has_its_row() -> None:

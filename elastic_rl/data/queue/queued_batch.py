@@ -39,7 +39,7 @@ class Stored:
     """What of a batch is in the queue."""
 
     refs: tuple[SampleRef, ...]
-    """Of each sample."""
+    """The reference of each sample to what the queue has of it."""
     loss_tokens: torch.Tensor
     """[N] int64."""
     names: frozenset[str]
@@ -68,7 +68,7 @@ class QueuedBatch(Batch):
         return cls(tensors, Stored(tuple(refs), loss_tokens, names, reader))
 
     def _require_valid(self) -> None:
-        """Of what it holds; the rest is checked by whoever reads it."""
+        """Checks the tensors that the batch holds; the rest is checked by whoever reads it."""
         self._require_schema({"N": len(self.stored.refs), "T": self.width, "L": self.loss_tokens})
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -138,8 +138,8 @@ class QueuedBatch(Batch):
         return read[wanted]
 
     def to_bytes(self) -> bytes:
-        """As safetensors, with what says where the rest is. Raises GroupsLost, and ConfigError where no other process
-        can read it."""
+        """The batch as safetensors, with what says where the rest is. Raises GroupsLost, and ConfigError where no other
+        process can read it."""
         address = self.stored.reader.address
         if address is None:
             self.require_stored()  # of a queue that was just replaced
@@ -232,7 +232,8 @@ class QueuedShare:
         return lengths
 
     def read(self, reader: SampleReader) -> Batch:
-        """With the samples. Raises as ``SampleReader.read``, and ConfigError for what is no batch with them."""
+        """The batch with its samples. Raises as ``SampleReader.read``, and ConfigError for what is no batch with them.
+        """
         if unknown := self.names - QUEUED:
             raise ConfigError(f"samples in the queue have no tensors {sorted(unknown)}")
         return Batch({**_tensors(self.refs, self._lengths(), self.names, reader), **self.tensors})

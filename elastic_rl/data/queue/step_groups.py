@@ -53,7 +53,7 @@ class HeldSamples:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """In the order in which they are trained."""
+    """The groups of a step, in the order in which they are trained."""
 
     groups: tuple[GroupSummary, ...]
     reader: StepReader
@@ -70,5 +70,5 @@ class StepGroups:
 
     @property
     def refs(self) -> list[SampleRef]:
-        """Of ``samples``."""
+        """The references of ``samples``."""
         return [(group.ordinal, index) for group in self.groups for index in range(len(group.samples))]

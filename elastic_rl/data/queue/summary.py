@@ -14,9 +14,9 @@ class SampleSummary:
 
     prompt_tokens: int
     response_tokens: int
-    """Of all segments."""
+    """Number of response tokens of all segments."""
     loss_tokens: int
-    """Of those that the policy is trained on."""
+    """Number of tokens that the policy is trained on."""
     has_logprobs: bool
     """Whether a policy sampled some of its tokens."""
     versions: tuple[int, ...]
@@ -26,7 +26,7 @@ class SampleSummary:
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     turn_ends: tuple[int, ...] = ()
-    """With ``turn_rewards`` only."""
+    """Ends of the turns, where there are ``turn_rewards``."""
     turn_rewards: tuple[float, ...] = ()
 
     @classmethod

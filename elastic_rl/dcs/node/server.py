@@ -111,7 +111,7 @@ class Session:
             pass  # it has ended
 
 
-class Server:
+class NodeServer:
     """Accepts connections, one thread each, and answers their requests."""
 
     def __init__(self, table: ChunkTable, fetcher: Fetcher, versions: OpenVersions, index: VersionIndex,

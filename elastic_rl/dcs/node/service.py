@@ -29,7 +29,7 @@ from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
 from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.registration import Registration
-from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.server import NodeServer
 from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.dcs.storage import arena
@@ -95,7 +95,7 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         stack.callback(pins.close)
         hello = {"job": cfg.job, "id": node_id, "arena_path": str(memory.path), "arena_bytes": memory.size}
         index = VersionIndex(disk.folder if disk is not None else None, grace_s=dcs.unknown_version_grace_s)
-        server = Server(table, fetcher, OpenVersions(table, fetcher, pins), index, hello, listener, dcs, security)
+        server = NodeServer(table, fetcher, OpenVersions(table, fetcher, pins), index, hello, listener, dcs, security)
         server.start()
         stack.callback(server.stop)
         catalog, commits = index.summary()

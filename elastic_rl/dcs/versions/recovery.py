@@ -83,7 +83,7 @@ class Recovered:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     """What the catalog will be."""
 
     catalog: str
@@ -133,7 +133,7 @@ def gather(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableStor
     return Sources(identity, contents, numbers, nodes, marks, unreachable, as_of)
 
 
-def plan(sources: Sources, catalog: str = "") -> Plan:
+def plan(sources: Sources, catalog: str = "") -> RecoveryPlan:
     """What the catalog should be. Pure. ``catalog``: id of the one to recover, where nodes belong to several.
 
     Raises ConfigError when that must be given, or there is nothing to recover from; CatalogMismatch when etcd has
@@ -164,8 +164,8 @@ def plan(sources: Sources, catalog: str = "") -> Plan:
         if found[version.stream, version.number].entry is not None and (
                 (head := heads.get(version.stream)) is None or head.number < version.number):
             heads.pop(version.stream, None)
-    return Plan(chosen, max(seen, commits) + 1, max(f.version.epoch for f in found.values()), versions, lost, heads,
-                _numbers(sources, found, is_older=seen > commits or not commits))
+    return RecoveryPlan(chosen, max(seen, commits) + 1, max(f.version.epoch for f in found.values()), versions, lost,
+                        heads, _numbers(sources, found, is_older=seen > commits or not commits))
 
 
 def _choose(sources: Sources, catalog: str) -> str:
@@ -235,7 +235,7 @@ def _numbers(sources: Sources, found: Iterable[tuple[str, int]], *, is_older: bo
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 def recover(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableStore | None, *, catalog: str = "",
-            holder: str) -> Plan:
+            holder: str) -> RecoveryPlan:
     """Rebuilds the catalog, under a new epoch; what it consists of. ``holder``: of that epoch.
 
     Raises what ``gather`` and ``plan`` do, with nothing changed; Fenced when another epoch begins meanwhile, and

@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ChunkFinding:
     """One chunk that a node does not have as it should. ``what``: missing or corrupt."""
 
     node: str
@@ -115,7 +115,7 @@ class VersionService:
                 changes += compare.compare(candidates, dict(pa.tensors()), dict(pb.tensors()))
         return sorted(changes, key=lambda c: (-c.share, c.name))
 
-    def verify(self, name: str, progress: Progress = lambda done, total: None) -> tuple[list[Finding], int]:
+    def verify(self, name: str, progress: Progress = lambda done, total: None) -> tuple[list[ChunkFinding], int]:
         """Reads every chunk of a version on every node that should hold it: what is wrong, and the bytes read. A part
         that no node holds is reported with node ``-``."""
         version = self.resolve(name)
@@ -125,14 +125,14 @@ class VersionService:
         sizes = {version.manifest: 0, **manifest.chunks}
         wanted = [(n, d) for n, parts in listed.items()
                   for d in (version.manifest, *(d for i in parts for d in digests[i]))]
-        total, done, found = sum(sizes[d] for _, d in wanted), 0, list[Finding]()
+        total, done, found = sum(sizes[d] for _, d in wanted), 0, list[ChunkFinding]()
         for node_id, digest in wanted:
             if what := self._fault(node_id, digest):
-                found.append(Finding(node_id, digest, what))
+                found.append(ChunkFinding(node_id, digest, what))
             done += sizes[digest]
             progress(done, total)
         nowhere = placements.short_of(placement, 1) if placement.parts else range(len(digests))
-        found += [Finding("-", d, "missing") for i in nowhere for d in digests[i]]
+        found += [ChunkFinding("-", d, "missing") for i in nowhere for d in digests[i]]
         return found, done
 
     def _fault(self, node_id: str, digest: str) -> str:
@@ -200,12 +200,12 @@ class VersionService:
                               hint="stop the run first, or give --yes if that is what you want")
 
     # -- recovery ----------------------------------------------------------------------------------------------------
-    def plan_recovery(self, catalog: str = "") -> tuple[recovery.Plan, list[str]]:
+    def plan_recovery(self, catalog: str = "") -> tuple[recovery.RecoveryPlan, list[str]]:
         """What ``recover`` would do, with nothing changed, and the ids of the nodes that did not answer."""
         sources = recovery.gather(self.etcd, self.keys, self._client, self._durable())
         return recovery.plan(sources, catalog), list(sources.unreachable)
 
-    def recover(self, catalog: str = "", *, yes: bool) -> recovery.Plan:
+    def recover(self, catalog: str = "", *, yes: bool) -> recovery.RecoveryPlan:
         """Rebuilds the catalog from the nodes and the durable store (``recovery.py``). Raises ConfigError unless
         ``yes`` while a trainer is running, which would be fenced."""
         self._require_idle("it would be fenced", yes)

@@ -15,7 +15,7 @@ import psutil
 
 from elastic_rl.config import EngineConfig
 from elastic_rl.engine.client import to_version
-from elastic_rl.engine.server.sglang_server import Server, StagedUpdate
+from elastic_rl.engine.server.sglang_server import EngineServer, StagedUpdate
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
@@ -33,7 +33,7 @@ _MAX_REFUSED = 3
 not."""
 
 
-class ExternalServer(Server):
+class ExternalServer(EngineServer):
     """Recognises a restart of the server by its version: a restarted server has the weights of its folder, and does not
     report the version that was applied to it."""
 
@@ -108,8 +108,8 @@ class ExternalServer(Server):
         return min(_VERSION_INTERVAL_S, super().probe_interval_s)
 
     def probe(self) -> bool | None:
-        """As ``Server.probe``, as often as its setting says; at each call, condemns a server that is gone, or no longer
-        reports the version that was applied to it."""
+        """Probes as ``EngineServer.probe`` does, as often as its setting says; at each call, condemns a server that is
+        gone, or no longer reports the version that was applied to it."""
         applied = self._applied
         info = self._model_info()
         if info is None:
@@ -131,7 +131,8 @@ class ExternalServer(Server):
         return alive
 
     def apply(self, update: StagedUpdate, version: int) -> None:
-        """As ``Server.apply``. A failed update leaves the server paused: its weights may be torn."""
+        """Applies a version as ``EngineServer.apply`` does. A failed update leaves the server paused: its weights may
+        be torn."""
         self._applied = None
         super().apply(update, version)
         self._applied = version

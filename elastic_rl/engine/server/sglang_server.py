@@ -53,8 +53,8 @@ _OTHER_KEY = (f"{OTHER_KEY}; an external one is to be started with `{KEY_FILE_EN
 
 @dataclass(frozen=True)
 class StagedUpdate:
-    """A version that ``Server.apply`` can bring into the engine. ``checksums``: of the weights, by rank; empty when
-    they could not be staged and are loaded in the pause."""
+    """A version that ``EngineServer.apply`` can bring into the engine. ``checksums``: those of the weights, by rank;
+    empty when they could not be staged and are loaded in the pause."""
 
     request: dict[str, Any]
     checksums: list[str]
@@ -81,7 +81,7 @@ class StagingSession:
         return StagedUpdate({"ticket": ticket}, self._stagers.finish(ticket))
 
 
-class Server(ABC):
+class EngineServer(ABC):
     """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, key: str = "",
@@ -232,7 +232,7 @@ class Server(ABC):
         self._http.close()
 
 
-class SGLangServer(Server):
+class SGLangServer(EngineServer):
     """A server with its scheduler and detokenizer processes, all of which end with this process.
 
     ``model_dir``: HF folder. ``seed`` seeds the sampler: engines of a pool need

@@ -36,7 +36,7 @@ class Producer:
         self._relay = WaitRelay()
         self.waits = Waits(self._relay, stopping)
         self.engines: Sequence[Engine] = ()
-        """As of the last look at those that a version was waited for from. Any thread may read it."""
+        """The engines that a version was last waited for from, as they were then. Any thread may read it."""
         self._error: BaseException | None = None
         self._grant: Grant | None = None
         self._sync: VersionWait | None = None

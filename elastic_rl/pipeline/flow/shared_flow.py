@@ -33,7 +33,7 @@ class Taken:
     groups: StepGroups
     chosen: ChosenStep
     metrics: dict[str, float]
-    """By the names of ``training_metrics``."""
+    """Metrics by the names of ``training_metrics``."""
 
 
 class SharedFlow:

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_S = 120.0
-"""Of the actors; Ray may have to start workers for them."""
+"""Longest start of the queue's actors; Ray may have to start workers for them."""
 _GIVE_UP_START_S = 2 * _START_S
 """A start that has not ended by then, since Ray or the package hangs in it, is left to its thread, and another one is
 begun."""
@@ -74,7 +74,7 @@ class TransferQueueQueue:
                               hint="install 'elastic-rl[transfer-queue]' on every host, or set train.queue to embedded")
         self._capacity, self._units, self._call_s, self._host = capacity, units, call_s, host
         self._lock = threading.RLock()
-        """Of what is below; never held during a call of the queue."""
+        """Guards what is below; never held during a call of the queue."""
         self._actors: _Actors | None = None
         self._starts = AbandonableCalls("transfer-queue-start", _MAX_LEFT)
         self._starting: AbandonableCall[None] | None = None

@@ -68,7 +68,8 @@ def emitter(writer: FencedWriter, waits: Waits) -> Emit:
 
 
 class RunEvents:
-    """Of one term of the actor. Every method raises Fenced, and EtcdUnavailable where it reads. For one thread."""
+    """The events of one term of the actor. Every method raises Fenced, and EtcdUnavailable where it reads. For one
+    thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, emit: Emit) -> None:
         self._etcd, self._keys, self._emit = etcd, keys, emit
@@ -161,7 +162,7 @@ class RunEvents:
         if self._lost is None:
             kvs, _ = self._etcd.range(self._keys.events_prefix(), limit=_RECENT, newest_first=True)
             lost: dict[str, bool] = {}
-            """By group: whether its newest event says so."""
+            """Trainer group → whether its newest event begins a fault."""
             for event, _ in readable(kvs, Event):
                 kind = event_kinds.find(event.kind)
                 if kind is not None and kind.part in TRAINER_GROUPS and (kind.begins or kind.ends):

@@ -20,7 +20,7 @@ from elastic_rl.plugins.user_code import encodable
 MAX_TEXT_CHARS = 2000
 """Characters that are kept of a prompt and of a response."""
 MAX_RECORD_BYTES = 8 * 1024
-"""Of a record as it is stored. A text in a script of many bytes a character is cut further than MAX_TEXT_CHARS."""
+"""Longest record as it is stored. A text in a script of many bytes a character is cut further than MAX_TEXT_CHARS."""
 MAX_PARTS = 16
 """Named parts of the reward that are kept of a sample."""
 _MAX_NAME_CHARS = 64

@@ -1,1 +1,1 @@
-"""From prompts to rewarded samples: the data source, the stages generate and reward, and evaluations."""
+"""How prompts become rewarded samples: the data source, the stages generate and reward, and evaluations."""

@@ -20,7 +20,8 @@ _NAMED = 64
 """Sets that records of etcd have, and characters of a set's name there: a new job has no longer ones."""
 
 EvaluatePiece = Callable[[str, range], Sequence[Group]]
-"""From the name of a set and indices of its prompts to the group of each. It waits for whatever is away."""
+"""Returns the group of each of these prompts, given by the name of a set and their indices. It waits for whatever is
+away."""
 
 
 @dataclass
@@ -86,5 +87,5 @@ def further_sets(scores: Mapping[str, SetScore], main: str) -> dict[str, float]:
 
 
 def bounded(accuracies: Mapping[str, float]) -> dict[str, float]:
-    """As records of etcd have them: the first so many, with names of a bounded length."""
+    """The sets as records of etcd have them: the first so many, with names of a bounded length."""
     return {name[:_NAMED]: accuracy for name, accuracy in list(accuracies.items())[:_NAMED]}

@@ -1,5 +1,5 @@
-"""Whose fault it is that a function of the user's fails for prompt groups: the group's, which is dropped in the end; or
-that of the function or of a service it asks, which the run waits for. Pure: the time is passed in.
+"""Decides whose fault it is that a function of the user's fails for prompt groups: the group's, which is dropped in the
+end; or that of the function or of a service it asks, which the run waits for. Pure: the time is passed in.
 
 A group may make a function raise, hang or end its process whenever it is tried, and must not hold the run up. A
 function that is wrong, or asks a service that is away, fails for every group, and dropping groups would use up the data
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Failure(enum.Enum):
-    """Whose fault a failed attempt can be, as far as it shows."""
+    """The kinds of a failed attempt, by whose fault it can be."""
 
     GROUP = "group"
     """The function failed for this group while its process went on."""
@@ -74,7 +74,8 @@ class Lane(enum.Enum):
     MAIN = "main"
     """Beside all other groups."""
     PROBATION = "probation"
-    """In another process or instance of the function, so that a group which ends it ends no group of ``MAIN``."""
+    """The group is tried in another process or instance of the function, so that a group which ends it ends no group of
+    ``MAIN``."""
 
 
 class Verdict(enum.Enum):
@@ -84,7 +85,8 @@ class Verdict(enum.Enum):
     RETRY = "retry"
     """The group is tried again after a pause."""
     LIMIT = "limit"
-    """As ``RETRY``: it has used up its attempts, but too many groups were dropped, so the function is at fault."""
+    """The group is tried again, as with ``RETRY``: it has used up its attempts, but too many groups were dropped, so
+    the function is at fault."""
     DROP = "drop"
     """The group has failed for good."""
 
@@ -100,7 +102,8 @@ class Trial(Generic[T]):
     def __init__(self, groups: Sequence[T], lane: Lane, retry: RetryBackoff) -> None:
         self.groups, self.lane, self.retry = groups, lane, retry
         self.worked: int | None = None
-        """For how many groups the function had worked in the lane when this one failed last, or was first tried."""
+        """Number of groups for which the function had worked in the lane when this one failed last, or was first tried.
+        """
         self.round_size = 1
         """The most groups that a round of probation with this one may have."""
         self.is_alone = False
@@ -114,7 +117,7 @@ class Trial(Generic[T]):
 @dataclass
 class _LaneState(Generic[T]):
     waiting: dict[Trial[T], None]
-    """In the order in which they came."""
+    """Trials that wait for the lane, in the order in which they came."""
     running: dict[Trial[T], None]
     worked: int = 0
     """Groups for which the function worked here. Those of the other lane say nothing: this process may fail for a
@@ -159,7 +162,7 @@ class FaultIsolation(Generic[T]):
 
     @classmethod
     def of(cls, cfg: Config, retry_s: tuple[float, float], *, halves: bool = False) -> FaultIsolation[T]:
-        """As the section ``rollout`` has it."""
+        """The rules as the section ``rollout`` has them."""
         return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves, limit=DropLimit(
             cfg.rollout.max_failed_rewards, max(cfg.train.prompts_per_step, cfg.groups_per_request)))
 

@@ -125,7 +125,7 @@ class GroupRequests:
             self._generate, [asked.request for asked in groups], groups[0].min_version, lane is Lane.PROBATION)] = trial
 
     def _take_ended(self, lane: Lane, ended: Set[Future[Any]]) -> tuple[list[Answer], list[Group]]:
-        """As ``poll``, of what has ended in a lane."""
+        """Takes what has ended in a lane, as ``poll`` does."""
         found = [one for future in [*self._running[lane]] if future in ended
                  if (one := self._take(lane, future)) is not None]
         answered = [(asked, samples) for trial, results in found

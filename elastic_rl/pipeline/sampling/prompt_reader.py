@@ -14,7 +14,8 @@ from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 
 PROMPTS = "prompts"
-"""In the cursor: which prompts the source has (``data.order.fingerprint``), since ordinals stand for prompts by it."""
+"""Key in the cursor that says which prompts the source has (``data.order.fingerprint``), since ordinals stand for
+prompts by it."""
 
 
 class PromptReader:
@@ -27,7 +28,7 @@ class PromptReader:
             sft_order(source, cfg.seed) if cfg.imitates_answers else None))
 
     def indices(self, ordinals: Sequence[int]) -> list[int]:
-        """Of the training prompts of ordinals."""
+        """The indices of the training prompts of these ordinals."""
         assert self._order is not None  # the mode has training prompts
         return self._indices(self._order, ordinals)
 

@@ -17,8 +17,8 @@ Judged = tuple[Group, str]
 
 
 class RewardStream:
-    """Of one loop. A call of the thread of the rewards goes on as long as there are groups; the next ones begin
-    another."""
+    """Rewards the groups of one loop as they come. A call of the thread of the rewards goes on as long as there are
+    groups; the next ones begin another."""
 
     def __init__(self, side: SideCalls, rewarder: Rewarder, judged: Callable[[Group], str]) -> None:
         """``judged``: why the group is dropped, or "". In the thread of the rewards."""

@@ -36,8 +36,8 @@ _LOOK_S = 0.05
 More = Callable[[], Sequence[Answer]]
 """Groups that were generated since the last call. It does not wait."""
 Other = Callable[[int], tuple[Prompt, Sample]]
-"""From a number to some prompt of the source and a sample for it that nobody generated. Raises SourceFailed where the
-source gives none, and Fenced."""
+"""Returns, for a number, some prompt of the source and a sample for it that nobody generated. Raises SourceFailed where
+the source gives none, and Fenced."""
 
 
 class Rewarder:
@@ -123,7 +123,7 @@ class Rewarder:
         self._look_at_probation()
 
     def _look_at_probation(self) -> None:
-        """As ``_look``, of the groups in probation."""
+        """Looks after the groups in probation, as ``_look`` does after the others."""
         if self._second_call is not None:
             group, call = self._second_call
             is_done = call.done()

@@ -88,8 +88,8 @@ class Sampler:
         return self._side.call(lambda: [(group, self._filters.drop_reason(group)) for group in groups])
 
     def training_stream(self, more: More[tuple[int, Prompt]]) -> Iterator[tuple[Group, str]]:
-        """As ``training_groups``, of the prompts that ``more`` gives again and again, each group as it finishes. Ends
-        with them."""
+        """Yields what ``training_groups`` returns, of the prompts that ``more`` gives again and again, each group as it
+        finishes. Ends with them."""
         def requests(wait_s: float) -> tuple[Sequence[PromptRequest], int] | None:
             given = more(wait_s)
             return None if given is None else (self._prompt_requests(given[0]), given[1])
@@ -136,8 +136,8 @@ class Sampler:
             (Segment(tuple(self._source.stop_token_ids[:1]) or prompt.token_ids[:1]),))
 
     def _other_request(self) -> PromptRequest | None:
-        """For another held-out prompt each time, since the user's function may fail for one too; None where the source
-        gives none now."""
+        """A request for another held-out prompt each time, since the user's function may fail for one too; None where
+        the source gives none now."""
         self._others += 1
         with contextlib.suppress(SourceFailed):
             return PromptRequest(-1, self._held_out(self._others, self._reads), self._sampling(
@@ -183,7 +183,7 @@ class Sampler:
 
 
 def decoder(source: DataSource) -> Decode | None:
-    """From token ids to text without special tokens, by the source's tokenizer; None where it has none."""
+    """A function from token ids to text without special tokens, by the source's tokenizer; None where it has none."""
     tokenizer = getattr(source, "tokenizer", None)
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
 

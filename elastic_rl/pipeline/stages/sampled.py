@@ -57,7 +57,8 @@ class SampledStages:
         pass  # what was sampled and is not in the output is sampled again
 
     def _publish_again(self, version: int) -> None:
-        """For engines that cannot get this version: its chunks may be lost with the node that had them."""
+        """Publishes the policy again for engines that cannot get this version: its chunks may be lost with the node
+        that had them."""
         self._term.events.republished(version, f"engines lack version {version}")
         self._waits.retry("dcs", self._output.publish_again, end_on=(Conflict,))
 

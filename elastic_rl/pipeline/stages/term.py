@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _FENCE_CHECK_S = 5.0
 _LAST_STEP = "last_step"
-"""In the cursor: what is known of a step before it is trained."""
+"""Key in the cursor of what is known of a step before it is trained."""
 _PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples", "advantage": "waiting for advantages",
            "teacher": "waiting for the teacher",
            "reference": "waiting for the trainer's step", "actor_fwd": "waiting for the trainer's step",

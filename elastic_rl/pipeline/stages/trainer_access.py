@@ -33,8 +33,8 @@ class TrainerAccess:
             self._term.alive("waiting for the trainer's step")
 
     def publish_again(self, version: int) -> None:
-        """For engines that cannot get this version: its chunks may be lost with the node that had them, and the trainer
-        has the weights. Raises TrainerFailed, Conflict and Fenced."""
+        """Publishes the weights again for engines that cannot get this version: its chunks may be lost with the node
+        that had them, and the trainer has the weights. Raises TrainerFailed, Conflict and Fenced."""
         self._term.events.republished(version, f"engines lack version {version}")
         self.publish_weights_again()
         self._term.waits.stage("sync")
@@ -48,7 +48,8 @@ class TrainerAccess:
             self.groups.publish_policy()
 
     def _publish_lost_policy(self, step: int, version: int) -> None:
-        """For a group that computes with the policy of a step; nobody has an earlier one any more."""
+        """Publishes the policy again for a group that computes with that of a step; nobody has an earlier one any more.
+        """
         if step != self.groups.step:
             return
         self._term.events.republished(version, f"version {version} of the policy is lost")

@@ -1,1 +1,2 @@
-"""From rewarded samples to a step: the batch, the trainer groups as one, their turns on the devices, their commits."""
+"""How rewarded samples become a step: the batch, the trainer groups as one, their turns on the devices, their commits.
+"""

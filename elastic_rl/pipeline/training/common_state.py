@@ -1,4 +1,5 @@
-"""At which state the policy's and the critic's group go on together, as a function of what each of them has. Pure.
+"""Decides at which state the policy's and the critic's group go on together, as a function of what each of them has.
+Pure.
 
 A step is made by both groups, one after the other, and each commits its own state (``trainer_state``,
 ``critic_state``) when it is due. So there are moments in which one is ahead of the other: between the two updates of a

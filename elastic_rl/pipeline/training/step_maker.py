@@ -44,7 +44,7 @@ class StepMaker:
         self._batches, self._trainer, self._waits, self._in_parts = batches, trainer, waits, in_parts
         self._parts = self._tokens = 0
         self._advantages: dict[int, list[float]] = {}
-        """Of the samples of each group that was added."""
+        """Group → the advantages of its samples, of each group that was added."""
         self._metrics: dict[str, float] = {}
 
     def add(self, groups: StepGroups, step: int, timer: StepTimer, *, first: bool) -> None:

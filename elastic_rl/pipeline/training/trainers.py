@@ -79,15 +79,15 @@ class Trainers:
         self._version = 0
         """Number of the policy as it is now, or of an earlier publish of it."""
         self.step = 0
-        """Of the policy as it is now."""
+        """Step of the policy as it is now."""
         self._cursor: Mapping[str, Any] = {}
-        """As the policy's group has it."""
+        """The cursor as the policy's group has it."""
         self._reference_version = 0
         """Number of the reference policy, where a group of its own computes with it."""
         self._policy_look = 0.0
         """When it is looked next for the policy's group; monotonic."""
         self._formations: dict[str, str] = {}
-        """Of each group with a state, as of the last one that was read."""
+        """Formation of each group with a state, as of the last one that was read."""
         self._reformed: set[str] = set()
 
     def _waiting(self, group: GroupSpec, what: str) -> None:
@@ -174,7 +174,8 @@ class Trainers:
 
     def update(self, phase: Phase, step: int, batch: Batch, *, consumption: Consumption = Consumption(),
                cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As ``TrainerClient.update``: the policy's metrics, with those of the critic beside them."""
+        """Makes the updates of a step as ``TrainerClient.update`` does; returns the policy's metrics, with those of the
+        critic beside them."""
         if self._critic is None or phase == "sft":
             return self._stepped(step, cursor, self._policy.update(phase, step, batch, consumption=consumption,
                                                                    cursor=cursor))
@@ -189,11 +190,11 @@ class Trainers:
         return trained | {name: learned[key] for key, name in _METRICS.items() if key in learned}
 
     def accumulate(self, step: int, batch: Batch, part: int) -> None:
-        """As ``TrainerClient.accumulate``, of the policy's group. For a job without a critic."""
+        """Calls ``TrainerClient.accumulate`` of the policy's group. Used by a job without a critic."""
         self._policy.accumulate(step, batch, part)
 
     def apply(self, step: int, parts: int, *, consumption: Consumption, cursor: Mapping[str, Any]) -> dict[str, Any]:
-        """As ``TrainerClient.apply``, of the policy's group. For a job without a critic."""
+        """Calls ``TrainerClient.apply`` of the policy's group. Used by a job without a critic."""
         return self._stepped(step, cursor, self._policy.apply(step, parts, consumption=consumption, cursor=cursor))
 
     def _stepped(self, step: int, cursor: Mapping[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class Trainers:
         return self._noted(result)
 
     def _noted(self, result: dict[str, Any]) -> dict[str, Any]:
-        """With which versions of the policy a command of its group ended."""
+        """Notes with which versions of the policy a command of its group ended."""
         self._version = int(result.get("policy_version") or self._version)
         self._reference_version = int(result.get("reference_version") or self._reference_version)
         return result
@@ -235,7 +236,7 @@ class Trainers:
         return self._waits.retry(CRITIC.name, attempt, end_on=(TrainerFailed,))
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """As ``TrainerClient.forward_logprobs``."""
+        """The log-probs as ``TrainerClient.forward_logprobs`` returns them."""
         return self._policy.forward_logprobs(batch)
 
     def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
@@ -251,9 +252,9 @@ class Trainers:
         return self._by_version(ACTOR_FWD, batch, step - 1, self._version)
 
     def _by_version(self, group: GroupSpec, batch: Batch, step: int, at_least: int) -> torch.Tensor:
-        """By the policy that RL step ``step`` made. Waits for the group, and for the version to be committed; one whose
-        chunks are lost is published again. Raises TrainerFailed when the policy's group has re-formed, and as
-        ``TrainerClient.forward_version``."""
+        """The log-probs by the policy that RL step ``step`` made. Waits for the group, and for the version to be
+        committed; one whose chunks are lost is published again. Raises TrainerFailed when the policy's group has
+        re-formed, and as ``TrainerClient.forward_version``."""
         client, lost, missed = self._clients[group.name], False, 0
 
         def attempt() -> torch.Tensor:
@@ -292,8 +293,8 @@ class Trainers:
 
     def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,
              cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As ``TrainerClient.save``; ``committed``: whether all groups have committed the step. When it is repeated,
-        the policy's group does not commit a state again that it has committed."""
+        """Saves the states as ``TrainerClient.save`` does; ``committed``: whether all groups have committed the step.
+        When it is repeated, the policy's group does not commit a state again that it has committed."""
         if self._critic is None or phase == "sft" or publish:  # the beginning of the critic needs no version
             return self._noted(self._policy.save(phase, step, begin_rl=begin_rl, publish=publish, cursor=cursor))
         if self._saved is not None and self._saved[:2] == (phase, step):
@@ -313,11 +314,11 @@ class Trainers:
         return self.save("rl", self.step, publish=True, cursor=self._cursor)
 
     def offload(self) -> None:
-        """As ``TrainerClient.offload``, of the policy's group: a critic has devices of its own."""
+        """Calls ``TrainerClient.offload`` of the policy's group: a critic has devices of its own."""
         self._policy.offload()
 
     def onload(self) -> None:
-        """As ``TrainerClient.onload``, of the policy's group."""
+        """Calls ``TrainerClient.onload`` of the policy's group."""
         self._policy.onload()
 
 
@@ -328,7 +329,7 @@ def _of_critic(batch: Batch) -> Batch:
 
 @contextlib.contextmanager
 def _of(group: GroupSpec) -> Iterator[None]:
-    """What is lost inside is this group."""
+    """Names ``group`` in a TrainerFailed that is raised inside."""
     try:
         yield
     except TrainerFailed as e:

@@ -61,7 +61,7 @@ class MadeBatch:
 
     batch: Batch
     advantages: list[float]
-    """Of each sample, for people; of a sample with advantages of its tokens their mean."""
+    """The advantage of each sample, for people; of a sample with advantages of its tokens their mean."""
     metrics: dict[str, float]
     """What was measured on the way, by the names of ``training_metrics``."""
 
@@ -158,7 +158,7 @@ class TrainingBatches:
         return divergence.penalised(rewards, found, cfg), {}, metrics
 
     def _with_forward_passes(self, batch: Batch, step: int, timer: StepTimer) -> Batch:
-        """With what the trainer's loss reads and groups of their own have computed; else its ranks do."""
+        """The batch with what the trainer's loss reads and groups of their own have computed; else its ranks do."""
         scored = divergence.without_scores(batch)
         if self._cfg.uses_actor_fwd:
             self._waits.stage("actor_fwd")
@@ -176,7 +176,7 @@ class TrainingBatches:
             return self._passes.forward_values(divergence.without_scores(batch), step)
 
     def _for_critic(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """With the advantages as the policy's loss gets them, and metrics of the values."""
+        """The critic's batch with the advantages as the policy's loss gets them, and metrics of the values."""
         values, returns, mask = batch["values"], batch["returns"], batch["loss_mask"]
         if self._cfg.critic.whiten_advantages:
             batch = batch.with_tensors(token_advantages=ppo.whitened(batch["token_advantages"], mask))
@@ -195,7 +195,7 @@ class TrainingBatches:
 
     def _taught(self, teaching: Teaching, groups: StepGroups, batch: Batch, timer: StepTimer
                 ) -> tuple[Batch, dict[str, float]]:
-        """With the teacher's log-probs, and the estimate of the divergence from it by the sampled tokens."""
+        """The batch with the teacher's log-probs, and the estimate of the divergence from it by the sampled tokens."""
         self._waits.stage("teacher")
         with timer.phase("teacher"):
             tokens, found = batch.loss_tokens, self._scores_of(teaching, groups, batch)
@@ -214,7 +214,8 @@ class TrainingBatches:
         return torch.from_numpy(np.array(found))
 
     def _with_token_advantages(self, batch: Batch, timer: StepTimer) -> Batch:
-        """With an advantage for each token, if the algorithm has these; without what only they are made of."""
+        """The batch with an advantage for each token, if the algorithm has these; without what only they are made of.
+        """
         spec = self._algorithm
         if spec.token_advantages is not None:
             self._waits.stage("advantage")

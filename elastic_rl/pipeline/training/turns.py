@@ -1,4 +1,5 @@
-"""Whose turn it is to have the devices, as the loop changes it between its effects (``placement: colocated``).
+"""The turns of trainer and engines on the devices, as the loop changes them between its effects (``placement:
+colocated``).
 
 The loop is the only one that knows when nobody needs the devices: before it has samples generated, it has the trainer
 keep everything in host memory; before the trainer computes, it waits until the engines have released theirs. What may
@@ -71,7 +72,7 @@ class SharedDevices:
         self._claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
         self._term = term
         self._side: Side | None = None
-        """Whose turn this actor knows it to be: of one that it has begun and brought to its end."""
+        """The side that has the devices, as far as this actor has completed the change; None: not known."""
         self._onloaded = False
         """Whether the trainer has said so since the turn began."""
 

@@ -1,1 +1,1 @@
-"""The modes that train nothing (``generate``, ``evaluate``, rejection sampling) and their committed output."""
+"""The modes that train nothing (``eval`` and ``rejection_sampling``) and their committed output."""

@@ -30,7 +30,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def ks(samples: int) -> list[int]:
-    """For which k pass@k is reported: powers of two, and the number of samples; none of a single sample."""
+    """The k for which pass@k is reported: powers of two, and the number of samples; none of a single sample."""
     powers = [1 << n for n in range(samples.bit_length()) if 1 << n <= samples]
     return sorted({*powers, samples}) if samples > 1 else []
 
@@ -44,7 +44,7 @@ class SetSummary:
     prompts: int = 0
     samples: int = 0
     mean: float = 0.0
-    """Of the prompts' mean rewards so far."""
+    """Mean of the prompts' mean rewards so far."""
     squares: float = 0.0
     """Sum of the squared differences from it (B. P. Welford, Technometrics 4, 1962)."""
     passed: dict[int, float] = field(default_factory=dict)

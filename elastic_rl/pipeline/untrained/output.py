@@ -63,7 +63,7 @@ class Output:
         self._pieces = PieceFolder(file.with_suffix(""))
         self._state = OutputState()
         self._revision = 0
-        """Of the record in etcd; 0: there is none."""
+        """Revision of the record in etcd; 0: there is none."""
         self._republished: int | None = None
         """A version that was published again and is not yet in the record: the answer of etcd may be lost."""
         self._joined = False

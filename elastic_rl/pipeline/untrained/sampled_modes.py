@@ -27,7 +27,7 @@ from elastic_rl.plugins.user_code import describe
 log = logging.getLogger(__name__)
 
 _TOTALS = "totals"
-"""In the cursor: sums over what was kept and what was not."""
+"""Key in the cursor of sums over what was kept and what was not."""
 _NOT_GENERATED = Sample((), finish_reason="abort")
 """A sample of a group for which the user's own function failed: it counts, with the reward 0."""
 

@@ -68,7 +68,7 @@ class LossyCluster(DcsCluster):
         return [e.message for e in events.recent(self.etcd, self.keys)
                 if e.kind == event_kinds.DCS_CATALOG_MISMATCH.name]
 
-    def recover(self, durable: DurableStore | None = None) -> recovery.Plan:
+    def recover(self, durable: DurableStore | None = None) -> recovery.RecoveryPlan:
         return recovery.recover(self.etcd, self.keys, self.client(), durable, holder="test")
 
 

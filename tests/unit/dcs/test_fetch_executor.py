@@ -19,7 +19,7 @@ from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
 from elastic_rl.dcs.fetch.transfers import DurableChunks
 from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
-from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.server import NodeServer
 from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk import Chunk
@@ -48,7 +48,7 @@ class Nodes:
         self.fetcher: dict[str, Fetcher] = {}
         self.link: dict[str, Link] = {}
         self.etcd_unavailable = False
-        self._servers: list[Server] = []
+        self._servers: list[NodeServer] = []
         self._pool = ThreadPoolExecutor(8)
 
     def nodes(self) -> list[DcsNode]:
@@ -69,7 +69,7 @@ class Nodes:
         listener = socket.create_server(("127.0.0.1", 0))
         hello = {"job": "job", "id": node_id, "arena_path": f"/{node_id}", "arena_bytes": arena_bytes}
         versions = OpenVersions(table, fetcher, NodePins(None, Keys("job"), node_id, 5))
-        server = Server(table, fetcher, versions, VersionIndex(None, grace_s=0), hello, listener, _SETTINGS, _TOKEN)
+        server = NodeServer(table, fetcher, versions, VersionIndex(None, grace_s=0), hello, listener, _SETTINGS, _TOKEN)
         server.start()
         self._servers.append(server)
         link = self.link[node_id] = self._links.add(listener.getsockname()[1], bytes_per_s)

@@ -21,7 +21,7 @@ from elastic_rl.dcs.fetch.fetcher import Fetcher
 from elastic_rl.dcs.node.admission import ConnectionLimits
 from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
-from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.server import NodeServer
 from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -41,7 +41,7 @@ class Node:
         fetcher = Fetcher(self.table, None, "n")  # type: ignore[arg-type]
         versions = OpenVersions(self.table, fetcher, NodePins(None, Keys("job"), "n", 5))  # type: ignore[arg-type]
         self.listener = socket.create_server(("0.0.0.0", 0), backlog=512)
-        self.server = Server(self.table, fetcher, versions, VersionIndex(None, grace_s=0),
+        self.server = NodeServer(self.table, fetcher, versions, VersionIndex(None, grace_s=0),
                              {"job": "job", "id": "n"}, self.listener, DcsConfig(io_timeout_s=io_timeout_s),
                              security or Security(TOKEN))
         self.server.start()

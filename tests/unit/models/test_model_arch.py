@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
+from elastic_rl.config import ModelConfig
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import ModelArch, MoeArch
 from elastic_rl.models.families import FAMILIES
@@ -29,6 +30,10 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
 
 def test_every_family_is_tested() -> None:
     assert set(OWN) == set(FAMILIES) == {family.model_type for family in FAMILIES.values()}
+
+
+def test_small_model_can_be_made_of_every_family() -> None:
+    assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
