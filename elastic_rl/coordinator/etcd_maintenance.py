@@ -38,7 +38,7 @@ _NEAR_QUOTA = 0.8
 to be ended."""
 _MOSTLY_FREE = 0.5
 _MAINTENANCE_TIMEOUT_S = 120.0
-"""For a compaction that waits for its effect, and for a defragmentation."""
+"""Limit for a compaction that waits for its effect, and for a defragmentation."""
 _FOLLOWER_DELAY_S = 20.0
 """How much longer than the leader the other replicas wait before they make room; up to twice that."""
 _QUICK_BYTES = 64 << 20

@@ -35,7 +35,7 @@ class PoolView(BaseModel):
     model: str = ""
     """Folder of its engines' model."""
     stream: str = ""
-    """Whose versions its engines serve; empty for the weights of the folder, which never change."""
+    """Stream whose versions its engines serve; empty for the weights of the folder, which never change."""
     router_url: str = ""
     """Base URL of its router."""
     revision: int

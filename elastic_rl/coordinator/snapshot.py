@@ -81,23 +81,23 @@ class ClusterSnapshot:
     nodes: Mapping[str, DcsNode] = field(default_factory=dict)
     engines: Mapping[str, Engine] = field(default_factory=dict)
     external_engines: Mapping[str, ExternalEngine] = field(default_factory=dict)
-    """By the id of the engine."""
+    """Id of the engine → its registration."""
     specs: Mapping[str, PoolSpec] = field(default_factory=dict)
     statuses: Mapping[str, PoolStatus] = field(default_factory=dict)
     operations: Mapping[str, Operation] = field(default_factory=dict)
     restarts: Mapping[str, RestartRequest] = field(default_factory=dict)
-    """By target."""
+    """Target → the request to restart it."""
     faults: Mapping[str, FaultLog] = field(default_factory=dict)
-    """By target."""
+    """Target → its faults."""
     heads: Mapping[str, Version] = field(default_factory=dict)
-    """By stream."""
+    """Stream → its newest version."""
     committed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Unix seconds of the commit, by stream and version, of streams in which an engine or the durable store lags."""
     durable: Mapping[str, int] = field(default_factory=dict)
     """Newest durable version, 0 for none, of each stream that is copied to the durable store."""
     etcd_health: EtcdHealth = EtcdHealth()
     revisions: Mapping[str, Revisions] = field(default_factory=dict)
-    """By key, of every key that was read."""
+    """Key → its revisions, of every key that was read."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     """Why the record cannot be read, by key, of records that are left out of the rest."""
 
@@ -247,7 +247,7 @@ class _Reading:
     def __init__(self, etcd: EtcdClient, decoders: Mapping[type[Record], RangeDecoder[Any]]) -> None:
         self._etcd, self._decoders = etcd, decoders
         self.revision = 0
-        """Of etcd, at the last range."""
+        """Revision of etcd at the last range."""
         self.revisions: dict[str, Revisions] = {}
         self.unreadable: dict[str, str] = {}
 

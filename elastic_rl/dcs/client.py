@@ -35,7 +35,7 @@ class _Kept:
     """Why it could not be opened the last time."""
     failures: int = 0
     registration: int = 0
-    """Of the node that could not be connected to."""
+    """Registration of the node that could not be connected to."""
     retry_at: float = 0.0
 
 

@@ -46,9 +46,9 @@ class SweepMark:
     """What a node says at the beginning of a sweep."""
 
     incarnation: str
-    """Of the node."""
+    """Incarnation of the node."""
     mark: int
-    """Of its last touch: see ``storage/chunk_table.py``."""
+    """Mark of the node's last touch: see ``storage/chunk_table.py``."""
     catalog: str
     """Id of the catalog that its chunks belong to; empty where it knows of none."""
     commits: int
@@ -281,7 +281,8 @@ class NodeConnection:
         return int(answer["chunks"]), int(answer["nbytes"])
 
     def inventory(self) -> tuple[str, int, list[HeldVersion]]:
-        """For recovery: id of the node's catalog, commits of it that it has seen, and the versions that it noted."""
+        """What recovery needs: id of the node's catalog, commits of it that it has seen, and the versions that it
+        noted."""
         held: list[HeldVersion] = []
         while True:
             answer, _ = self.call({"op": "inventory", "start": len(held), "limit": _RECORDS_BATCH})

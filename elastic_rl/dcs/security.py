@@ -49,12 +49,12 @@ class Security:
 
     @property
     def server_context(self) -> ssl.SSLContext | None:
-        """For the next connection that is accepted; None without TLS."""
+        """The context for the next connection that is accepted; None without TLS."""
         return self.server.current() if self.server is not None else None
 
     @property
     def client_context(self) -> ssl.SSLContext | None:
-        """For the next connection that is opened; None without TLS."""
+        """The context for the next connection that is opened; None without TLS."""
         return self.client.current() if self.client is not None else None
 
     def admits(self, token: object) -> bool:

@@ -78,10 +78,10 @@ _REQUEST_TOKENS = 4096
 """Tokens of responses that one HTTP request with more than one prompt may ask for. All of a request go to one engine:
 with larger ones of long responses, some engines would have nothing to do, and a retry would repeat more."""
 _CONNECTIONS = 4096
-"""Of one client at once, at most; half of the files that the process may open where that is less. A request that waits
-for one waits here: in httpx it would fail after a while, as if an engine had."""
+"""Most connections of one client at once; half of the files that the process may open where that is less. A request
+that waits for one waits here: in httpx it would fail after a while, as if an engine had."""
 _ROUTE = "X-SMG-Routing-Key"
-"""By it the router, with the policy ``manual``, sends requests to one engine for as long as that serves."""
+"""Header by which the router, with the policy ``manual``, sends requests to one engine for as long as that serves."""
 _Pending = tuple[Sequence[int], int, "asyncio.Future[list[Sample]]"]
 """Prompt, number of samples, and the result."""
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _ABORT_TIMEOUT_S = 10.0
-"""For requests to end that were aborted."""
+"""Time for requests to end that were aborted."""
 
 
 class ColocatedRunner(EngineRunner):

@@ -26,8 +26,8 @@ class GenerateFn(Protocol):
     segment of a sample has the log-probs and the version of the call that made it."""
 
     async def __call__(self, request: PromptRequest, engines: GenerateClient) -> Sequence[Sample]:
-        """As many samples as requested. Raises EngineFailed; whatever else it raises is a failure of this group: it is
-        tried again, and then the group is dropped."""
+        """Generates as many samples as requested. Raises EngineFailed; whatever else it raises is a failure of this
+        group: it is tried again, and then the group is dropped."""
 
 
 @dataclass(frozen=True)

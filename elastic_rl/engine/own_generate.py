@@ -34,13 +34,13 @@ class EnvironmentJob:
     options: Mapping[str, Any]
     model_dir: str
     turns: int
-    """Of the policy in a sample, at most."""
+    """Most turns of the policy in a sample."""
     turn_tokens: int
     seconds: float
-    """That the environment may take in one episode; what the engines take does not count."""
+    """Seconds that the environment may take in one episode; what the engines take does not count."""
     template_options: Mapping[str, Any]
     template_date: date | None = None
-    """As ``data.template_date``."""
+    """The setting ``data.template_date``."""
 
     @classmethod
     def of(cls, cfg: Config, model_dir: str) -> EnvironmentJob:
@@ -60,7 +60,7 @@ class ClientOptions:
     vocabulary: int
     """Number of the model's tokens."""
     key_file: str = ""
-    """Of the router's key; "" where it has none. The key itself stays out of what is sent to the process."""
+    """File of the router's key; "" where it has none. The key itself stays out of what is sent to the process."""
 
     def make(self) -> GenerateClient:
         """Raises ConfigError."""
@@ -88,7 +88,7 @@ class OwnGenerate:
                        (f"rollout.generate={plain(name, 200)}", f"{__name__}:serve"))
         self._process = PluginProcess(what, maker, name, client)
         self._starting = ThreadPoolExecutor(1, "generate-start")
-        """Of its own: while one process is started, which may take minutes, the other one's calls go on."""
+        """A thread of its own: while one process is started, which may take minutes, the other one's calls go on."""
         self._users = 0
         self._stopping: asyncio.TimerHandle | None = None
         self._is_second = is_second
@@ -101,7 +101,7 @@ class OwnGenerate:
         self._process.start()
 
     async def started(self) -> None:
-        """As ``start``."""
+        """Calls ``start`` in a thread."""
         await asyncio.get_running_loop().run_in_executor(self._starting, self.start)
 
     @contextlib.contextmanager
@@ -182,7 +182,7 @@ def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str)
 
 
 def serve(name: str, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
-    """In the process: the function that it runs. Raises ConfigError."""
+    """The function that the process runs, made there. Raises ConfigError."""
     generate: GenerateFn = resolve(name, {}, setting="rollout.generate")
     if fault := call_fault(generate, 2, asynchronous=True):
         raise ConfigError(f"rollout.generate={name!r} is {fault}, and must be an async function (request, engines) -> "

@@ -37,7 +37,7 @@ _LONGER_THAN_CLIENT_S = 30.0
 """The router's limit of a request beyond its client's, which ends it and knows how often it may be repeated."""
 _REMOVE_AGAIN_S = 1.0
 _TRIES = 3
-"""Of one call, when the router cannot be reached."""
+"""Attempts of one call, when the router cannot be reached."""
 _TRY_AGAIN_S = 0.2
 
 

@@ -47,13 +47,13 @@ from elastic_rl.telemetry import traces
 log = logging.getLogger(__name__)
 
 FOLDER_VERSION = 1
-"""Of weights that belong to no stream: those of the folder of the pool's model."""
+"""Version of weights that belong to no stream: those of the folder of the pool's model."""
 _TICK_S = 0.1
 """The server's processes and the drain flag are checked at least this often; a new head arrives by a watch."""
 _RECORD_INTERVAL_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
 _ROUTE_TRY_S = 5.0
-"""Of one try to join the router; there is no limit on their number."""
+"""Limit of one try to join the router; there is no limit on their number."""
 _MONITOR_END_S = 2.0
 _RETRY_S = (0.2, 30.0)
 """First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""

@@ -39,16 +39,17 @@ class TokenScores:
 
 
 def request_body(sequences: Sequence[ScoreRequest], top: int) -> dict[str, Any]:
-    """Of SGLang's /generate: nothing is generated. The router takes one place from which on all sequences are scored;
-    the token there has no score of its own, which is why it is the one before the first that is asked for."""
+    """Body of a request to SGLang's /generate: nothing is generated. The router takes one place from which on all
+    sequences are scored; the token there has no score of its own, which is why it is the one before the first that is
+    asked for."""
     return {"input_ids": [list(s.token_ids) for s in sequences], "return_logprob": True,
             "logprob_start_len": min(s.first for s in sequences) - 1, **({"top_logprobs_num": top} if top else {}),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
 
 
 def parse_scores(answer: dict[str, Any], sequence: ScoreRequest, top: int) -> TokenScores | None:
-    """From one element of SGLang's answer. None if it is about other tokens: SGLang puts one of its own in the place of
-    an id that its model does not have, as the policy's vocabulary may have some that no text has. Raises ValueError,
+    """Reads one element of SGLang's answer. None if it is about other tokens: SGLang puts one of its own in the place
+    of an id that its model does not have, as the policy's vocabulary may have some that no text has. Raises ValueError,
     KeyError, TypeError and IndexError for an answer that cannot be read."""
     meta, expected = answer["meta_info"], sequence.token_ids[sequence.first:]
     entries = meta["input_token_logprobs"][-len(expected):]

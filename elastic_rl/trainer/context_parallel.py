@@ -48,7 +48,8 @@ def joined(own: Tensor, at: Tensor, size: int, group: dist.ProcessGroup) -> Tens
 
 
 def joined_for_parts(own: Tensor, at: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """As ``joined``, where ranks go on with different parts: the gradient of a value is the sum of theirs."""
+    """All-gathers as ``joined`` does, where ranks go on with different parts: the gradient of a value is the sum of
+    theirs."""
     found: Tensor = _Sum.apply(own.new_zeros(size, *own.shape[1:]).index_copy(0, at, own), group, True)
     return found
 

@@ -25,7 +25,7 @@ _LOOK_S = 0.2
 
 
 class GroupTurns:
-    """Of one formation of the group, on each of its ranks."""
+    """The turns of one formation of the group on the devices, on each of its ranks."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: ParallelDims, group: str) -> None:
         """``group``: the formation, as rank 0 has it."""
@@ -45,14 +45,14 @@ class GroupTurns:
             self._pause.wait(_LOOK_S)
 
     def take(self) -> str:
-        """On rank 0: writes that the group may have memory; "" once it may, else what is missing. Raises Fenced."""
+        """Writes on rank 0 that the group may have memory; "" once it may, else what is missing. Raises Fenced."""
         try:
             return self._claims.take_for_trainer(self._group)
         except EtcdUnavailable as e:
             return f"etcd: {e}"
 
     def give_up(self) -> str:
-        """On rank 0: writes that the group has no memory any more; "" once that is written, else what is missing.
+        """Writes on rank 0 that the group has no memory any more; "" once that is written, else what is missing.
         Raises Fenced."""
         try:
             self._claims.give_up_for_trainer(self._group)

@@ -70,7 +70,7 @@ waits for other ranks, and makes the update. Two, since what is usual for one of
 
 
 class ForwardPass:
-    """Of one rank. All ranks call the same method; each passes its replica's share of the batch."""
+    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch."""
 
     def __init__(self, policy: Policy, cfg: Config, par: ParallelDims,
                  report: Callable[[str], None] = lambda phase: None) -> None:
@@ -78,14 +78,14 @@ class ForwardPass:
         self.policy, self.cfg, self.par, self._report = policy, cfg, par, report
 
     def forward_logprobs(self, share: Batch, phase: str = "rl", *, greedy: bool = True) -> dict[str, torch.Tensor]:
-        """Of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
+        """Log-probs of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
         ``logprobs`` [n, T] fp32 of the loss tokens, 0 elsewhere, and ``greedy`` [n, T] bool: whether the token is the
         most probable one, which needs all logits on each rank. On every rank of the replica."""
         return self._forward(share, 1.0 if phase == "sft" else self.cfg.rollout.temperature, greedy=greedy)
 
     def forward_values(self, share: Batch) -> dict[str, torch.Tensor]:
-        """Of this rank's share, by a critic: ``values`` [n, T] fp32 of the states in which its loss tokens were chosen,
-        0 elsewhere. On every rank of the replica."""
+        """Values of this rank's share, by a critic: ``values`` [n, T] fp32 of the states in which its loss tokens were
+        chosen, 0 elsewhere. On every rank of the replica."""
         return {"values": self._forward(share, 1.0, greedy=False)["logprobs"]}
 
     # -- parts ----------------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ class ForwardPass:
 
     @torch.no_grad()
     def _forward(self, share: Batch, temperature: float, *, greedy: bool) -> dict[str, torch.Tensor]:
-        """As ``forward_logprobs``. Without ``greedy`` that is left out: it needs all logits on each rank. Of a critic
-        the log-probs are its values."""
+        """Computes what ``forward_logprobs`` returns. Without ``greedy`` that is left out: it needs all logits on each
+        rank. Of a critic the log-probs are its values."""
         logprobs = torch.zeros(share["tokens"].shape, device=self.par.device)
         best = torch.zeros_like(logprobs)
         micros = cut(share, self.cfg.trainer)

@@ -43,7 +43,7 @@ class ForwardWorker(GroupWorker):
         self.passes = ForwardPass(self.policy, self.cfg, par, self._report_passes)
         self.version = PolicyVersion(ctx, etcd, par, self.policy, member.incarnation, self._on_load)
         self._pending: Command | None = None
-        """On rank 0: a command whose version is being looked for or loaded."""
+        """The command (rank 0 has it) whose version is being looked for or loaded."""
 
     def run(self) -> None:
         self._report(ready=True)

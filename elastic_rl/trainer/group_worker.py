@@ -28,7 +28,7 @@ from elastic_rl.trainer.service.commands import BatchCommand, Command, ForwardCo
 from elastic_rl.trainer.service.dispatch import Refused
 
 _SAY_EVERY_S = 1.0
-"""Of micro-batches that take less."""
+"""Interval at which progress is reported while micro-batches take less."""
 
 
 class GroupWorker(ABC):
@@ -95,7 +95,8 @@ class GroupWorker(ABC):
 
     # -- commands -------------------------------------------------------------------------------------------------
     def _execute(self, command: Command) -> None:
-        """On every rank. What a rank raises here ends it, and the group re-forms from its last state."""
+        """Executes a command on every rank. What a rank raises here ends it, and the group re-forms from its last
+        state."""
         self._report(command.kind)
         try:
             inputs = (self._share(command),) if isinstance(command, BatchCommand) else ()

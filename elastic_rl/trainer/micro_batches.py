@@ -61,7 +61,8 @@ class MicroBatch:
 
     @classmethod
     def packed(cls, rows: torch.Tensor, batch: Batch, multiple: int = 1) -> MicroBatch:
-        """At least one sample, all in one row. ``multiple``: to multiples of which each sequence is filled up."""
+        """A micro-batch of at least one sample, all in one row. ``multiple``: to multiples of which each sequence is
+        filled up."""
         own = positions(batch)
         lengths = filled_up(own, multiple)
         given = torch.nn.functional.pad(batch["tokens"], (0, multiple - 1))

@@ -33,7 +33,7 @@ class Progress:
     version of these very weights. By the number and not by its step: after the run has gone back, a step is made again,
     and a version of the first time may still be there."""
     step_id: str = ""
-    """Of a job with a critic: name of the update that made these weights. The actor chose a new one each time that it
+    """Name, in a job with a critic, of the update that made these weights. The actor chose a new one each time that it
     made a step, the same for both groups; empty before RL's first one."""
 
     @property
@@ -45,7 +45,7 @@ class Progress:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, for the version's record."""
+        """The progress as JSON values, for the version's record."""
         return {"phase": self.phase, "step": self.step, "updates": self.updates, "cursor": self.cursor,
                 "consumed": self.consumed.to_json(),
                 **({"reference": self.reference} if self.reference is not None else {}),

@@ -35,9 +35,9 @@ class Parts:
     count: int = 0
     tokens: int = 0
     sequences: int = 0
-    """With tokens that are trained on."""
+    """Number of sequences with tokens that are trained on."""
     sums: dict[str, float] = field(default_factory=dict)
-    """As ``UpdateLoss.sums``, not divided by what only the whole step knows."""
+    """Sums as in ``UpdateLoss.sums``, not divided by what only the whole step knows."""
     logprob_diff_max: float = 0.0
     advantages: list[torch.Tensor] = field(default_factory=list)
     """[n] of the samples of each part, float64."""
@@ -63,7 +63,7 @@ class TrainStep(ForwardPass):
         super().__init__(policy, cfg, par, report)
         self.adam = adam
         self.parts = Parts()
-        """Of the step that is being accumulated."""
+        """Parts of the step that is being accumulated."""
 
     def train(self, share: Batch, phase: Phase, step: int) -> dict[str, float]:
         """Makes the updates of a step, counted from 1 in its phase. Metrics are over all ranks: the log-prob

@@ -38,7 +38,7 @@ class Passed:
     tokens: int = 0
     positions: int = 0
     squares: int = 0
-    """Of the positions of each sample, added up."""
+    """Squares of the number of positions of each sample, added up."""
 
     @classmethod
     def of(cls, share: Batch) -> Passed:
@@ -59,8 +59,9 @@ class Throughput:
         self._peak = peak_tflops(cfg, name, dtype)
 
     def of_step(self, share: Passed, updates: int, seconds: float) -> dict[str, float]:
-        """Of a step that took this rank ``seconds`` for ``updates`` passes, forward and backward, over its replica's
-        share: metrics over all ranks (``telemetry/training_metrics.py`` says what they are)."""
+        """Measures a step that took this rank ``seconds`` for ``updates`` passes, forward and
+        backward, over its replica's share: metrics over all ranks (``telemetry/training_metrics.py`` says what they
+        are)."""
         # float64: sums and bytes beyond 2**24 must stay exact
         sums = torch.tensor([share.tokens, share.positions, share.squares], dtype=torch.float64)
         tokens, places, squares = (int(v) for v in sum_over_data(sums.to(self._par.device), self._par).tolist())

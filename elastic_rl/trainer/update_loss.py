@@ -47,7 +47,7 @@ class UpdateLoss:
                  "kl_reference": self.wants_kl, "entropy": self.wants_entropy, "kl_teacher_top": self.wants_teacher}
         self.sums: dict[str, float] = dict.fromkeys(
             ("loss", "logprob_diff_mean", *algorithm.stats, *(name for name, on in added.items() if on)), 0.0)
-        """By metric, this rank's part of it: those of all replicas add up to the metric."""
+        """Metric → this rank's part of it: those of all replicas add up to the metric."""
         self.logprob_diff_max = 0.0
 
     def add(self, logp: Tensor, batch: LossBatch, entropy: Tensor | None = None, teacher: Tensor | None = None

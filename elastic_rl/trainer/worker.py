@@ -115,7 +115,7 @@ class TrainerWorker(GroupWorker):
         """When a part was accumulated; monotonic."""
         self._offloaded = False
         self._moving: Command | None = None
-        """On rank 0: a command to move memory, until etcd has its part."""
+        """The command (rank 0 has it) to move memory, until etcd has its part."""
 
     # -- main loop ------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -352,7 +352,7 @@ class TrainerWorker(GroupWorker):
                                    hint="send the parts of the step again, from 0"))
 
     def _stepped(self, command: TrainCommand, metrics: dict[str, Any]) -> dict[str, Any] | None:
-        """After the update(s) of a step: goes on to its state, and publishes what is to be published."""
+        """Goes on to the state of a step after its update(s), and publishes what is to be published."""
         self.progress = after_update(self.progress, command)
         if self.reference is not None:
             if command.phase == "rl":
@@ -372,8 +372,8 @@ class TrainerWorker(GroupWorker):
         return metrics
 
     def _go_back_from(self, command: Update, error: PluginFailed) -> PluginFailed:
-        """After updates of a step that failed: the group goes back to its last committed state, and makes no step until
-        a person has corrected what failed. Returns what the actor is told, and tells the operator."""
+        """The group goes, after failed updates of a step, back to its last committed state, and makes no step
+        until a person has corrected what failed. Returns what the actor is told, and tells the operator."""
         self._join_before_restore("its last state")
         self._restore()
         self.board.waits_for = ""

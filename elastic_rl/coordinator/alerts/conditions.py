@@ -33,7 +33,7 @@ _FULL_HYSTERESIS = 0.05
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From when on something is an alert."""
+    """The limits from which on something is an alert."""
 
     engine_lag_versions: int = 8
     engine_lag_s: float = 120.0

@@ -51,11 +51,11 @@ class StoredAlerts:
     """What etcd holds about alerts, with mod revisions."""
 
     revision: int
-    """Of etcd when it was read."""
+    """Revision of etcd when it was read."""
     alerts: dict[str, tuple[Alert, int]]
-    """By id."""
+    """Id → the alert and its mod revision."""
     queues: dict[str, tuple[ReceiverQueue, int]]
-    """By receiver."""
+    """Receiver → its queue and the queue's mod revision."""
     silences: list[Silence]
     unreadable: dict[str, str] = field(default_factory=dict)
     """Why a record cannot be read, by key, of those that are left out."""

@@ -22,7 +22,7 @@ class Caller:
     """Who was let in, and as what."""
 
     name: str
-    """Of the token, for events and records."""
+    """Name of the token, for events and records."""
     role: Role
     token: Token | None = None
     """None for a session."""

@@ -39,7 +39,7 @@ class ObjectChange:
 
     @cached_property
     def frame(self) -> bytes:
-        """As a Server-Sent Event; encoded once for all subscribers."""
+        """The change as a Server-Sent Event; encoded once for all subscribers."""
         head = f'id: {self.revision}\nevent: change\ndata: {{"kind":"{self.kind}","id":{json.dumps(self.id)},"object":'
         return head.encode() + (self.object or b"null") + b"}\n\n"
 

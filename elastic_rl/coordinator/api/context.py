@@ -27,7 +27,7 @@ class Context:
     cfg: Config
     keys: Keys
     etcd: EtcdClient
-    """With a short retry budget: a client must not wait for an etcd that is away."""
+    """A client with a short retry budget: a client must not wait for an etcd that is away."""
     election: Election
     authenticator: Authenticator
     sessions: SessionStore

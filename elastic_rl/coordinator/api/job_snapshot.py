@@ -18,7 +18,7 @@ _ENDED = {state.value for state in OperationState if state.ended}
 
 
 def downsample(kvs: Sequence[KeyValue], limit: int) -> list[KeyValue]:
-    """At limit ``limit`` of them, evenly spread, the last one always."""
+    """At most ``limit`` of the records, evenly spread, the last one always."""
     if len(kvs) <= limit:
         return list(kvs)
     return [kvs[(n + 1) * len(kvs) // limit - 1] for n in range(limit)]

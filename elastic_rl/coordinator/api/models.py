@@ -29,7 +29,7 @@ class Drain(Body):
 
 class NewExternalEngine(Body):
     url: StrictStr = Field(min_length=1, max_length=300, examples=["http://10.0.0.9:30000"])
-    """Of an SGLang server on a host of the job, as ``http://HOST:PORT``."""
+    """URL of an SGLang server on a host of the job, as ``http://HOST:PORT``."""
     pool: StrictStr = Field(default="rollout", min_length=1, max_length=200)
     """The pool that it joins. It does not count towards the pool's desired number."""
 
@@ -148,7 +148,7 @@ class ProblemBody(BaseModel):
     title: str
     status: int
     detail: str
-    """For people; the text may change."""
+    """The problem in words, for people; the text may change."""
     instance: str
     errors: list[RequestError] = []
     """What is wrong, and where in the request."""

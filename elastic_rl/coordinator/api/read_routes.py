@@ -78,30 +78,30 @@ def readyz(ctx: Ctx) -> Readiness:
 
 
 def prometheus(ctx: Ctx) -> Response:
-    """In the text format. While etcd is away the job's metrics are missing."""
+    """Metrics in the text format. While etcd is away the job's metrics are missing."""
     return Response(scrape.scrape(ctx.etcd, ctx.keys, ctx.cfg, ctx.election), media_type=registry.CONTENT_TYPE)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
 def job(ctx: Ctx) -> Response:
-    """As of one revision of etcd."""
+    """The job as of one revision of etcd."""
     return _json(job_view.read(ctx.etcd, ctx.keys, ctx.election.replica).model_dump_json().encode())
 
 
 def list_pools(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
-    """By name."""
+    """The pools, by name."""
     found, more = pools.page(ctx.etcd, ctx.keys, limit, pages.place(after) if after else "")
     return pages.page([p.model_dump_json().encode() for p in found], found[-1].name if more and found else None)
 
 
 def one_pool(ctx: Ctx, name: Name) -> Response:
-    """With its ETag, which differs after each change of the desired number, and of nothing else."""
+    """The pool with its ETag, which differs after each change of the desired number, and of nothing else."""
     found = pools.get_pool(ctx.etcd, ctx.keys, name)
     return _json(found.model_dump_json().encode(), {"ETag": found.etag})
 
 
 def list_engines(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
-    """By id."""
+    """The engines, by id."""
     return pages.stored(ctx.etcd, ctx.keys.engines_prefix(), limit, after)
 
 
@@ -158,7 +158,7 @@ def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, descriptio
                  limit: Limit = 100, after: After = "", suspected: Annotated[bool, Query(
                      description="Only members that are no longer registered and may be slow or dead.")] = False
                  ) -> Response:
-    """By role and id. With ``suspected`` a page may be short and still have a ``next``."""
+    """The members, by role and id. With ``suspected`` a page may be short and still have a ``next``."""
     if not suspected:
         return pages.stored(ctx.etcd, ctx.keys.members_prefix(role), limit, after)
     prefix = ctx.keys.registry_entry(role, "") if role else ctx.keys.registry_prefix()
@@ -177,7 +177,7 @@ def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, descriptio
 
 
 def list_alerts(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
-    """By kind and subject."""
+    """The alerts, by kind and subject."""
     return pages.stored(ctx.etcd, ctx.keys.alerts_prefix(), limit, after)
 
 
@@ -197,7 +197,7 @@ class _Head(NamedTuple):
 
 
 def _merge(streams: list[list[_Head]]) -> list[_Head]:
-    """By age, the newest first; those of one stream stay in their order."""
+    """Merges streams by age, the newest first; those of one stream stay in their order."""
     merged: list[_Head] = []
     while left := [s for s in streams if s]:
         merged.append(max(left, key=lambda s: s[0].created_at).pop(0))

@@ -38,8 +38,8 @@ def create_link(request: Request, ctx: Ctx, body: Annotated[NewSessionLink, Body
 
 
 def open_session(request: Request, ctx: Ctx, body: Annotated[NewSession, Body()] = NewSession()) -> Response:
-    """With a link in the body, or with a token in the header. The session is in the cookie of the answer, which no
-    script can read and which is sent with requests of the dashboard's own page only."""
+    """Opens a session with a link in the body, or with a token in the header. The session is in the cookie of the
+    answer, which no script can read and which is sent with requests of the dashboard's own page only."""
     caller: Caller | None = request.state.caller
     if body.link:
         opened = ctx.sessions.redeem(body.link)

@@ -23,7 +23,7 @@ def trust(ca_file: str) -> ssl.SSLContext:
 
 
 def reloading_trust(ca_file: str) -> ReloadingContext:
-    """As ``trust``, following the file."""
+    """The context of ``trust``, which follows the file."""
     return ReloadingContext(lambda: trust(ca_file), [ca_file])
 
 

@@ -80,7 +80,7 @@ class AdminClient:
 
     @property
     def url(self) -> str:
-        """Of the replica that answered last."""
+        """URL of the replica that answered last."""
         return self._urls[0]
 
     # -- reads ----------------------------------------------------------------------------------------------------

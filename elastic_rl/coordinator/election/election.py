@@ -174,7 +174,7 @@ class _CandidateWatch:
         self._watch: Watch | None = None
 
     def follow(self, revision: int) -> None:
-        """To be called after each reading of the candidates, with its revision."""
+        """Begins to watch the candidates. Call it after each reading of them, with its revision."""
         if self._watch is None:
             self._watch = self._etcd.watch(self._prefix, start_revision=revision + 1)
 

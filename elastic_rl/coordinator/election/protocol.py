@@ -52,7 +52,7 @@ class ElectionProtocol:
 
     @property
     def leads(self) -> bool:
-        """As far as this process can know."""
+        """Whether the candidate leads, as far as this process can know."""
         return self._first and self._alive()
 
     @property

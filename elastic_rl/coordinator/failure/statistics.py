@@ -46,15 +46,16 @@ class FaultStatistics(Record):
     name of a role, or job (the whole compute plane)."""
 
     events: dict[str, int] = {}
-    """By kind."""
+    """Number of events by kind."""
     faults: dict[str, int] = {}
-    """By part; several events of one fault count once."""
+    """Number of faults by part; several events of one fault count once."""
     restarts: dict[str, int] = {}
-    """By part."""
+    """Number of restarts by part."""
     detect: dict[str, Histogram] = {}
-    """By part: seconds from the last sign of life to the event that reported the fault, where known."""
+    """Time to detect by part: seconds from the last sign of life to the event that reported the fault, where known."""
     recover: dict[str, Histogram] = {}
-    """By part: seconds from the first event of a fault to the one that says that the part works again."""
+    """Time to recover by part: seconds from the first event of a fault to the one that says that the part works again.
+    """
     open: dict[str, float] = {}
     """Faults without a recovery so far: part/id, and unix seconds of the first event."""
 

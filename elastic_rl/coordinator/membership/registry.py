@@ -88,7 +88,7 @@ class MemberChange:
     """The entry as it is to be written (REPLACED and FORGOTTEN: as it is, to be deleted)."""
     live: LiveMember | None = None
     why: str = ""
-    """Of DIED, for people."""
+    """The reason of DIED, for people."""
 
 
 def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False) -> LiveMember:

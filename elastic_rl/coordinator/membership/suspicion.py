@@ -33,7 +33,7 @@ class WitnessReports:
     """Seconds of the leader clock."""
     witnesses: Iterable[Witness] = ()
     evidence: Mapping[tuple[str, str], Evidence] = field(default_factory=dict)
-    """By role and id, of members that are not registered."""
+    """Role and id → evidence, of members that are not registered."""
 
     @cached_property
     def loads(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class WitnessReports:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """For how long a member is only suspected, in seconds of the leader clock."""
+    """The times for which a member is only suspected, in seconds of the leader clock."""
 
     suspicion_s: float
     host_lost_s: float

@@ -119,7 +119,7 @@ def decode(delta: bytes | memoryview, base: memoryview, out: memoryview) -> None
 
 
 def bases(old: Manifest, new: Manifest) -> dict[str, str]:
-    """For each chunk of ``new`` the one of ``old`` at the same place, where they differ and have the same length.
+    """The chunk of ``old`` at the same place as each chunk of ``new``, where they differ and have the same length.
 
     A place is a slice of a tensor of the same name, dtype and shape, so nothing is found where the layouts differ.
     """

@@ -105,7 +105,7 @@ class DurableStore:
         """``url``: such as file:///mnt/checkpoints or s3://bucket/path; the job has a folder of its own below it.
         Raises ConfigError for a URL that fsspec does not know."""
         self.url = redacted_url(url)
-        """For messages: without a password."""
+        """The URL as messages show it: without a password."""
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except (ValueError, ImportError) as e:

@@ -86,7 +86,7 @@ class _Work:
     done: set[int] = field(default_factory=set)
     """Parts that are complete, by whomever."""
     progress: tuple[int, float] = (0, 0.0)
-    """On the leader: parts that were complete at the last look, and when that number changed."""
+    """Number of parts that, on the leader, were complete at the last look, and when it changed."""
 
 
 class Uploader(threading.Thread):

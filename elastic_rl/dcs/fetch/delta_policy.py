@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 _WEIGHT = 0.2
-"""Of the newest sample in a moving average."""
+"""Weight of the newest sample in a moving average."""
 _TRIALS = 8
 """Deltas of a stream that are requested before their cost counts."""
 _PROBE_EVERY = 64

@@ -51,7 +51,7 @@ from elastic_rl.etcd.records import DcsNode
 log = logging.getLogger(__name__)
 
 _OWNER = -1
-"""Under which the table knows regions that are being received; connections count upwards from 1."""
+"""Owner under which the table knows regions that are being received; connections count upwards from 1."""
 _MALFORMED = (KeyError, TypeError, ValueError)
 """What an answer that makes no sense raises."""
 _POLL_S = 1.0

@@ -32,7 +32,7 @@ class FetchLimits:
     backoff_s: float = 0.25
     backoff_max_s: float = 8.0
     failures: int = 3
-    """In a row, after which a node counts as dead until it answers a query again."""
+    """Number of failures in a row after which a node counts as dead until it answers a query again."""
     durable: bool = False
     """Whether there is a durable store to read chunks from."""
     durable_timeout_s: float = 120.0
@@ -49,7 +49,7 @@ class ChunkRequest:
     base: str = ""
     """A chunk to get a delta against, if it is here."""
     stream: str = ""
-    """For which deltas pay, or not."""
+    """The stream, for which deltas pay or not."""
 
 
 class Failure(Enum):

@@ -81,7 +81,8 @@ class Pulled:
         return mapping.load_tensors(self.reference(verify=verify))
 
     def reference(self, *, verify: bool = False) -> dict[str, Any]:
-        """For ``mapping.load_tensors`` in another process of this host; JSON-able, valid while this is open."""
+        """The reference for ``mapping.load_tensors`` in another process of this host; JSON-able, valid while this is
+        open."""
         return reference(self.version.stream, self.version.number, self.arena_path, self._map_at, verify=verify)
 
     def confirm(self) -> None:

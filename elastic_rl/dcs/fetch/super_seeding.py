@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _MAX_DOUBLINGS = 64
-"""By then everything is in reach, of however many nodes."""
+"""Number of doublings after which everything is in reach, of however many nodes."""
 
 
 class SuperSeeding:

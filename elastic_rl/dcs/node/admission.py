@@ -21,7 +21,7 @@ class ConnectionLimits:
     unauthenticated: int = 128
     unauthenticated_per_host: int = 32
     deadline_s: float = 10.0
-    """For TLS handshake and hello together."""
+    """Limit for TLS handshake and hello together."""
 
 
 class Admission:

@@ -90,14 +90,14 @@ class Session:
     """Id of a caller that is a node itself; empty for others."""
     authenticated: bool = False
     open: dict[str, OpenVersion] = field(default_factory=dict)
-    """By token."""
+    """Token → the open version."""
     live: list[VersionName] = field(default_factory=list)
     released: list[VersionName] = field(default_factory=list)
-    """Of a ``drop`` whose versions come in several requests."""
+    """Versions released by a ``drop`` whose versions come in several requests."""
 
     @property
     def peer(self) -> str:
-        """Whose share of the sends its requests take."""
+        """The peer whose share of the sends its requests take."""
         return f"{self.host}/{self.node_id}"
 
     def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 _BEAT_S = 1.0
 """Between two updates of the registration."""
 _REPORTED = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved", "lost_chunks")
-"""Of the table's numbers, those that are in the record."""
+"""Those of the table's numbers that are in the record."""
 _FLUSH_S = 60.0
 """Longest time for which a node that is stopped continues to save chunks; well within the grace of its supervisor."""
 

@@ -21,7 +21,7 @@ class Part:
     node: str
     """Id of the node."""
     incarnation: str
-    """Of that node: the commit holds only for this very process."""
+    """Incarnation of that node: the commit holds only for this very process."""
     tensors: tuple[tuple[int, TensorEntry], ...]
     """Each with its place in the version: tensors are published in ascending order of these."""
     chunks: Mapping[str, int]
@@ -41,7 +41,7 @@ class Part:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Part:
-        """From ``to_json``'s value. Raises ConfigError when it is malformed."""
+        """Reads the value of ``to_json``. Raises ConfigError when it is malformed."""
         try:
             chunks = [(str(d), int(n)) for d, n in value["chunks"]]
             return cls(str(value["node"]), str(value["incarnation"]), tuple(

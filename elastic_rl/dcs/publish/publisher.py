@@ -162,7 +162,7 @@ class Publisher:
         return StoredVersion(pending, manifest, self)
 
     def release_holds(self, stored: StoredVersion, version: Version) -> None:
-        """After the commit: the nodes need not hold the chunks for this publisher any more. Some of them note the
+        """The nodes need not hold the chunks for this publisher any more after the commit. Some of them note the
         version on their disks first; the leader has the others do so. Nodes that fail are skipped: the version is
         committed, and their holds end with the connection."""
         self._last = stored.manifest

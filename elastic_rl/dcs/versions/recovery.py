@@ -79,7 +79,7 @@ class Recovered:
     placement: Placement
     durable: bool
     revision: int
-    """Of its record in etcd; 0 where it has none."""
+    """Revision of its record in etcd; 0 where it has none."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RecoveryPlan:
     epoch: int
     """Highest epoch under which a version was published."""
     versions: Sequence[Recovered]
-    """By stream, oldest first."""
+    """The versions by stream, oldest first."""
     lost: Sequence[tuple[Version, str]]
     """Versions of which parts are missing now, and how many. Those that etcd has as committed stay so."""
     heads: Mapping[str, Version]
@@ -270,7 +270,7 @@ class _Writer:
     keys: Keys
     epoch: int
     revision: int
-    """Of the identity."""
+    """Revision of the identity."""
 
     def __call__(self, *ops: Op, conditions: Sequence[Compare] = ()) -> int:
         """The revision of the writes. Raises Fenced and Conflict."""

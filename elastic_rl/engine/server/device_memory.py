@@ -18,7 +18,8 @@ class Call(Protocol):
 
 
 class DeviceMemory:
-    """Of one server. Used by one thread. Every method raises EngineFailed; the server is then to be ended."""
+    """The device memory of one server. Used by one thread. Every method raises EngineFailed; the server is then to be
+    ended."""
 
     def __init__(self, call: Call) -> None:
         self._call = call

@@ -57,7 +57,7 @@ class EngineHealth:
 
     limits: HealthLimits
     observed_at: float
-    """Of the last observation, by the clock of the caller."""
+    """Time of the last observation, by the clock of the caller."""
     state: Health = Health.HEALTHY
     waited_s: float = 0.0
     worked_s: float = 0.0

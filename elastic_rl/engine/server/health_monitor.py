@@ -49,8 +49,8 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For a time in which the server cannot answer, as while its weights change: a probe that overlaps with it
-        counts for nothing."""
+        """Marks a time in which the server cannot answer, as while its weights change: a probe that
+        overlaps with it counts for nothing."""
         with self._lock:
             self._pauses += 1
             self._paused += 1
@@ -64,7 +64,7 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """As ``paused``, and no probe is in flight inside: the server could not bear one."""
+        """Pauses as ``paused`` does, and no probe is in flight inside: the server could not bear one."""
         with self.paused():
             with self._probing:  # one in flight ends: it is bounded
                 pass

@@ -39,7 +39,7 @@ class Load:
 
 
 def parse_load(answer: dict[str, Any]) -> Load:
-    """From the answer to ``/v1/loads``. Raises KeyError and TypeError when it is none."""
+    """Reads the answer to ``/v1/loads``. Raises KeyError and TypeError when it is none."""
     ranks = answer["loads"]
     return Load(sum(r["num_running_reqs"] for r in ranks), sum(r["num_waiting_reqs"] for r in ranks),
                 tuple(str(r.get(name)) for r in ranks for name in _MOVES))
@@ -56,7 +56,7 @@ class ServerProbe:
         # Its own: others wait for minutes on theirs.
         self.http = http_client.client(timeout=timeout_s, headers=key_headers(key), event_hooks={"request": hooks})
         self.load: Load | None = None
-        """As of the last probe; None when there was none, or it was not answered."""
+        """Load as of the last probe; None when there was none, or it was not answered."""
 
     def sign_of_life(self) -> bool:
         """Whether the schedulers work. Bounded; raises nothing."""

@@ -103,7 +103,7 @@ class EngineServer(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Of the main process; 0 for an external server, and before the start."""
+        """Pid of the main process; 0 for an external server, and before the start."""
 
     @property
     @abstractmethod
@@ -153,7 +153,7 @@ class EngineServer(ABC):
 
     @property
     def load(self) -> Load | None:
-        """As of the last probe."""
+        """Load as of the last probe."""
         return self._probe.load
 
     @abstractmethod
@@ -165,7 +165,8 @@ class EngineServer(ABC):
         return to_version(self._call("GET", "/model_info").get("weight_version"))
 
     def checksum(self) -> str:
-        """Of the weights that it serves, in its own layout. Takes as long as reading them. Raises EngineFailed."""
+        """Checksum of the weights that it serves, in its own layout. Takes as long as reading them. Raises
+        EngineFailed."""
         answer = self._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=self._cfg.start_timeout_s)
         return str(answer.get("per_engine_checksum") or "")
 
@@ -265,12 +266,12 @@ class SGLangServer(EngineServer):
 
     @property
     def pid(self) -> int:
-        """Of the main process; 0 before the start."""
+        """Pid of the main process; 0 before the start."""
         return self._process.pid if self._process else 0
 
     @property
     def pids(self) -> list[int]:
-        """Of the main process and its children; empty until the server answered."""
+        """Pids of the main process and its children; empty until the server answered."""
         return [p.pid for p in self._processes]
 
     def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:
@@ -401,7 +402,7 @@ class SGLangServer(EngineServer):
 
 
 def probe_timeout_s(cfg: EngineConfig) -> float:
-    """Of the generation of one token: several fit into the time after which a silent engine counts as frozen."""
+    """Limit for the generation of one token: several fit into the time after which a silent engine counts as frozen."""
     return max(1.5, min(10.0, cfg.frozen_after_s / 3))
 
 

@@ -18,7 +18,7 @@ _MAX_WASTE = 2
 """A group's longest sequence is at most this many times as long as its shortest one, unless it is below ``_SHORT``."""
 _SHORT = 64
 _MAX_PADDED = 1 << 18
-"""Of a group, in keys: sequences times the longest one. Bounds the memory of one call."""
+"""Largest size of a group, in keys: sequences times the longest one. Bounds the memory of one call."""
 _LONG_PREFILL = 128
 """Tokens of a prefill from which on a call of its own costs less than padding."""
 _FEW = 2

@@ -68,7 +68,7 @@ class AsyncPublisher:
         self._timeout_s = cfg.publish_timeout_s + cfg.io_timeout_s + _MARGIN_S
         self.group = (dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
                       if par.world > 1 else None)
-        """Of all ranks, None for one rank. While no publish is in flight, the caller may use it too."""
+        """The group of all ranks, None for one rank. While no publish is in flight, the caller may use it too."""
         self._pool = ThreadPoolExecutor(1, "publish")
         self._running: Future[bool] | None = None
         self._lock = threading.Lock()

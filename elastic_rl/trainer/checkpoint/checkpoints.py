@@ -117,7 +117,7 @@ class Checkpoints:
 
     # -- publishing --------------------------------------------------------------------------------------------------
     def begin(self, progress: Progress, *, policy: bool, state: bool) -> list[int]:
-        """On rank 0, with no other rank waiting for it: takes the numbers of the next publish, 0 for a stream that it
+        """Rank 0, with no other rank waiting for it, takes the numbers of the next publish, 0 for a stream that it
         does not have. Pass them to ``publish`` on every rank. Streams whose last publish was dropped are included.
 
         Raises Fenced when the epoch is over, and other ElasticRLError when there is no number now: call it again later.
@@ -207,7 +207,7 @@ class Checkpoints:
             self._retry.failed(time.monotonic())
 
     def must_republish(self) -> bool:
-        """On rank 0, between steps: whether a dropped publish is to be repeated now. Does not wait.
+        """Whether, on rank 0 and between steps, a dropped publish is to be repeated now. Does not wait.
 
         Raises Fenced, and TrainerFailed when a rank was lost.
         """
@@ -304,7 +304,7 @@ class Checkpoints:
         return self._rounds.run(lambda job: while_away(job, lambda: self._read(number, job), self._waits))
 
     def _read(self, number: int, job: Job[Any]) -> tuple[StateLoader, Version]:
-        """In the thread of a job: this rank's part of a state."""
+        """Reads this rank's part of a state, in the thread of a job."""
         loader = StateLoader(self.policy, self.adam, self._reference)
         version = state_reader.read(
             self._puller, self._group.state, number, loader, bucket_bytes=self._cfg.bucket_bytes, check=job.check,

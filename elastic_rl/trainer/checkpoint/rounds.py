@@ -95,7 +95,7 @@ class Job(Generic[T]):
             self._ended.set()
 
     def check(self) -> None:
-        """For the function. Raises Cancelled when its result is useless."""
+        """Is called by the function. Raises Cancelled when its result is useless."""
         if self.cancelled.is_set():
             raise Cancelled
 
@@ -121,9 +121,9 @@ class Job(Generic[T]):
 
 
 def while_away(job: Job[Any], attempt: Callable[[], T], on_wait: Callable[[ElasticRLError], None]) -> T:
-    """For a job's function: the result of ``attempt``, made again for as long as etcd or this host's node is away: such
-    an outage pauses a run and does not end it. ``on_wait`` gets each reason. Raises Cancelled, and other errors of
-    ``attempt``."""
+    """Returns to a job's function the result of ``attempt``, made again for as long as etcd or this host's node is
+    away: such an outage pauses a run and does not end it. ``on_wait`` gets each reason. Raises Cancelled, and other
+    errors of ``attempt``."""
     def pause(seconds: float) -> None:
         job.cancelled.wait(seconds)
         job.check()
@@ -166,7 +166,7 @@ class Rounds:
             job.cancelled.set()
 
     def _maximum(self, *values: int) -> list[int]:
-        """Of each value over all ranks."""
+        """The maximum of each value over all ranks."""
         tensor = torch.tensor(values)
         if self._group is not None:
             self._await(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))

@@ -51,7 +51,8 @@ class DeviceMemory:
 
     @classmethod
     def of_rank(cls, policy: Policy, adam: Adam, movable: Callable[[torch.Tensor], bool] = on_device) -> DeviceMemory:
-        """Of all that a rank keeps from one step to the next. The reference policy is in host memory anyway."""
+        """The device memory of all that a rank keeps from one step to the next. The reference policy is in host memory
+        anyway."""
         return cls(lambda: _kept(policy, adam), lambda: _gradients(policy), movable=movable)
 
     @torch.no_grad()

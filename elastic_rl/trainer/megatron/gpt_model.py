@@ -76,7 +76,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor, **_of_logits: Any) -> tuple[torch.Tensor, None]:
-        """From hidden states [P, R, hidden], with sequence parallelism this rank's positions of them, to [P, R, 1]."""
+        """Values [P, R, 1] of hidden states [P, R, hidden], with sequence parallelism this rank's positions of them."""
         if self._gathers:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -85,8 +85,8 @@ class ValueHead(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Of Megatron's local layers under sequence parallelism, which its wrapper of torch's norm refuses: each rank has
-    some positions, so its gradient is a part, which Megatron sums over the tensor-parallel group."""
+    """RMSNorm of Megatron's local layers under sequence parallelism, which its wrapper of torch's norm refuses: each
+    rank has some positions, so its gradient is a part, which Megatron sums over the tensor-parallel group."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, eps=eps)

@@ -39,7 +39,7 @@ class ShardRange:
     with the distributed optimizer."""
 
     shape: tuple[int, ...]
-    """Of the shard."""
+    """Shape of the shard."""
     start: int
     """Place of the first element in the flattened shard."""
     values: torch.Tensor
@@ -66,7 +66,7 @@ class Piece:
 
     hf: str
     shape: tuple[int, ...]
-    """Of the full HF tensor."""
+    """Shape of the full HF tensor."""
     dim: int
     start: int
     stop: int

@@ -125,7 +125,7 @@ class Adam:
         self._megatron.zero_grad()
 
     def scale_gradients(self, factor: float) -> None:
-        """Of this rank, before they are reduced."""
+        """Multiplies the gradients of this rank, before they are reduced."""
         self.policy.ddp.scale_gradients(factor)
 
     def reduce_and_step(self, lr: float) -> float:

@@ -17,8 +17,8 @@ from elastic_rl.trainer.micro_batches import ModelInput
 
 _Loss = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 Finish = Callable[[int, torch.Tensor], torch.Tensor]
-"""From a micro-batch's number and this rank's columns of its logits [R, P, padded_vocab / TP] to its part of the loss.
-"""
+"""Returns, of a micro-batch's number and this rank's columns of its logits [R, P, padded_vocab / TP], its part of the
+loss."""
 
 
 def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: bool,
@@ -56,7 +56,7 @@ def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: 
 
 def _as_many_as_others(policy: Policy, micros: Sequence[ModelInput], finish: Finish
                        ) -> tuple[list[ModelInput], Finish]:
-    """As many micro-batches as the replica that has most: one token for each chunk, without a loss."""
+    """Adds micro-batches up to the number of the replica that has most: one token for each chunk, without a loss."""
     own, most = len(micros), torch.tensor([float(len(micros))], device=policy.par.device)
     missing = int(max_over_data(most, policy.par)) - own
     size = multiple(policy.par.cp)

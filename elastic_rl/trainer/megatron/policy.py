@@ -40,7 +40,7 @@ class Policy:
         # The optimizer and gradient code read the model through Megatron's DDP, so it is wrapped for one replica too.
         self.ddp = gpt_model.wrap(self.module, cfg) if trains else self.module
         self.masters: dict[str, ShardRange] = {}
-        """By Megatron name, what this rank's optimizer has of the fp32 master weights. Empty for fp32 parameters, which
+        """Megatron name → what this rank's optimizer has of the fp32 master weights. Empty for fp32 parameters, which
         are their own, and without an optimizer."""
         self._masks = not gpt_model.uses_te(cfg, par)
         self._aux_loss_coef = cfg.trainer.moe_aux_loss_coef if arch.moe is not None else 0.0
@@ -52,7 +52,7 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Dtype of the parameters."""
         dtype: torch.dtype = self.module.config.params_dtype
         return dtype
 
@@ -65,10 +65,11 @@ class Policy:
             yield whole_model_name(name, first_layer, first_expert), param
 
     def forward(self, given: ModelInput) -> torch.Tensor:
-        """From tokens [R, P] int64 to this rank's columns of the logits [R, P, padded_vocab / TP]; before the last
-        pipeline stage to the hidden states [P, R, hidden]. Of packed sequences none sees another one, and the positions
-        of each count from 0: their logits are those of the sequences in rows of their own, up to rounding. With context
-        parallelism each rank is given all tokens, and computes its own P / CP positions (``own_positions``).
+        """Computes from tokens [R, P] int64 this rank's columns of the logits [R, P, padded_vocab / TP]; before the
+        last pipeline stage the hidden states [P, R, hidden]. Of packed sequences none sees another one, and the
+        positions of each count from 0: their logits are those of the sequences in rows of their own, up to rounding.
+        With context parallelism each rank is given all tokens, and computes its own P / CP positions
+        (``own_positions``).
 
         Padding columns hold the dtype's minimum, so that they have no probability. A critic gives values [R, P, 1] fp32
         in the place of logits.

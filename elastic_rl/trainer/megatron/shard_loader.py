@@ -56,7 +56,7 @@ class ShardLoader:
         self._missing.discard(name)
 
     def set_to_zero(self, name: str) -> None:
-        """As ``load`` of a wanted tensor of zeros, which a later ``load`` may replace."""
+        """Loads zeros as a wanted tensor, which a later ``load`` may replace."""
         self.load(name, torch.zeros(self._pieces[name][0].shape))
 
     def require_complete(self) -> None:

@@ -105,8 +105,8 @@ class TrainerCalls(ABC):
                             ).result
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """By the policy, ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N, T] bool:
-        whether the token is the most probable one."""
+        """Log-probs by the policy: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N,
+        T] bool: whether the token is the most probable one."""
         return self.execute(ForwardLogprobs, batch).tensors
 
     def forward_reference(self, batch: Batch, step: int) -> torch.Tensor:
@@ -120,10 +120,10 @@ class TrainerCalls(ABC):
         return self.execute(partial(ForwardValues, step=step), batch).tensors["values"]
 
     def forward_version(self, batch: Batch, step: int, at_least: int = 0) -> Executed:
-        """In a group that does not train: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere), by the
-        oldest version of the policy that RL step ``step`` made (0: with which RL began), whose number is ``at_least``
-        this. The result has its number, ``version``, and its step, ``step``. Raises Conflict while there is no such
-        version: it may not be committed yet."""
+        """Log-probs by a group that does not train: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere),
+        by the oldest version of the policy that RL step ``step`` made (0: with which RL began), whose number is
+        ``at_least`` this. The result has its number, ``version``, and its step, ``step``. Raises Conflict while there
+        is no such version: it may not be committed yet."""
         return self.execute(partial(ForwardVersion, step=step, at_least=at_least), batch)
 
     def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,

@@ -42,7 +42,7 @@ from elastic_rl.trainer.service.commands import REFUSALS, Command, ForwardComman
 
 _POLL_S = 0.1
 _REQUEST_S = 10.0
-"""Of one request; for a share, plus a second for each ``_SLOW_BYTES_PER_S``."""
+"""Limit of one request; for a share, plus a second for each ``_SLOW_BYTES_PER_S``."""
 _SLOW_BYTES_PER_S = 4 << 20
 _QUEUE_S = 60.0
 """More for a share that the rank reads from the queue, whose own limits end it earlier."""

@@ -49,7 +49,7 @@ SMALLER_SHARES = ("start the job again with a larger trainer.max_share_bytes, if
 _START_S = 30.0
 
 TakeShare = Callable[[bytes], bytes]
-"""From the body of a share to the share. Raises ConfigError for bytes that are not a batch, since a rank must not fail
+"""Makes a share of its body. Raises ConfigError for bytes that are not a batch, since a rank must not fail
 on them in a step; GroupsLost and QueueUnavailable for samples that cannot be read."""
 
 

@@ -13,7 +13,7 @@ from elastic_rl.trainer.service.server import SMALLER_SHARES
 
 
 class Shares:
-    """Of one rank. Any thread may use it."""
+    """The shares of batches that one rank gets. Any thread may use it."""
 
     def __init__(self, cfg: Config, *, needs: Sequence[str], vocab: int) -> None:
         """``needs``: tensors that a share for RL must have. ``vocab``: tokens of the model."""
