@@ -141,7 +141,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
 
 
 def _absolute(cfg: Config) -> Config:
-    """With absolute paths: the run's processes may have another working folder."""
+    """The settings with absolute paths: the run's processes may have another working folder."""
     path = str(Path(cfg.model.path).expanduser().resolve()) if cfg.model.path else ""
     critic = str(Path(cfg.critic.model).expanduser().resolve()) if cfg.critic.model else ""
     options = with_absolute_paths(cfg.data.source, cfg.data.options)

@@ -22,7 +22,8 @@ def bounded_log_ratio(logp: Tensor, old: Tensor) -> Tensor:
 
 
 def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Of log-ratios [M], detached: ``ratio_mean`` (the ratio) and ``kl`` (the k3 estimate of KL(old || new), nats)."""
+    """Statistics of log-ratios [M], detached: ``ratio_mean`` (the ratio) and ``kl`` (the k3 estimate of KL(old || new),
+    nats)."""
     with torch.no_grad():
         ratio = log_ratio.exp()
         return {"ratio_mean": ratio, "kl": ratio - 1 - log_ratio}

@@ -76,7 +76,7 @@ def parse_size(text: str) -> int:
 
 
 def refuse_settings(options: Options) -> None:
-    """For benches that measure the defaults. Raises ConfigError when settings are given."""
+    """Refuses settings for benches that measure the defaults. Raises ConfigError when settings are given."""
     if options.settings:
         raise ConfigError(f"this bench takes no settings ({' '.join(options.settings)})",
                           hint="only `bench loop` does; the others measure the default settings")

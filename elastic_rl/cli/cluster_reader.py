@@ -34,7 +34,7 @@ class ClusterState:
     error: str = ""
     """Why etcd does not answer; empty while it does."""
     away_s: float = 0.0
-    """For how long it has not answered, in seconds."""
+    """Seconds for which etcd has not answered."""
 
 
 def read_cluster(etcd: EtcdClient, keys: Keys) -> ClusterState:

@@ -17,7 +17,7 @@ COMPLETE_VAR = "_ELASTIC_RL_COMPLETE"
 """Set by the shell when it asks for completions."""
 PROGRAM = "elastic-rl"
 _LIMIT_S = 0.7
-"""For the cluster's answer, so that a completion takes about a second with the start of Python."""
+"""Limit for the cluster's answer, so that a completion takes about a second with the start of Python."""
 _MAX_NAMES = 200
 GROUPS = ("trainer", "critic", "actor_fwd", "reference")
 """Those of ``config.groups``, which are not read there: a command's help must not wait for pydantic."""

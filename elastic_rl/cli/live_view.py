@@ -125,7 +125,7 @@ class RunState:
     rewards: dict[int, float] = field(default_factory=dict)
     eval_accuracy: dict[int, float] = field(default_factory=dict)
     eval_sets: Mapping[str, float] = field(default_factory=dict)
-    """Of the last evaluation: accuracies of further sets, by name."""
+    """Accuracies of further sets in the last evaluation, by name."""
     last: Record = field(default_factory=dict)
     sft: Record = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -229,7 +229,7 @@ def _add_training_facts(facts: Table, state: RunState, width: int) -> None:
 
 
 def _add_sampled_facts(facts: Table, last: Record) -> None:
-    """Of a job that trains nothing."""
+    """Adds the facts of a job that trains nothing."""
     lengths = last.get("response_tokens") or {}
     facts.add_row("reward", f"{_f(last.get('reward_mean'))} in the last step")
     facts.add_row("samples", f"{last.get('samples', '–')} of {len(last.get('groups') or [])} prompts, "
@@ -372,7 +372,7 @@ def summary(report: Record, report_html: Path) -> Table:
 
 
 def _of_output(result: Record) -> list[tuple[str, str]]:
-    """Of an evaluation, or of rejection sampling."""
+    """The results of an evaluation, or of rejection sampling."""
     if "sets" in result:
         return [(printable(name), _set_line(found)) for name, found in list(result["sets"].items())[:_SETS]]
     dropped = sum(result["dropped"].values())

@@ -94,7 +94,7 @@ class CoordinatorConfig(Section):
 
     @property
     def scheme(self) -> str:
-        """Of the admin API's URLs."""
+        """Scheme of the admin API's URLs."""
         return "https" if self.tls_cert else "http"
 
     @property

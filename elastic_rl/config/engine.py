@@ -22,7 +22,7 @@ _KEYLESS = {
     "--smg-grpc-mode": "engines are asked over HTTP"}
 """Options with which an SGLang server would ask for no key, or not start with one, and why."""
 _LOG_LEVELS = ("warning", "error")
-"""With a lower one SGLang writes all its arguments to its log, and the key is among them."""
+"""Levels that SGLang may log at: with a lower one it writes all its arguments to its log, and the key is among them."""
 
 
 class EngineConfig(Section):

@@ -35,7 +35,7 @@ class Fixed:
     after_sft: bool = False
     """It is fixed only once the SFT phase is over."""
     modes: tuple[str, ...] = ()
-    """In which modes; none: in all."""
+    """Modes in which it is fixed; none: all."""
 
     def covers(self, key: str, mode: str) -> bool:
         return (not self.modes or mode in self.modes) and (

@@ -49,4 +49,4 @@ ACTOR_FWD = GroupSpec("actor_fwd", Stream.POLICY, Stream.POLICY, every_step=Fals
 REFERENCE = GroupSpec("reference", Stream.POLICY, Stream.POLICY, every_step=False, trains=False)
 """Log-probs of the reference policy."""
 TRAINER_GROUPS = {group.name: group for group in (ACTOR, CRITIC, ACTOR_FWD, REFERENCE)}
-"""Of all jobs, by name; ``Config.trainer_groups`` has those of one."""
+"""Every group that a job may have, by name; ``Config.trainer_groups`` has those of one."""

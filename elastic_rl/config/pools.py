@@ -38,14 +38,14 @@ class PoolSettings:
     model_dir: str
     """Hugging Face folder of their model."""
     stream: Stream | None
-    """Whose versions they serve; None: the weights of the folder, which never change."""
+    """Stream whose versions the engines serve; None: the weights of the folder, which never change."""
     engines: int
-    """That the pool starts with."""
+    """Number of engines that the pool starts with."""
     engine: EngineConfig
     colocated: bool = False
     """Whether its engines share devices with the trainer, in turns."""
     template_date: date | None = None
-    """As ``data.template_date``, for the chat template of its model."""
+    """The date of ``data.template_date``, for the chat template of its model."""
 
     def call_timeout_s(self, attempts: int) -> float:
         """Limit of a call of a role that asks the pool, in seconds: more than the role takes for so many attempts."""

@@ -62,7 +62,7 @@ def faults_of_changes(section: Section, changes: Mapping[str, Any], key: str) ->
 
 
 def suggestion(unknown: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """For an error that names an unknown key: which of the known ones may be meant, if any is like it (``cutoff``: of
-    1)."""
+    """The end of an error that names an unknown key: which of the known ones may be meant, if any is like it
+    (``cutoff``: of 1)."""
     near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -9,8 +9,8 @@ from elastic_rl.etcd.records import Engine, EngineState
 
 
 class LateEngines:
-    """Of one pool. An engine that hangs would keep the trainer, or with a request for it the engines, waiting for ever;
-    so it is replaced."""
+    """Finds late engines of one pool. An engine that hangs would keep the trainer, or with a request for it the
+    engines, waiting for ever; so it is replaced."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

@@ -21,7 +21,7 @@ from elastic_rl.engine.server.arguments import tensor_parallel
 
 _CREATED = "CREATED"
 _GET_TIMEOUT_S = 5.0
-"""Of a result that is there already."""
+"""Limit for getting a result that is there already."""
 _ROOM_GRACE_S = 3.0
 """Ray needs a moment to place an actor; after this long the cluster has no room for it."""
 _TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")

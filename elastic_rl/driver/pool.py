@@ -58,7 +58,7 @@ class _Slot:
     killed_because: str = ""
     """Why this driver killed it."""
     gpus: str = ""
-    """Of those that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
+    """GPUs that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
     request: RestartRequest | None = None
     """The restart request for which this driver killed it, until it is acknowledged."""
 

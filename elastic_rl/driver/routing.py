@@ -28,7 +28,7 @@ class Routes:
 
     @classmethod
     def from_engines(cls, engines: Iterable[Engine], epoch: int) -> Routes:
-        """Of the engines of an epoch; those of an older one are gone, whatever their records say."""
+        """The routes to the engines of an epoch; those of an older one are gone, whatever their records say."""
         known = [e for e in engines if e.url]
         mine = [e for e in known if e.epoch == epoch]
         return cls(frozenset(e.url for e in mine if e.state is EngineState.READY),

@@ -18,9 +18,9 @@ class Message:
     """``user`` or ``tool``; or whatever else the model's chat template knows."""
     content: str
     name: str = ""
-    """Of the tool whose result it is: some templates ask for it. "" is left out."""
+    """Name of the tool whose result it is: some templates ask for it. "" is left out."""
     tool_call_id: str = ""
-    """Of the call whose result it is: some templates ask for 9 letters or digits. "" is left out."""
+    """Id of the call whose result it is: some templates ask for 9 letters or digits. "" is left out."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Observation:
     messages: tuple[Message, ...] = ()
     """What the policy reads before its next turn; one at least, unless the episode is over."""
     reward: float = 0.0
-    """Of this turn; the reward of the sample is the sum over all turns (``rollout.reward: environment``)."""
+    """Reward of this turn; the reward of the sample is the sum over all turns (``rollout.reward: environment``)."""
     done: bool = False
     """Whether the episode is over: the policy has no further turn."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class EnvironmentContext:
     """What an environment is made with, besides its options."""
 
     setting: str
-    """Of its options, for the texts of errors."""
+    """Setting of its options, for the texts of errors."""
     tokenizer: Tokenizer
-    """Of the policy."""
+    """Tokenizer of the policy."""
 
 
 EnvironmentFactory = Callable[[Mapping[str, Any], EnvironmentContext], NewEpisode]
-"""From options to what begins episodes; called once in a process. Raises ConfigError."""
+"""Makes what begins episodes of options; called once in a process. Raises ConfigError."""

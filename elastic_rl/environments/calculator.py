@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 _MAX_LENGTH = 500
 _MAX_BITS = 13_000
-"""Of a whole number: Python writes one of up to 4300 decimal digits."""
+"""Most bits of a whole number: Python writes one of up to 4300 decimal digits."""
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}

@@ -44,7 +44,7 @@ class EpisodeTime:
         self._since = 0.0
         """Up to when time was counted; the loop's."""
         self._bound: asyncio.Timeout | None = None
-        """Of the step that is being made."""
+        """Timeout of the step that is being made."""
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task whose waits (``waiting``) count as such, also those of tasks that it begins."""

@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLOSE_S = 5.0
-"""For ``close`` of an environment."""
+"""Limit for ``close`` of an environment."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Of one sample."""
+    """The limits of one sample."""
 
     turns: int
-    """Of the policy."""
+    """Turns of the policy."""
     turn_tokens: int
-    """Of one of them."""
+    """Tokens of one turn."""
     seconds: float
     """That the environment may take altogether. What it waits for a thread (``OwnThreads``) has a limit of its own."""
 

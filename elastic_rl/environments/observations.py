@@ -13,7 +13,7 @@ from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins.user_code import encodable, is_name, plain
 
 MAX_PARTS = 63
-"""Of a reward, besides the number of turns; and characters of a part's name, at most."""
+"""Most parts of a reward, besides the number of turns; and characters of a part's name, at most."""
 _MAX_REWARD = 1e30
 _TURNS = "turns"
 

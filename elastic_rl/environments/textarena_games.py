@@ -23,7 +23,7 @@ from elastic_rl.runtime.abandonable import CallTookTooLong
 log = logging.getLogger(__name__)
 
 _MOVE_S = 60.0
-"""For an answer of a game, and to make it."""
+"""Limit for an answer of a game, and for making it."""
 _KEPT = 256
 """Games that were made and are kept, for further samples of their prompts."""
 
@@ -32,7 +32,7 @@ class TextArenaOptions(Options):
     game: str
     """Name of a game of one player, as ``GuessTheNumber-v0``."""
     game_options: dict[str, Any] = {}
-    """Of the game, as ``max_number``."""
+    """Options of the game, as ``max_number``."""
     brackets: bool = False
     """Whether a turn without a bracket is a move as a whole: most games look for moves in brackets, as ``[5]``."""
     invalid_reward: Annotated[float, Field(le=0)] = 0.0
@@ -59,7 +59,7 @@ class Games:
         self._options = options
         self.thread = OwnThreads(f"the game {options.game!r}", 1, _MOVE_S)
         self._made: dict[int, Game] = {}
-        """By seed, the oldest first. Used by the thread alone."""
+        """Games by seed, the oldest first. Used by the thread alone."""
 
     def __call__(self, prompt: Prompt, seed: int) -> GameEpisode:
         """Raises PluginFailed for a prompt without a seed of the game."""

@@ -15,7 +15,7 @@ from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused
 T = TypeVar("T")
 
 _REPLACE_S = 600.0
-"""After so long in which abandoned calls held all threads, their process is replaced: they may never end."""
+"""Time in which abandoned calls held all threads, after which their process is replaced: they may never end."""
 
 
 class OwnThreads:

@@ -48,7 +48,7 @@ class Calls(Protocol):
     """Finds calls in a turn of the policy."""
 
     def calls(self, text: str) -> list[ToolCall]:
-        """In order, those that cannot be read among them or last. Raises nothing."""
+        """The calls in the text in their order, those that cannot be read among them or last. Raises nothing."""
 
 
 class ToolParser:

@@ -27,7 +27,7 @@ from elastic_rl.runtime.abandonable import CallTookTooLong
 log = logging.getLogger(__name__)
 
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-"""By name. The name is the function's own. They take microseconds, and run where the episodes do."""
+"""The built-in tools by name. The name is the function's own. They take microseconds, and run where the episodes do."""
 _NAME = 100
 """Characters of a name that the policy gives, at most."""
 
@@ -113,7 +113,7 @@ def tools(options: Mapping[str, Any], context: EnvironmentContext) -> NewEpisode
 
 
 def named_tools(names: Sequence[str], setting: str) -> dict[str, Tool]:
-    """By the names that the policy calls them by. Raises ConfigError."""
+    """The tools by the names that the policy calls them by. Raises ConfigError."""
     made = [Tool.of(resolve(name, TOOLS, setting=setting)) for name in names]
     if len({tool.name for tool in made}) < len(made):
         raise ConfigError(f"{setting} has two of one name", hint="give the functions other names")

@@ -61,7 +61,8 @@ class TurnWriter:
         return ids
 
     def _plain(self, message: Message) -> dict[str, str]:
-        """As templates take it. No control token is in it: a page that a tool found could speak as the policy."""
+        """The message as templates take it. No control token is in it: a page that a tool found could speak as the
+        policy."""
         given = {"role": message.role, "content": message.content, "name": message.name,
                  "tool_call_id": message.tool_call_id}
         return {key: without_control_tokens(value, self._controls) for key, value in given.items()

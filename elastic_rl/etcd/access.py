@@ -62,7 +62,7 @@ class TlsFiles:
         return pem
 
     def context(self) -> ssl.SSLContext:
-        """For etcd's HTTP endpoints. Raises ConfigError when the files do not fit together."""
+        """The TLS context for etcd's HTTP endpoints. Raises ConfigError when the files do not fit together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             context.load_verify_locations(_path(self.ca))

@@ -71,7 +71,7 @@ class Channels:
         self._members = MemberChannels(self._access, self.endpoints)
         self._current = random.randrange(len(self.endpoints))
         self._auth_token: str | None = None if self._access.user else ""
-        """From etcd, for each call; None: sign in first, empty: etcd asks for none."""
+        """Token from etcd, for each call; None: sign in first, empty: etcd asks for none."""
         self._lock = threading.Lock()
         self.closed = threading.Event()
 

@@ -87,7 +87,7 @@ class EtcdClient:
 
     @classmethod
     def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str], *, retry_budget_s: float | None = None) -> Self:
-        """With the certificates and the user of the settings. Raises ConfigError."""
+        """A client with the certificates and the user of the settings. Raises ConfigError."""
         return cls(endpoints, call_timeout_s=cfg.call_timeout_s, access=Access.from_config(cfg),
                    retry_budget_s=cfg.retry_budget_s if retry_budget_s is None else retry_budget_s)
 
@@ -322,7 +322,7 @@ def _alarms(errors: Sequence[str], member_id: int) -> tuple[str, ...]:
 
 
 def _range_request(prefix: str, after: str = "", before: str = "", **options: Any) -> Any:
-    """For the keys under a prefix, between the keys ``after`` and ``before`` where they are given."""
+    """A request for the keys under a prefix, between the keys ``after`` and ``before`` where they are given."""
     return pb.RangeRequest(key=after.encode() + b"\0" if after else prefix.encode() or b"\0",
                            range_end=before.encode() if before else range_end(prefix), **options)
 

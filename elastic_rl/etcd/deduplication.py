@@ -42,7 +42,7 @@ class Slot:
 
     key: str
     revision: int = 0
-    """Of this slot's last write of the token; 0 before the first."""
+    """Revision of this slot's last write of the token; 0 before the first."""
     used_at: float = 0.0
     """Monotonic."""
 

@@ -18,7 +18,7 @@ _NAMED = 8
 
 
 class DeviceClaims:
-    """Of one epoch. Every method raises EtcdUnavailable, and those that write Fenced."""
+    """The claims on devices in one epoch. Every method raises EtcdUnavailable, and those that write Fenced."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, pool: str, *, epoch: int) -> None:
         """``pool``: whose engines share devices with the trainer."""

@@ -1,4 +1,5 @@
-"""Whose turn it is to have device memory, when engines and trainer share devices (``placement: colocated``). Pure.
+"""Decides whose turn it is to have device memory, when engines and trainer share devices (``placement: colocated``).
+Pure.
 
 One record says whose turn it is, and only the actor writes it. It moves no memory: each side is level-triggered. A side
 whose turn is over gives its memory up; a side whose turn has come takes memory once the other side has none. What a
@@ -68,7 +69,7 @@ class SeenTurn:
     side: Side | None
     number: int = 0
     revision: int = 0
-    """Of the record's last change; 0 without one."""
+    """Revision of the record's last change; 0 without one."""
 
     @classmethod
     def of(cls, kv: KeyValue | None, epoch: int) -> SeenTurn:

@@ -205,7 +205,7 @@ BENCH_MEASURED = EventKind("bench.measured", "a benchmark has written it")
 KINDS = {kind.name: kind for kind in [
     *(value for value in list(globals().values()) if isinstance(value, EventKind)),
     *(getattr(group, field.name) for group in GROUPS.values() for field in fields(GroupEvents))]}
-"""By name, without those of members, whose roles may be any."""
+"""Every kind by name, without those of members, whose roles may be any."""
 
 
 @lru_cache(maxsize=256)

@@ -51,7 +51,8 @@ class FencedWriter:
         self.txn((), ())
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
-        """As ``EtcdClient.txn``, under the token. ``orelse`` runs when the token holds and a comparison does not."""
+        """Makes a transaction as ``EtcdClient.txn`` does, under the token. ``orelse`` runs when the token holds and a
+        comparison does not."""
         token = self._token()
         reads = list(dict.fromkeys([*(Op.get(guard.key) for guard in token), *orelse]))
         outcome = self._etcd.txn([*token, *compares], then, reads)

@@ -79,7 +79,7 @@ class StepMetrics(Record):
     dropped_by_reason: dict[str, int] = {}
     """The same by reason."""
     update: FiniteByName = {}
-    """Of the updates of the step: loss, kl, clip_fraction, grad_norm and others, also the algorithm's own
+    """Metrics of the updates of the step: loss, kl, clip_fraction, grad_norm and others, also the algorithm's own
     (``telemetry.training_metrics``)."""
     throughput: FiniteByName = {}
     """Tokens a second, MFU, memory (the same)."""
@@ -95,7 +95,7 @@ class SampleRecord(Record):
     group: int
     """Ordinal of the prompt group."""
     index: int
-    """Of the sample in its group."""
+    """Index of the sample in its group."""
     prompt: str = ""
     response: str = ""
     """Model output: hostile input for whoever shows it."""

@@ -192,7 +192,7 @@ class Keys:
         return f"{self.root}leader_heartbeat"
 
     def leader_clock(self) -> str:
-        """For how long the job has had a leader, as last written."""
+        """Key of how long the job has had a leader, as last written."""
         return f"{self.root}leader_clock"
 
     def registry_prefix(self) -> str:
@@ -289,7 +289,7 @@ class Keys:
 
     # -- colocated placement ----------------------------------------------------------------------------------------
     def device_turn(self) -> str:
-        """Whose turn it is to have the memory of the devices that engines and trainer share."""
+        """Key of whose turn it is to have the memory of the devices that engines and trainer share."""
         return f"{self.root}device/turn"
 
     def device_holder(self) -> str:

@@ -96,7 +96,7 @@ class KeptLease:
             self.lost.set()
 
     def _renew(self) -> int | None:
-        """As ``renew``, on the member that answered last. 0 also when the client was closed."""
+        """Renews the lease as ``renew`` does, on the member that answered last. 0 also when the client was closed."""
         timeout_s = min(self._channels.call_timeout_s, self.ttl_s / 4)
         try:
             ttl = renew(self._channels, self.id, self._member, timeout_s=timeout_s)

@@ -30,7 +30,7 @@ class MemberMetrics:
 
 
 def parse(page: str) -> MemberMetrics:
-    """From a page in the Prometheus text format."""
+    """Reads a page in the Prometheus text format."""
     found = {}
     for line in page.splitlines():
         name, _, value = line.partition(" ")

@@ -14,7 +14,7 @@ from elastic_rl.etcd.watch import Watch
 T = TypeVar("T")
 
 SILENT_S = 5.0
-"""After this time without a word from etcd, what is known may be too old; see ``read_current``."""
+"""Time without a word from etcd after which what is known may be too old; see ``read_current``."""
 
 
 class Mirror(Generic[T]):
@@ -54,12 +54,12 @@ class Mirror(Generic[T]):
 
     @property
     def silent_s(self) -> float:
-        """For how long etcd has said nothing: what ``read`` returned may be so old."""
+        """Seconds for which etcd has said nothing: what ``read`` returned may be so old."""
         return self._watch.silent_s if self._watch is not None else 0.0
 
     def read_current(self, timeout_s: float) -> Mapping[str, T]:
-        """As ``read``, for what must not be old. Raises EtcdUnavailable also when etcd has been silent for some
-        seconds."""
+        """Reads as ``read`` does, for what must not be old. Raises EtcdUnavailable also when etcd has been silent for
+        some seconds."""
         values = self.read(timeout_s)
         if (silent_s := self.silent_s) > SILENT_S:
             raise EtcdUnavailable(f"etcd has sent no change of {self._prefix} and no sign of life for {silent_s:.0f} s")

@@ -20,7 +20,7 @@ class ProcessState(StrEnum):
     RUNNING = "running"
     """It exists; whether it does anything is another question."""
     STOPPED = "stopped"
-    """By a signal (SIGSTOP) or a debugger: none of its threads runs."""
+    """Stopped by a signal (SIGSTOP) or a debugger: none of its threads runs."""
     GONE = "gone"
     """It has ended; that its parent has not waited for it (a zombie) makes no difference."""
     UNKNOWN = "unknown"

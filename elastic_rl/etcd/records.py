@@ -75,7 +75,7 @@ class MemberProcess(Record):
     role: str
     id: str
     incarnation: str
-    """As the member registry has it."""
+    """Incarnation, as the member registry has it."""
     pid: int
     started: int
     """Clock ticks from the boot to its start: with the pid it names one process."""
@@ -120,7 +120,7 @@ class PoolSpec(Record):
     model: str = ""
     """Hugging Face folder of the model that its engines serve."""
     stream: str = "policy"
-    """Whose versions they serve; empty for the weights of the folder, which never change."""
+    """Stream whose versions they serve; empty for the weights of the folder, which never change."""
 
 
 class PoolStatus(Record):
@@ -177,7 +177,7 @@ class Engine(Record):
     state: EngineState
     epoch: int
     incarnation: str = ""
-    """Of the member that runs the engine and writes this record; random, and new with each start."""
+    """Incarnation of the member that runs the engine and writes this record; random, and new with each start."""
     url: str = ""
     pid: int = 0
     """Process id of the SGLang server."""
@@ -195,7 +195,7 @@ class Engine(Record):
     layout: str = ""
     """Digest of how its weights are laid out in memory; engines of one layout and version have the same checksum."""
     checksum: str = ""
-    """Of the weights of ``version``, all ranks; empty if unknown."""
+    """Checksum of the weights of ``version``, all ranks; empty if unknown."""
     running: int = 0
     """Requests that it is processing; updated every few seconds."""
     waiting: int = 0
@@ -334,7 +334,7 @@ class RestartRequest(Record):
     by: str = ""
     at: float = 0.0
     epoch: int = 0
-    """Of a restart of the job: the epoch that the newest request ended."""
+    """The epoch that the newest request ended, of a restart of the job."""
 
     def has_newer_driver(self, epoch: int) -> bool:
         """Whether a driver has started since a restart of the job was requested, when ``epoch`` is that of the run now.
@@ -381,7 +381,7 @@ class Placement(Record):
     """Where the chunks of a committed version are, and its manifest with them."""
 
     parts: list[list[str]]
-    """For each part of the manifest the ids of the nodes that hold all chunks of it; the first one wrote it."""
+    """Ids of the nodes that hold all chunks of a part, for each part of the manifest; the first one wrote it."""
     as_of: int = 0
     """Revision of etcd at which the nodes were read: what is said of one that has registered since is to be checked."""
 
@@ -420,7 +420,7 @@ class DcsNode(Record):
     """Path of the shared-memory arena; only processes on the same host can map it."""
     arena_bytes: int
     used_bytes: int = 0
-    """Of the arena."""
+    """Bytes of the arena that are used."""
     disk_bytes: int = 0
     """Limit on what it stores on disk; 0: it stores nothing there."""
     disk_used_bytes: int = 0
@@ -436,7 +436,7 @@ class DcsNode(Record):
     commits: int = 0
     """Highest ``CatalogIdentity.commits`` that it has seen."""
     machine: str = ""
-    """As a member's."""
+    """The machine, as in a member's record."""
 
     @property
     def incarnation(self) -> str:

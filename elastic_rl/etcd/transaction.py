@@ -48,7 +48,7 @@ class KeyValue:
 
     @classmethod
     def from_message(cls, kv: Any) -> KeyValue:
-        """From the wire message."""
+        """Reads the wire message."""
         return cls(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
 
@@ -66,22 +66,22 @@ class Compare:
 
     @classmethod
     def mod(cls, key: str, relation: Relation, revision: int) -> Compare:
-        """On the revision of the last change; ``mod(key, "==", 0)`` holds for an absent key."""
+        """A condition on the revision of the last change; ``mod(key, "==", 0)`` holds for an absent key."""
         return cls(key, "mod", relation, revision)
 
     @classmethod
     def create(cls, key: str, relation: Relation, revision: int) -> Compare:
-        """On the revision at which the key was created."""
+        """A condition on the revision at which the key was created."""
         return cls(key, "create", relation, revision)
 
     @classmethod
     def version(cls, key: str, relation: Relation, version: int) -> Compare:
-        """On the number of puts since the key was created."""
+        """A condition on the number of puts since the key was created."""
         return cls(key, "version", relation, version)
 
     @classmethod
     def value(cls, key: str, relation: Relation, value: bytes) -> Compare:
-        """On the value; false for an absent key."""
+        """A condition on the value; false for an absent key."""
         return cls(key, "value", relation, value)
 
     @classmethod
@@ -164,7 +164,7 @@ class TxnResult:
     revision: int
     """Revision of etcd at which it ran; that of its writes, if it wrote."""
     kvs: tuple[KeyValue, ...] = ()
-    """Of the gets in the branch that ran, in their order; absent keys are left out."""
+    """Keys and values of the gets in the branch that ran, in their order; absent keys are left out."""
     deleted: int | None = 0
     """Keys deleted; None when the answer was lost and only the write token showed that it had been applied."""
 

@@ -34,7 +34,7 @@ from elastic_rl.etcd.transaction import Compare, Op
 log = logging.getLogger(__name__)
 
 LEASE_S = 9
-"""Of the witness's own record. As long as a member's with the default settings: the witness starves last."""
+"""Lease of the witness's own record, as long as a member's with the default settings: the witness starves last."""
 _LOOK_EVERY_S = 0.5
 _LIST_EVERY_S = 1.0
 _JOIN_TIMEOUT_S = 2.0
@@ -67,10 +67,10 @@ class Watched:
     gone_since: float | None = None
     stopped_since: float | None = None
     ran: int = 0
-    """At the last look."""
+    """How often it had run at the last look."""
 
     def look(self, sighting: Sighting, now: float) -> Watched:
-        """After one more look at it."""
+        """What is known of it after one more look."""
         match sighting.state:
             case ProcessState.UNKNOWN:
                 return replace(self, gone_since=None, stopped_since=None)

@@ -30,7 +30,8 @@ _AWAY_PAUSE_S = 1.0
 T = TypeVar("T")
 
 FaultPlan = Callable[[FaultContext, int], list[tuple[int, Sequence[Fault]]]]
-"""From the context and the run's number of steps to (step, faults), in order. Faults of one entry happen at once."""
+"""Returns (step, faults), in order, for the context and the run's number of steps. Faults of one entry happen at once.
+"""
 
 
 def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Sequence[Fault]]]:

@@ -45,7 +45,7 @@ class _Killed(ABC):
 
 
 class EngineKilled(_Killed):
-    """Of an engine's server."""
+    """The death of an engine's server."""
 
     def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL, state: EngineState = EngineState.READY
                  ) -> None:
@@ -75,7 +75,7 @@ class EngineKilled(_Killed):
 
 
 class RoleKilled(_Killed):
-    """Of the only replica of a role."""
+    """The death of the only replica of a role."""
 
     def __init__(self, context: FaultContext, role: str) -> None:
         super().__init__(context)
@@ -98,7 +98,8 @@ class RoleKilled(_Killed):
 
 
 class PoolRouterKilled(_Killed):
-    """Of the router of a pool. ``outages.RouterKilled`` is that of a run in which no groups wait for their step."""
+    """The death of the router of a pool. ``outages.RouterKilled`` is that of a run in which no groups wait for their
+    step."""
 
     def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL) -> None:
         super().__init__(context)
@@ -131,7 +132,7 @@ class PoolRouterKilled(_Killed):
 
 
 class QueueActorKilled(_Killed):
-    """Of an actor of TransferQueue."""
+    """The death of an actor of TransferQueue."""
 
     def __init__(self, context: FaultContext, actor: str) -> None:
         """``actor``: its class, ``TransferQueueController`` or ``SimpleStorageUnit``."""
@@ -146,8 +147,8 @@ class QueueActorKilled(_Killed):
         return f"queue actor {self.actor}", kill(victim)
 
     def _pids(self) -> set[int]:
-        """Of the actors of this class. Ray's processes are children of the driver, and have the names of the classes.
-        """
+        """Pids of the actors of this class. Ray's processes are children of the driver, and have the names of the
+        classes."""
         found: set[int] = set()
         for driver in self.context.members("driver"):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -171,7 +172,7 @@ def _command(process: psutil.Process) -> str:
 
 
 class TrainerRankKilled(_Killed):
-    """Of the last rank of a trainer group."""
+    """The death of the last rank of a trainer group."""
 
     def __init__(self, context: FaultContext, group: GroupSpec = ACTOR, turn: Side | None = None) -> None:
         """``turn``: of a group that shares devices with engines, whose turn it is when the rank is killed; None: it

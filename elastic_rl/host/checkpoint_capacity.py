@@ -25,12 +25,12 @@ class VersionSizes:
 
     policy: int
     trainer_state: int = 0
-    """With the weights, which are those of the policy of the same step and take no room twice; without the reference
-    policy. 0 where there is no trainer."""
+    """Bytes of the trainer's state with the weights, which are those of the policy of the same step and take no room
+    twice; without the reference policy. 0 where there is no trainer."""
     reference: int = 0
-    """Of the reference policy, which all states of the trainer share."""
+    """Bytes of the reference policy, which all states of the trainer share."""
     critic_state: int = 0
-    """With the weights. 0 where there is no critic."""
+    """Bytes of the critic's state with the weights. 0 where there is no critic."""
 
 
 def version_sizes(cfg: Config, arch: ModelArch) -> VersionSizes:
@@ -88,10 +88,10 @@ def _older_references(cfg: Config) -> int:
 
 
 def _limited(nbytes: int, newest: int, keep_bytes: int) -> int:
-    """Of one stream, of which the newest version is always kept."""
+    """Bytes kept of one stream, of which the newest version is always kept."""
     return max(newest, min(nbytes, keep_bytes)) if keep_bytes else nbytes
 
 
 def _suggested(nbytes: int) -> int:
-    """With some room, in whole MiB."""
+    """Bytes to suggest: with some room, in whole MiB."""
     return math.ceil(nbytes * _HEADROOM / _MIB) * _MIB

@@ -52,8 +52,9 @@ def require_own_listener(host: str, port: int) -> bool:
 
 
 def check_connection(event: str, info: Mapping[str, Any]) -> None:
-    """For httpx's extension ``trace``. Raises PortTaken for a new connection to another user's process on this host,
-    and httpx.ConnectError where nobody listens any more. What another host listens with cannot be seen here."""
+    """Checks connections as httpx's extension ``trace``. Raises PortTaken for a new connection to another user's
+    process on this host, and httpx.ConnectError where nobody listens any more. What another host listens with cannot be
+    seen here."""
     if stream := _opened(event, info):
         try:
             _check(stream)
@@ -63,7 +64,7 @@ def check_connection(event: str, info: Mapping[str, Any]) -> None:
 
 
 async def check_async_connection(event: str, info: Mapping[str, Any]) -> None:
-    """As ``check_connection``, for asyncio."""
+    """Checks connections as ``check_connection`` does, for asyncio."""
     if stream := _opened(event, info):
         try:
             _check(stream)
@@ -101,7 +102,7 @@ def _listening(table: Path) -> Iterator[tuple[_Address, int, int]]:
 
 
 def _to_address(text: str) -> _Address:
-    """From the kernel's form: words of 32 bits, each as this machine has it in memory."""
+    """Reads the kernel's form: words of 32 bits, each as this machine has it in memory."""
     words = (int(text[at:at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
     return _plain(ipaddress.ip_address(b"".join(words)))
 

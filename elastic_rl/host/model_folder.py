@@ -20,13 +20,13 @@ from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json, vocabulary_
 DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 256 << 20
-"""Of a tokenizer.json or an index; those of large models have some tens of MiB."""
+"""Largest size of a tokenizer.json or an index; those of large models have some tens of MiB."""
 _SHOWN = 4
 """Tensors that are named, of those that are missing or have a wrong shape."""
 _MAX_DIGITS = 10
-"""Of the number of a layer; Python reads none of thousands."""
+"""Most digits of the number of a layer; Python reads none of thousands."""
 _MAX_HEADER_BYTES = 100 << 20
-"""Of a safetensors file, as the format allows."""
+"""Largest header of a safetensors file, as the format allows."""
 _COMPARED, _COMPARED_BYTES = 64, 4096
 """Parts of two tensors that are compared, and bytes of each."""
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -46,7 +46,7 @@ class Facts:
 
     arch: ModelArch
     dtype: str
-    """As in config.json; empty where it does not say."""
+    """Dtype as in config.json; empty where it does not say."""
     eos_ids: frozenset[int]
 
 
@@ -184,7 +184,7 @@ def _parallel_of(group: GroupSpec, cfg: Config, arch: ModelArch) -> Iterator[Fau
 
 
 def _in_forward_groups(cfg: Config, arch: ModelArch) -> Iterator[Fault]:
-    """Of the groups that compute with the same model and have parallel sizes of their own."""
+    """The faults of the groups that compute with the same model and have parallel sizes of their own."""
     for group in cfg.trainer_groups:
         if not group.trains:
             yield from (Fault(f"of the group {group.name}: {fault.message}", fault.fix)

@@ -19,7 +19,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Activity:
-    """Of one process since its start, all its threads that still live; or the sum over processes."""
+    """The activity of one process since its start, all its threads that still live; or the sum over processes."""
 
     cpu_s: float = 0.0
     """Seconds on a CPU."""

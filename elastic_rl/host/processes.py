@@ -220,7 +220,7 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}
 
     def lost(self, now: float, stopped: Collection[int]) -> list[int]:
-        """Of the pids that are stopped now, those that have been for the limit. Call it regularly."""
+        """The pids that are stopped now and have been for the limit. Call it regularly."""
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         return [pid for pid, since in self._since.items() if now - since >= self._limit_s]
 

@@ -69,7 +69,8 @@ class ServiceSupervisor:
 
     @classmethod
     def of_run(cls, cfg: Config, info: ClusterInfo) -> ServiceSupervisor:
-        """Of the cluster that a run of this machine uses. Raises ConfigError for damaged settings of the cluster."""
+        """The supervisor of the cluster that a run of this machine uses. Raises ConfigError for damaged settings of the
+        cluster."""
         stored = cluster_settings.on_top(cfg.cluster_dir, {"job": cfg.job, "run_dir": str(cfg.run_dir)})
         return cls(Cluster(stored, say=log.warning), info)
 

@@ -37,7 +37,7 @@ _REWARDED = 4
 _LARGE = 512
 """Hidden size from which on a model is not one that was made to be tried out."""
 _SURE_TOKENS_PER_S = 20.0
-"""Of one request; an engine on a GPU makes as many for each of hundreds."""
+"""Speed of one request; an engine on a GPU makes as many for each of hundreds."""
 _NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
 """Parts that are required of a new job only."""
 _SHOWN = 200
@@ -197,8 +197,8 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
 
 
 def _placement(cfg: Config) -> str:
-    """Of a colocated job. Raises ConfigError for engines that have no room on the trainer's GPUs, or could not release
-    their memory."""
+    """The placement of a colocated job. Raises ConfigError for engines that have no room on the trainer's GPUs, or
+    could not release their memory."""
     import torch  # which no other command needs
 
     per_engine, ranks = tensor_parallel(cfg.engine.extra_args), cfg.trainer.ranks

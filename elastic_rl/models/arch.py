@@ -27,7 +27,7 @@ _SHOWN = 40
 """Characters of a value that is refused."""
 _MAX_SIZE = (1 << 31) - 1
 _MAX_COUNT = 10_000
-"""Of layers, and of experts of each."""
+"""Most layers, and most experts of each."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ModelArch:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelArch:
-        """From the content of a config.json; ``where`` names it in errors. Raises ConfigError for a model that is not
+        """Reads the content of a config.json; ``where`` names it in errors. Raises ConfigError for a model that is not
         supported, or an incomplete file."""
         family = FAMILIES.get(str(raw.get("model_type")))
         if family is None:
@@ -243,7 +243,7 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, float | None]:
 
 
 RESERVED_TOKENS = 8
-"""Of the longest sequence of a model or of an engine's cache: what the engine keeps for itself."""
+"""Tokens of the longest sequence of a model or of an engine's cache that the engine keeps for itself."""
 
 
 def max_positions(folder: Path) -> int:

@@ -56,5 +56,5 @@ def read_key(path: Path) -> str:
 
 
 def key_headers(key: str) -> dict[str, str]:
-    """Of a request with the key; none without one."""
+    """Headers of a request with the key; none without one."""
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -21,7 +21,7 @@ def request(method: str, url: str | httpx.URL, *, hooks: Sequence[Callable[[http
 
 
 def stream(method: str, url: str, **more: Any) -> AbstractContextManager[httpx.Response]:
-    """As ``request``, with an answer that is read piece by piece."""
+    """Sends a request as ``request`` does, with an answer that is read piece by piece."""
     return httpx.stream(method, url, trust_env=False, **{**more, **_without_tls(url)})
 
 
@@ -36,5 +36,5 @@ def client(**more: Any) -> httpx.Client:
 
 
 def async_client(**more: Any) -> httpx.AsyncClient:
-    """As ``client``, for asyncio."""
+    """A client as ``client`` makes it, for asyncio."""
     return httpx.AsyncClient(trust_env=False, **more)

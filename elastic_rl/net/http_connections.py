@@ -20,7 +20,7 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 _RESERVED_DESCRIPTORS = 128
-"""For etcd, log files and the like."""
+"""Descriptors kept for etcd, log files and the like."""
 _ACCEPT_BATCH = 64
 """Connections accepted between two turns of the event loop."""
 _ACCEPT_RETRY_S = 0.2

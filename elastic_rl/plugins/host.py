@@ -35,12 +35,12 @@ MAX_MESSAGE = 256 << 20
 CALL, CANCEL = b"c", b"x"
 """Kinds of frames: a call, with its pickled arguments; and the wish that a call ends."""
 HEAD = struct.Struct("!cQQ")
-"""Of a frame: kind, number of the call, bytes that follow."""
+"""Head of a frame: kind, number of the call, bytes that follow."""
 _LENGTH = struct.Struct("!I")
 _CLEAN_UP_S = 1.0
-"""For what was asked to end: multiprocessing's resource tracker removes the shared memory of its process then."""
+"""Limit for what was asked to end: multiprocessing's resource tracker removes the shared memory of its process then."""
 _END_S = 10.0
-"""For what was killed."""
+"""Limit for the end of what was killed."""
 _POLL_S = 0.02
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 

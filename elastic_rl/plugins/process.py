@@ -69,7 +69,8 @@ class PluginProcess:
         process.ready.result()
 
     def start_first(self) -> None:
-        """As ``start``, where a setting is examined: also a process that does not start raises ConfigError."""
+        """Starts the process as ``start`` does, where a setting is examined: also a process that does not start raises
+        ConfigError."""
         try:
             self.start()
         except PluginFailed as e:
@@ -115,7 +116,7 @@ class PluginProcess:
             process.end(f"the process of {self._what} was stopped")
 
     def close(self) -> None:
-        """As ``stop``, for good."""
+        """Stops the process for good."""
         with self._lock:
             self._closed = True
         self.stop()

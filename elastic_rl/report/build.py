@@ -1,4 +1,4 @@
-"""From a run's records to the numbers of its report. Pure but for ``read_records``.
+"""Makes the numbers of a report from a run's records. Pure but for ``read_records``.
 
 A step that was done again after a rewind counts once, as it was done last; what was thrown away still shows in the
 timeline and in ``steps_redone``.

@@ -13,7 +13,7 @@ from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 Record = Mapping[str, Any]
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 150, 48, 20, 8
 _MOST_POINTS = 300
-"""Of a curve; more steps are averaged."""
+"""Most points of a curve; more steps are averaged."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 """What is smaller is drawn as 0, and what is larger not at all."""
 _MOST_OWN = 16
@@ -45,7 +45,8 @@ def curves(steps: Sequence[Record]) -> str:
 
 
 def downsample(points: Sequence[Point], limit: int = _MOST_POINTS) -> list[Point]:
-    """At most ``limit`` points: the means of as many runs of points, which differ by one point in length at most."""
+    """A curve of at most ``limit`` points: the means of as many runs of points, which differ by one point in length at
+    most."""
     if len(points) <= limit:
         return list(points)
     edges = [i * len(points) // limit for i in range(limit + 1)]

@@ -115,7 +115,7 @@ def _output_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _result_table(result: Mapping[str, Any]) -> str:
-    """Of an evaluation, a row for each set; of rejection sampling its numbers."""
+    """The result as a table: a row for each set of an evaluation, or the numbers of rejection sampling."""
     if "sets" not in result:
         return _number_table(result)
     ks = sorted({int(k) for found in result["sets"].values() for k in found["pass_at"]})

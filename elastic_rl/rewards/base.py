@@ -28,7 +28,7 @@ Judge = Callable[["JudgeRequest"], Sequence["Judgement"]]
 """Has a model judge responses, and blocks for as long as that takes. Raises EngineFailed, RoleUnavailable and
 PluginFailed."""
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to text, without special tokens."""
+"""Turns token ids into text, without special tokens."""
 
 
 class RewardAway(ElasticRLError):
@@ -65,7 +65,7 @@ class RewardContext:
     """What a reward is made with, besides its options."""
 
     setting: str
-    """Of its options, for the texts of errors: ``rollout.reward_options``."""
+    """Setting of its options, for the texts of errors: ``rollout.reward_options``."""
     make: Callable[[str, Mapping[str, Any], str, str], RewardFn]
     """Makes another reward: ``make(name, options, setting, options_setting)``. Raises ConfigError."""
     decode: Decode | None = None
@@ -75,13 +75,13 @@ class RewardContext:
     judge: Judge | None = None
     """None where the job does not run; then a reward that asks a judge checks what it would ask."""
     seed: int = 0
-    """Of the job."""
+    """Seed of the job."""
     attempts: int = 1
-    """Of a request to engines (``rollout.max_attempts``)."""
+    """Attempts of a request to engines (``rollout.max_attempts``)."""
 
 
 RewardFactory = Callable[[Mapping[str, Any], RewardContext], RewardFn]
-"""From options to the reward. Raises ConfigError for wrong options and for what this machine lacks."""
+"""Makes the reward of its options. Raises ConfigError for wrong options and for what this machine lacks."""
 
 
 def gold_answers(prompt: Prompt, decode: Decode | None) -> tuple[str, ...]:

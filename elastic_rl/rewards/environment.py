@@ -13,7 +13,7 @@ from elastic_rl.rewards.base import Reward, RewardContext, RewardFn, plain_rewar
 
 
 def environment(options: Mapping[str, Any], context: RewardContext) -> RewardFn:
-    """Of each sample the sum over its turns, with what is of each. Raises ConfigError."""
+    """The reward of each sample: the sum over its turns, with the reward of each. Raises ConfigError."""
     read_options(Options, options, of="the reward 'environment'", setting=context.setting)
     return _OfEpisode()
 

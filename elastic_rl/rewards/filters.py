@@ -11,7 +11,7 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.plugins.user_code import describe, resolve
 
 Filter = Callable[[Group], str]
-"""From a rewarded group to the reason why it is not to be trained on; "" keeps it."""
+"""Returns the reason why a rewarded group is not to be trained on; "" keeps it."""
 
 
 def uniform_reward(group: Group) -> str:

@@ -28,7 +28,7 @@ _MAX_PROCESSES = 256
 _MIN_MEMORY_MB = 256
 """Python with its libraries needs most of it."""
 SampleReward = Callable[[str, Prompt], float | Reward | Awaitable[float | Reward]]
-"""From the text of a response and its prompt to what it is worth; plain or async."""
+"""Returns what the text of a response to a prompt is worth; plain or async."""
 
 
 @dataclass(frozen=True)

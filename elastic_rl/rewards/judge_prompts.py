@@ -1,4 +1,4 @@
-"""From what a judge is asked to its prompts, by the tokenizer and the limits of its model."""
+"""Makes the prompts of a judge of what it is asked, by the tokenizer and the limits of its model."""
 
 from __future__ import annotations
 

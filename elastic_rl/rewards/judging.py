@@ -165,9 +165,9 @@ class JudgeRequest:
     """"" where the judge does not see it."""
     responses: tuple[str, ...]
     seed: int | None = None
-    """Of the judge's sampling."""
+    """Seed of the judge's sampling."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of the prompt: what ``JudgeOptions.metadata_fields`` name."""
+    """Metadata of the prompt: what ``JudgeOptions.metadata_fields`` name."""
 
 
 @dataclass(frozen=True)

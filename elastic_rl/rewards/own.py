@@ -77,7 +77,7 @@ def close_filter(drop_reason: Filter) -> None:
 
 
 def serve_filter(entry: str | Mapping[str, Any]) -> Callable[[Group], str]:
-    """In the process: the filter. Raises ConfigError."""
+    """The filter, made in the process. Raises ConfigError."""
     name, drop_reason = make_filter(entry)
     if fault := call_fault(drop_reason, 1, asynchronous=False):
         raise ConfigError(f"the filter {plain(name, 200)} of rollout.filters is {fault}, and must be a function "
@@ -100,7 +100,7 @@ def require_reason(given: object) -> str:
 
 def serve(name: str, options: Mapping[str, Any], setting: str, options_setting: str
           ) -> Callable[[Prompt, Sequence[Sample]], Awaitable[list[_Given]]]:
-    """In the process: the function that it runs. Raises ConfigError."""
+    """The function that the process runs, made there. Raises ConfigError."""
     reward = _made(name, options, setting, options_setting)
 
     async def call(prompt: Prompt, samples: Sequence[Sample]) -> list[_Given]:

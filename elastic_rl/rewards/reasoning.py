@@ -14,7 +14,7 @@ from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 _ANSWER_CHARACTERS = 20_000
 _SCORE = "elastic_rl.rewards.reasoning_scorer:score"
-"""By its name: only the workers import it, and the package with it."""
+"""The scorer by its name: only the workers import it, and the package with it."""
 
 
 class ReasoningGymOptions(WorkerOptions):

@@ -28,7 +28,7 @@ _BUSY = {408, 425, 429, 500, 502, 503, 504}
 """Status codes after which another try may succeed."""
 _MAX_TOKEN = 16_384
 _END_S = 5.0
-"""For closing connections; what has not ended by then ends with the process."""
+"""Limit for closing connections; what has not ended by then ends with the process."""
 _SHOWN = 300
 """Characters of an answer that an error shows."""
 

@@ -30,7 +30,7 @@ NOBODY: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
 """Arguments of ``Popen``: the user that a sandbox of root is started as."""
 _POLL_S = 0.05
 _START_S = 10.0
-"""For namespaces and mounts, besides the program's own time."""
+"""Time for namespaces and mounts, besides the program's own time."""
 _TEST_S = 60.0
 _PIECE = 1 << 16
 _LIMITS = """
@@ -48,7 +48,7 @@ and user namespace, so a limit set outside would count all that the user has the
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run."""
+    """The limits of one run."""
 
     wall_s: float = 10.0
     cpu_s: int = 5
@@ -59,7 +59,7 @@ class Limits:
     file_mb: int = 16
     """Size of ``/tmp``, and of each file there, in MiB."""
     output_bytes: int = 65_536
-    """Of standard output; what is written after that ends the run. Standard error goes nowhere."""
+    """Most bytes of standard output; what is written after that ends the run. Standard error goes nowhere."""
 
 
 @dataclass(frozen=True)

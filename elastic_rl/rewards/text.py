@@ -49,14 +49,14 @@ async def same_tokens(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]
 
 
 def normalised_text(text: str, *, ignore_case: bool) -> str:
-    """In NFKC, each run of white space as one space, none around it."""
+    """The text in NFKC, each run of white space as one space, none around it."""
     text = unicodedata.normalize("NFKC", _stream_safe(text))
     return " ".join((text.casefold() if ignore_case else text).split())
 
 
 def _stream_safe(text: str) -> str:
-    """With a joiner after each 30 combining marks in a row, as Unicode's stream-safe format has it (UAX #15): to put a
-    run of marks in order takes time that grows with the square of its length."""
+    """The text with a joiner after each 30 combining marks in a row, as Unicode's stream-safe format has it (UAX #15):
+    to put a run of marks in order takes time that grows with the square of its length."""
     marks = re.escape("".join(c for c in set(text) if unicodedata.combining(unicodedata.normalize("NFKD", c)[0])))
     return re.sub(f"[{marks}]{{{_MAX_MARKS}}}(?=[{marks}])", f"\\g<0>{_JOINER}", text) if marks else text
 

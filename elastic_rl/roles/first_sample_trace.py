@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class FirstSampleTrace:
-    """Of one process that requests samples; each of several such processes records its own first sample."""
+    """The trace of the first sample of one process that requests samples; each of several such processes records its
+    own first sample."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._etcd, self._keys = etcd, keys

@@ -20,7 +20,7 @@ from elastic_rl.rewards.judging import Judgement, JudgeRequest, judgements
 from elastic_rl.roles.base import EngineRole
 
 _CACHED_CHARACTERS = 32 << 20
-"""Of the judge's answers that are kept: a group that is rewarded again costs no second judgement."""
+"""Characters of the judge's answers that are kept: a group that is rewarded again costs no second judgement."""
 
 
 class GenRmRole(EngineRole):

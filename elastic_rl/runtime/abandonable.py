@@ -41,7 +41,7 @@ class CallTookTooLong(ElasticRLError):
 
 
 class AbandonableCalls:
-    """At most so many threads for calls that may never return. Thread-safe."""
+    """Runs calls that may never return in at most so many threads. Thread-safe."""
 
     def __init__(self, name: str, threads: int) -> None:
         """``name``: of the threads."""
@@ -61,7 +61,7 @@ class AbandonableCalls:
         return self.begin_with(lambda _: call())
 
     def begin_with(self, call: Callable[[AbandonableCall[T]], T]) -> AbandonableCall[T]:
-        """As ``begin``, of a call that gets itself, to ``notify`` who waits for it or to ``finish`` early."""
+        """Begins as ``begin`` does a call that gets itself, to ``notify`` who waits for it or to ``finish`` early."""
         begun = AbandonableCall(self, call)
         with self._lock:
             if self._closed or self._held_since is not None:
@@ -224,9 +224,9 @@ class AbandonableCall(Generic[T]):
             raise
 
     async def result_within(self, limit_s: float) -> T:
-        """As ``result``, in an event loop, with a limit that counts from when the call has a thread. A waiter that is
-        cancelled abandons the call only when its limit has passed: until then it may be as fast as any. Raises
-        CallTookTooLong and CallRefused too."""
+        """Awaits the result as ``result`` does, in an event loop, with a limit that counts from when the call has a
+        thread. A waiter that is cancelled abandons the call only when its limit has passed: until then it may be as
+        fast as any. Raises CallTookTooLong and CallRefused too."""
         await self.begins()
         loop = asyncio.get_running_loop()
         answer = asyncio.wrap_future(self.future)

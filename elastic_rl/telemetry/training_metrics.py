@@ -70,7 +70,7 @@ UPDATE: dict[str, Quantity] = {
     "producer_no_room_s": Quantity("s", "the same, what they had nothing to do since `train.max_staleness` allowed no "
                                         "more groups"),
 }
-"""Of the updates of a step: of the last one, unless it says otherwise. An algorithm may report more."""
+"""Metrics of the updates of a step: of the last one, unless it says otherwise. An algorithm may report more."""
 THROUGHPUT: dict[str, Quantity] = {
     "train_tokens_per_s": Quantity(
         "tokens/s", "tokens of all updates, prompts included and padding not, by the time of the updates; of all ranks "
@@ -105,7 +105,7 @@ def of_update(answer: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_throughput(answer: Mapping[str, Any]) -> dict[str, float]:
-    """As ``of_update``, of the other table."""
+    """The metrics of ``THROUGHPUT`` in what the trainer answered, as ``of_update`` has those of the updates."""
     return _numbers(answer, THROUGHPUT)
 
 

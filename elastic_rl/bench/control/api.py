@@ -28,7 +28,7 @@ PATHS = {"job": "/v1/job", "pools": "/v1/pools?limit=100", "pool": "/v1/pools/po
          "events": "/v1/events?limit=100", "versions": "/v1/versions?limit=100",
          "operations": "/v1/operations?limit=100", "operations-running": "/v1/operations?limit=100&state=running",
          "steps": "/v1/steps?limit=100", "alerts": "/v1/alerts"}
-"""By the end of their row's id."""
+"""Requests by the end of their row's id."""
 _HEALTH, _METRICS, _SCRAPES = "/healthz", "/metrics", 5
 _SETTLE_S = 5.0
 _FIRST_PASSES_S = 120.0

@@ -24,8 +24,8 @@ class Clients:
         self._endpoint = endpoint
 
     def get(self, paths: list[str], seconds: float) -> dict[str, Any]:
-        """For so long each client requests these paths in turn, the first one from another place of the list than its
-        neighbours. Milliseconds of every answered request, by path. Raises WorkerFailed for an answer that is not
+        """Has each client request these paths in turn for so long, the first one from another place of the list than
+        its neighbours. Milliseconds of every answered request, by path. Raises WorkerFailed for an answer that is not
         200."""
         def client(n: int) -> dict[str, list[float]]:
             connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)

@@ -29,7 +29,7 @@ RUNNING_OPERATIONS, ENDED_OPERATIONS = 800, 200
 STEPS, POOLS = 2_000, 100
 SETTINGS: dict[str, Any] = {"coordinator": {"max_events": EVENTS + 1000, "max_engines": POOLS * ENGINES_PER_POOL},
                             "dcs": {"keep_versions": VERSIONS + 1000}}
-"""With the defaults the leader would delete most of the events and versions."""
+"""Settings of the job: with the defaults the leader would delete most of the events and versions."""
 
 
 def write_history(etcd: EtcdClient, keys: Keys) -> None:

@@ -27,7 +27,7 @@ from elastic_rl.etcd.records import Engine, EngineState, Member
 from elastic_rl.etcd.transaction import Compare, Op
 
 LOAD_INTERVAL_S = 5.0
-"""Of ``engine/runner.py``."""
+"""Interval of ``engine/runner.py``."""
 ENGINES_PER_POOL = 10
 _ROLES = ("engine", "rollout", "trainer", "reference")
 _WRITERS = 4

@@ -67,7 +67,7 @@ class Measured:
     usual_gaps: list[float] = field(default_factory=list)
     """Median time between two tokens."""
     grown: dict[str, list[float]] = field(default_factory=dict)
-    """By way; the checkpoint service has an empty name."""
+    """Memory grown by way; the checkpoint service has an empty name."""
 
 
 def measure(testbed: Testbed, alternatives: Alternatives = NONE) -> Iterator[Row]:

@@ -57,6 +57,6 @@ class DcsUpdate:
 
     @contextmanager
     def reference(self) -> Iterator[dict[str, Any]]:
-        """Of the newest version, pinned while the context is open."""
+        """The reference of the newest version, pinned while the context is open."""
         with self._pullers[0].pull(STREAM) as pulled:
             yield pulled.reference()

@@ -106,7 +106,7 @@ class BenchEngine(SGLangServer):
         self.post("/end_weight_update")
 
     def checksums(self) -> str:
-        """Of every parameter, as it now is in the engine."""
+        """Checksum of every parameter, as it now is in the engine."""
         answer = self.post("/weights_checker", action="checksum")
         return json.dumps({k: v for k, v in answer.items() if k not in ("message", "success")}, sort_keys=True)
 
@@ -126,6 +126,6 @@ def start(cluster: Cluster, model: Model, cfg: Config, count: int, more_loaders:
 
 
 def everywhere(engines: Sequence[BenchEngine], do: Callable[[BenchEngine], T]) -> list[T]:
-    """At all engines at once; raises what one of them raised."""
+    """Calls all engines at once; raises what one of them raised."""
     with ThreadPoolExecutor(len(engines)) as pool:
         return list(pool.map(do, engines))

@@ -33,8 +33,8 @@ _TRANSFER_S = 900.0
 
 @dataclass
 class Measured:
-    """Of one speed of the links: seconds of a pull alone, seconds of all hosts and bytes out of the source for the
-    checkpoint service (the name is empty) and for each alternative."""
+    """Measurements at one speed of the links: seconds of a pull alone, seconds of all hosts and bytes out of the source
+    for the checkpoint service (the name is empty) and for each alternative."""
 
     nbytes: int
     bytes_per_s: float

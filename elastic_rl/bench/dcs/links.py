@@ -22,7 +22,7 @@ from elastic_rl.bench.workers import serve
 
 _PIECE = 64 << 10
 _SOCKET_BYTES = 128 << 10
-"""Of the kernel's buffers on either side; bytes in them are counted already."""
+"""Size of the kernel's buffers on either side; bytes in them are counted already."""
 _BURST_S = 0.02
 _PREAMBLE = struct.Struct(">4sIQ")  # of dcs.protocol
 _LONGEST_HELLO = 64 << 10

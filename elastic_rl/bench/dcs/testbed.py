@@ -37,11 +37,11 @@ SHM = Path("/dev/shm")
 STREAM = "policy"
 DCS = DcsConfig()
 _SPARE_BYTES = 64 << 20
-"""Of an arena or disk beyond the versions that it holds: manifests, alignment, files."""
+"""Bytes of an arena or disk beyond the versions that it holds: manifests, alignment, files."""
 _SPARE_RAM = 1 << 30
 _START_S, _SAVE_S = 60.0, 120.0
 FOLDER_PREFIX = "erl-bench-"
-"""Of folders; the id of the process that they belong to follows."""
+"""Prefix of folders; the id of the process that they belong to follows."""
 
 
 def require_ram(nbytes: int) -> None:

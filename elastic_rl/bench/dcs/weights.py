@@ -16,7 +16,7 @@ _LAYER: Mapping[str, tuple[int, ...]] = {
     "mlp.gate_proj.weight": (_FFN, _HIDDEN), "mlp.up_proj.weight": (_FFN, _HIDDEN),
     "mlp.down_proj.weight": (_HIDDEN, _FFN),
 }
-"""Of Qwen3-0.6B; about 30 MiB."""
+"""Tensors of a layer of Qwen3-0.6B; about 30 MiB."""
 _PAGE_INTS = 1024
 _RANDOM_BYTES = 16 << 20
 

@@ -31,9 +31,9 @@ _WAITS = {"async-idle-s-groups": "a step of it: the trainer waits for groups",
           "async-idle-s-producer-no-room": "beside it, a step: generation has nothing to do, since the staleness "
                                            "allows no more groups"}
 _GROUPS, _SAMPLES, _TOKENS = 64, 8, 1024
-"""Of the groups that are put into the queues."""
+"""Sizes of the groups that are put into the queues."""
 _START_S = 300.0
-"""Of the queue's actors."""
+"""Longest start of the queue's actors."""
 _TOO_SHORT = "no step counts: the run was too short, or did not come far enough"
 
 
@@ -82,8 +82,8 @@ class Counted:
 
     @property
     def block_means_s(self) -> list[float]:
-        """Of each ``ahead + 1`` steps on end: groups that were generated together are trained one step after the
-        other, so single steps are much longer and much shorter than what a run takes for one."""
+        """Mean seconds of each ``ahead + 1`` steps on end: groups that were generated together are trained one step
+        after the other, so single steps are much longer and much shorter than what a run takes for one."""
         size = self.ahead + 1
         seconds = [seconds for _, seconds in self.steps]
         return [sum(block) / size for at in range(0, len(seconds) - size + 1, size)
@@ -91,14 +91,14 @@ class Counted:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of responses that were trained on."""
+        """Tokens a second of responses that were trained on."""
         tokens = sum(step.get("samples", 0) * (step.get("response_tokens") or {}).get("mean", 0.0)
                      for step, _ in self.steps)
         return tokens / sum(seconds for _, seconds in self.steps)
 
 
 def rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
-    """From the records of both runs. Pure."""
+    """Rows from the records of both runs. Pure."""
     ours, alone = Counted.of(fully_async, job.ASYNC_STALENESS), Counted.of(sync, job.ASYNC_STALENESS)
     said = [step.get("algorithm") or {} for step, _ in ours.steps]
     waits = ([(step.get("idle_s") or {}).get("groups", 0.0) for step, _ in ours.steps],
@@ -118,8 +118,8 @@ def rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
 
 
 def own_core_rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
-    """As ``rows``, where engines and ranks have cores of their own. The limit: all of a step but the longer one of
-    generation and training takes no time. Raises Unmeasurable. Pure."""
+    """Rows as ``rows`` makes them, where engines and ranks have cores of their own. The limit: all of a step but the
+    longer one of generation and training takes no time. Raises Unmeasurable. Pure."""
     alone = Counted.of(own_cores.records_with(sync), job.ASYNC_STALENESS)
     longer = [max(seconds["generate"], seconds["train"]) for step, _ in alone.steps
               if {"generate", "train"} <= (seconds := step["seconds"]).keys()]
@@ -130,7 +130,7 @@ def own_core_rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list
 
 
 def queue_rows(embedded: Sequence[Record], transfer_queue: Sequence[Record]) -> list[Row]:
-    """Of a whole job with each queue. Pure."""
+    """Rows of a whole job with each queue. Pure."""
     return _faster("async-queue-overhead", "steps a second of the fully asynchronous schedule with TransferQueue over "
                    "those with the embedded queue", "async-queue-overhead-s", "a step with TransferQueue",
                    Counted.of(transfer_queue, job.ASYNC_STALENESS), "embedded",
@@ -138,7 +138,7 @@ def queue_rows(embedded: Sequence[Record], transfer_queue: Sequence[Record]) -> 
 
 
 def part_rows(whole: Sequence[Record], parts: Sequence[Record]) -> list[Row]:
-    """Of runs with long responses, where the last groups of a step come late. Raises Unmeasurable. Pure."""
+    """Rows of runs with long responses, where the last groups of a step come late. Raises Unmeasurable. Pure."""
     return _faster("async-parts", "steps a second in parts of 2 prompts over those of whole steps of 8, with responses "
                    "of up to 256 tokens, staleness 0, one update, and cores of their own",
                    "async-parts-s", "a step of it", Counted.of(own_cores.records_with(parts), 0), "whole",
@@ -194,7 +194,7 @@ def _through_actors() -> list[float]:
 
 
 def _through(queue: GroupQueue) -> list[float]:
-    """Of each group; the first one starts the queue and does not count."""
+    """Seconds of each group; the first one starts the queue and does not count."""
     def took_first() -> bool:
         try:
             queue.put(group)

@@ -42,12 +42,12 @@ class EngineRounds:
     """What the engines did."""
 
     seconds: list[float]
-    """Of each round that counts, from the first request to the last byte of the last answer."""
+    """Seconds of each round that counts, from the first request to the last byte of the last answer."""
     tokens: float
     """Tokens of a response, the mean of those rounds."""
     shares: list[list[Path]]
-    """Of each round, also those that do not count: what it generated as the batch that the trainer gets, a file for
-    each data-parallel rank."""
+    """Shares of each round, also those that do not count: what it generated as the batch that the trainer gets, a file
+    for each data-parallel rank."""
 
 
 def measure_engines(cfg: Config, model: Path, folder: Path, rounds: int) -> EngineRounds:
@@ -77,8 +77,8 @@ def measure_engines(cfg: Config, model: Path, folder: Path, rounds: int) -> Engi
 
 @contextmanager
 def started(cfg: Config, model: Path, folder: Path) -> Iterator[tuple[list[SGLangServer], list[float]]]:
-    """As many servers as the run has, started together, as the run's are, and the seconds of each one's start until it
-    answers. They end with the block. Raises EngineFailed."""
+    """Starts as many servers as the run has, together, as the run's are; yields them and the seconds of each one's
+    start until it answers. They end with the block. Raises EngineFailed."""
     servers = [SGLangServer(str(model), cfg=cfg.engine, device=cfg.device, log=folder / f"engine-{i}.log", seed=i + 1,
                             tag=file_tag(folder, f"engine-{i}"), deterministic=cfg.deterministic)
                for i in range(cfg.rollout.engines)]

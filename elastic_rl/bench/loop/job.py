@@ -21,7 +21,7 @@ ASYNC_SETTINGS = ("--train.schedule=fully_async", f"--train.max_staleness={ASYNC
 TRANSFER_QUEUE_SETTINGS = (*ASYNC_SETTINGS, "--train.queue=transfer_queue")
 ONE_UPDATE_SETTINGS = ("--train.schedule=fully_async", "--train.updates_per_step=1")
 PART_SETTINGS = (*ONE_UPDATE_SETTINGS, "--train.prompts_per_part=2")
-"""For the job with long responses: a quarter of a step."""
+"""Settings for the job with long responses: a quarter of a step."""
 _SHORT_STEPS = ("--sft.max_steps=0", "--train.prompts_per_step=16", "--train.group_size=4",
                 "--train.updates_per_step=1")
 

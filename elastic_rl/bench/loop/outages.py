@@ -135,7 +135,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(records: Sequence[Record], outages: Mapping[str, Sequence[Outage]]) -> list[Row]:
-    """Of all outages but that of the engines. Pure."""
+    """Rows of all outages but that of the engines. Pure."""
     return [_row(f"outage-{kind}", f"{KINDS[kind].what} → the next step is done", records, outages, kind,
                  KINDS[kind].goal) for kind in outages if kind != "engines"]
 
@@ -168,9 +168,9 @@ def _row(row_id: str, name: str, records: Sequence[Record], outages: Mapping[str
 
 
 def seconds_until(records: Sequence[Record], outages: Sequence[Outage], ahead: int) -> list[float]:
-    """From the end of each outage until the run has done ``ahead`` steps that it had not done before. Steps that a
-    recovery repeats do not count, nor those that a dead actor had finished and its successor recorded. Outages without
-    such a step are left out. Pure."""
+    """Seconds from the end of each outage until the run has done ``ahead`` steps that it had not done before. Steps
+    that a recovery repeats do not count, nor those that a dead actor had finished and its successor recorded. Outages
+    without such a step are left out. Pure."""
     found = []
     for outage in outages:
         if outage.ended is None:

@@ -21,7 +21,8 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(steps: Sequence[float], engines: Sequence[float], trainer: Sequence[float]) -> list[Row]:
-    """From seconds of each step, of each round of the bare engines and of each step of the bare trainer. Pure."""
+    """Rows from the seconds of each step, of each round of the bare engines and of each step of the bare trainer. Pure.
+    """
     parts = {"bare engines": median(engines), "bare trainer": median(trainer)}
     bare = sum(parts.values())
     return [Row.of("overhead", "a step over bare engines and a bare trainer at the same work; limit: both one after "

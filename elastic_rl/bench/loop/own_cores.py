@@ -32,8 +32,9 @@ def of_this_machine() -> tuple[list[int], list[int]]:
 
 
 class OwnCores:
-    """In the form of a fault, so that it is done once in a run that works. The servers of all engines and the ranks of
-    the policy, with their children, keep to their cores from then on; all else runs on any core."""
+    """Gives engines and ranks cores of their own, in the form of a fault, so that it is done once in a run that works.
+    The servers of all engines and the ranks of the policy, with their children, keep to their cores from then on; all
+    else runs on any core."""
 
     name = "own_cores"
 
@@ -96,7 +97,7 @@ def keep_to(cores: Collection[int], pids: Collection[int]) -> None:
 
 
 def _threads(pid: int) -> list[int]:
-    """Of a process and of its children."""
+    """Threads of a process and of its children."""
     parent = psutil.Process(pid)
     found = [thread.id for thread in parent.threads()]
     for child in parent.children(recursive=True):

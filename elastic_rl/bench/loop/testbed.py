@@ -59,7 +59,7 @@ class Testbed:
         return self._once("run", self._train)
 
     def records(self) -> list[Record]:
-        """Of the measured run as far as it came."""
+        """Records of the measured run as far as it came."""
         return read_records(self.cfg.job_dir / "steps.jsonl")
 
     def _train(self) -> Run:
@@ -74,7 +74,7 @@ class Testbed:
             job.configure(self._new_folder(name), self.options, settings), plan))
 
     def long_variant(self, name: str, settings: Sequence[str], plan: FaultPlan | None = None) -> list[Record]:
-        """As ``variant``, of the run with long responses."""
+        """The variant, as ``variant`` has it, of the run with long responses."""
         from elastic_rl.bench.loop import long_responses
         return self._once(name, lambda: _trained(long_responses.configure_rl(
             self.folder / name, self.options, job.WARM_STEPS + self.long_rounds, settings), plan))
@@ -85,7 +85,7 @@ class Testbed:
 
     @property
     def long_rounds(self) -> int:
-        """As ``rounds``, of the run with long responses, whose steps take far longer."""
+        """The rounds, as ``rounds`` has them, of the run with long responses, whose steps take far longer."""
         return 3 if self.options.quick else 8
 
     def _train_long(self) -> Run:
@@ -117,13 +117,14 @@ class Testbed:
         return self._once("trainer", lambda: measure_trainer(run.cfg, run.policy, self._new_folder("trainer"), shares))
 
     def long_engines(self) -> EngineRounds:
-        """As ``engines``, of the run with long responses, with the model that it began with. Raises ElasticRLError."""
+        """The engines, as ``engines`` measures them, of the run with long responses, with the model that it began with.
+        Raises ElasticRLError."""
         run = self.long_run()
         return self._once("long engines", lambda: measure_engines(
             run.cfg, run.policy, self._new_folder("long-engines"), self.long_rounds))
 
     def long_trainer(self) -> list[float]:
-        """As ``trainer``, of the run with long responses. Raises ElasticRLError."""
+        """The trainer, as ``trainer`` measures it, of the run with long responses. Raises ElasticRLError."""
         run, shares = self.long_run(), self.long_engines().shares
         return self._once("long trainer", lambda: measure_trainer(
             run.cfg, run.policy, self._new_folder("long-trainer"), shares))

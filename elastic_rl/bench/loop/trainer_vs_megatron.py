@@ -23,7 +23,8 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(records: Sequence[Record], tokens: Sequence[int], seconds: Sequence[float]) -> list[Row]:
-    """From the records of the run, and the tokens of all updates and seconds of each step of the bare ranks. Pure."""
+    """Rows from the records of the run, and the tokens of all updates and seconds of each step of the bare ranks. Pure.
+    """
     steps = [s for s in timed_steps(records)[WARM_STEPS:] if s.get("train_s") and "train_tokens_per_s" in
              (s.get("throughput") or {})]
     ranks = [s["throughput"]["train_tokens_per_s"] for s in steps]

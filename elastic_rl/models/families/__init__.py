@@ -9,4 +9,4 @@ from elastic_rl.models.families.qwen3_moe import QWEN3_MOE
 from elastic_rl.models.family import Family
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
-"""By the ``model_type`` of config.json."""
+"""The families by the ``model_type`` of config.json."""
