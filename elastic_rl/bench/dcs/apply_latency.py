@@ -67,7 +67,7 @@ class Measured:
     usual_gaps: list[float] = field(default_factory=list)
     """Median time between two tokens."""
     grown: dict[str, list[float]] = field(default_factory=dict)
-    """Memory grown by way; the checkpoint service has an empty name."""
+    """Way → bytes by which the memory of an engine grew; the checkpoint service has an empty name."""
 
 
 def measure(testbed: Testbed, alternatives: Alternatives = NONE) -> Iterator[Row]:
