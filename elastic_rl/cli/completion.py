@@ -20,7 +20,7 @@ _LIMIT_S = 0.7
 """Limit for the cluster's answer, so that a completion takes about a second with the start of Python."""
 _MAX_NAMES = 200
 GROUPS = ("trainer", "critic", "actor_fwd", "reference")
-"""Those of ``config.groups``, which are not read there: a command's help must not wait for pydantic."""
+"""The groups of ``config.groups``, which are not read there: a command's help must not wait for pydantic."""
 _NO_ROLES = {*GROUPS, "engine", "driver", "dcs", "coordinator"}
 """Members whose role is not a Ray Serve deployment."""
 

@@ -391,7 +391,7 @@ class Readers:
     """The condition, in words."""
 
     def unread(self, cfg: Config) -> Iterator[str]:
-        """Those that are set, in a job that does not read them, with what they are for."""
+        """The settings of ``names`` that are set, in a job that does not read them, with what they are for."""
         if not self.when(cfg):
             of_section = getattr(cfg, self.section).model_fields_set
             yield from (f"{self.section}.{name} is for {self.what}" for name in self.names if name in of_section)

@@ -49,7 +49,7 @@ from elastic_rl.telemetry import metrics, traces
 log = logging.getLogger(__name__)
 
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
-"""Between two passes: a burst of triggers is one pass."""
+"""Pauses between two passes: a burst of triggers is one pass."""
 _LOG_EVERY_S = 60.0
 _FAILING_HOLD_S = 5.0
 """A stage that fails for so long gives an alert."""

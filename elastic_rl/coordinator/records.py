@@ -39,7 +39,7 @@ class LastSeen(Record):
     hung_at: float = 0.0
     """When it was found to send heartbeats without making progress; 0 while it makes progress."""
     reported: bool = False
-    """Its runner or driver reported the death before its lease ended."""
+    """Whether the member's runner or driver reported the death before its lease ended."""
 
     @property
     def name(self) -> tuple[str, str]:

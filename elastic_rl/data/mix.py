@@ -26,7 +26,7 @@ class Part(Options):
     source: str
     """Name of the source, as in ``data.source``; not ``mix``."""
     options: dict[str, Any] = {}
-    """Its options, as in ``data.options``."""
+    """Options of the source, as in ``data.options``."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the prompts, relative to the other parts."""
     name: str = ""

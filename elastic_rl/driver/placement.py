@@ -121,7 +121,7 @@ def describe(error: RayError) -> str:
 
 
 def ended(actors: Collection[PlacedActor]) -> list[PlacedActor]:
-    """Those that have ended."""
+    """The actors that have ended."""
     by_ref = {actor.done: actor for actor in actors}
     refs, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0) if by_ref else ([], [])
     return [by_ref[ref] for ref in refs]

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _START_TIMEOUT_S = 60.0
-"""Without an answer for so long after its start, the router is started again."""
+"""Time after its start without an answer after which the router is started again."""
 _FROZEN_S = 20.0
-"""Without an answer for so long, a router that has answered before is killed and started again."""
+"""Time without an answer after which a router that has answered before is killed and started again."""
 _JOIN_TIMEOUT_S = 5.0
 _FOREIGN = 16
 """URLs of foreign workers that are kept for a report."""

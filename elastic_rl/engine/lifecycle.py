@@ -109,7 +109,7 @@ class EngineLifecycle:
         return replace(self, state=EngineState.DRAINING)
 
     def died(self, reason: str) -> EngineLifecycle:
-        """Its process ended. ``applying`` stays set if the weights were being changed."""
+        """The server's process ended. ``applying`` stays set if the weights were being changed."""
         if self.state.ended:
             raise IllegalTransition(f"died of an engine that is already {self.state}")
         return replace(self, state=EngineState.DEAD, reason=reason)

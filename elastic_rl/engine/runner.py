@@ -270,8 +270,8 @@ class EngineRunner:
         return True
 
     def _join_router(self) -> bool:
-        """Once the first version is verified: makes the engine READY when the router has it. One that is away is waited
-        for without a limit, while the engine follows the head. False when nothing changed."""
+        """Makes, once the first version is verified, the engine READY when the router has it. One that is away is
+        waited for without a limit, while the engine follows the head. False when nothing changed."""
         if self._lifecycle.state is not EngineState.SYNCING or not self._lifecycle.version:
             return False
         if not self._route_retry.is_due(time.monotonic()):

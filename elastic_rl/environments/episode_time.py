@@ -36,13 +36,13 @@ class EpisodeTime:
     def __init__(self, seconds: float) -> None:
         """``seconds``: that the environment may take altogether."""
         self._own_s, self._waits_s = seconds, WAITS * seconds
-        """That are left."""
+        """Seconds that are left of the limits."""
         self._waits: list[_Wait] = []
         """All that the step waits for."""
         self._counted: _Wait | None = None
         """The one whose time passes; None while that of the environment does."""
         self._since = 0.0
-        """Up to when time was counted; the loop's."""
+        """Time up to which time was counted; the loop's."""
         self._bound: asyncio.Timeout | None = None
         """Timeout of the step that is being made."""
 

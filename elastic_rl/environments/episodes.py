@@ -39,7 +39,8 @@ class EpisodeLimits:
     turn_tokens: int
     """Tokens of one turn."""
     seconds: float
-    """That the environment may take altogether. What it waits for a thread (``OwnThreads``) has a limit of its own."""
+    """Seconds that the environment may take altogether. What it waits for a thread (``OwnThreads``) has a limit of its
+    own."""
 
 
 class Episodes:

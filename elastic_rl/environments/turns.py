@@ -69,7 +69,7 @@ class TurnWriter:
                 if value or key in ("role", "content")}
 
     def _without_end(self, text: str) -> str:
-        """Without the token that ends a turn, which the policy itself has written."""
+        """The text without the token that ends a turn, which the policy itself has written."""
         for end in self._ends:
             if text.lstrip().startswith(end):
                 return text.lstrip()[len(end):]

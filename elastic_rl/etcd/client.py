@@ -62,7 +62,7 @@ class MemberStatus:
     db_in_use_bytes: int = 0
     """How much of that a defragmentation would leave."""
     quota_bytes: int = 0
-    """Its ``--quota-backend-bytes``; 0 if unknown."""
+    """The member's ``--quota-backend-bytes``; 0 if unknown."""
     error: str = ""
     alarms: Sequence[str] = ()
     """Alarms that it raised, such as NOSPACE: then the cluster accepts no writes."""
@@ -173,8 +173,8 @@ class EtcdClient:
             after, before = (after, kvs[-1].key) if newest_first else (kvs[-1].key, before)
 
     def _read_page(self, request: Any) -> Page:
-        """Its deadline grows with the number of keys requested; one that misses it is requested again, smaller, so
-        there may be fewer keys than requested and ``more`` of them."""
+        """Reads a page. Its deadline grows with the number of keys requested; one that misses it is requested again,
+        smaller, so there may be fewer keys than requested and ``more`` of them."""
         expected_s = request.limit * _KEY_BYTES / _RANGE_BYTES_PER_S
         response = self._channels.call(RANGE, request, timeout_s=self._channels.call_timeout_s + expected_s,
                                        max_timeout_s=_MAX_RANGE_TIMEOUT_S, on_timeout=_shrink)

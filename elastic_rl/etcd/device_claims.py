@@ -25,7 +25,8 @@ class DeviceClaims:
         self._etcd, self._keys, self._pool, self._epoch = etcd, keys, pool, epoch
         self._engines = Mirror[tuple[str, Engine | None]](etcd, keys.engines_of_pool(pool), lambda kv: (
             kv.key.removeprefix(keys.engines_prefix()), readable_one(kv, Engine)))
-        """While some hold memory: with 10,000 engines, each look at all records would take seconds."""
+        """The pool's engines, kept up to date while some hold memory: with 10,000 engines, each look at all records
+        would take seconds."""
 
     def close(self) -> None:
         """Ends what ``holding`` keeps for the next time."""

@@ -153,7 +153,7 @@ class EngineState(OpenEnum):
     """Colocated with the trainer, whose turn it is: it has no device memory, and its weights belong to no version. Not
     routable, and no failure."""
     QUARANTINED = "quarantined"
-    """Its weights may be torn; it serves again only after a verified full reload."""
+    """The engine's weights may be torn; it serves again only after a verified full reload."""
     DEAD = "dead"
 
     @property
@@ -300,7 +300,7 @@ class Operation(Record):
     params: dict[str, Any] = {}
     state: OperationState = OperationState.RUNNING
     phase: str = "accepted"
-    """Its present step; which there are depends on its kind."""
+    """The operation's present step; which there are depends on its kind."""
     done: int = 0
     total: int = 0
     """Progress, such as 2 of 3 engines; 0 where there is nothing to count."""

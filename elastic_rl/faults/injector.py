@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _DETECT_TIMEOUT_S, _HEAL_TIMEOUT_S = 120.0, 900.0
 _AWAY_PAUSE_S = 1.0
-"""Between two readings while etcd does not answer."""
+"""Pause between two readings while etcd does not answer."""
 T = TypeVar("T")
 
 FaultPlan = Callable[[FaultContext, int], list[tuple[int, Sequence[Fault]]]]

@@ -239,7 +239,7 @@ class TrainerRankStopped:
         return f"trainer {rank.id}", f"pid {rank.pid} was sent SIGSTOP and seen to stop"
 
     def detected(self) -> bool:
-        """Its lease ended, the leader found that the others hang, or their collective timed out."""
+        """Whether the rank's lease ended, the leader found that the others hang, or their collective timed out."""
         return any(self.context.has_event(kind, self.at) for kind in event_kinds.begins_fault(ACTOR.name))
 
     def healed(self) -> bool:

@@ -348,7 +348,7 @@ def _as_text(source: CheckedSource, prompt: Prompt) -> str:
 
 
 def _first_prompts(cfg: Config, source: CheckedSource) -> Sequence[Prompt]:
-    """Those that a reward or an environment is tried with. Raises SourceFailed."""
+    """The prompts that a reward or an environment is tried with. Raises SourceFailed."""
     given = source.train or source.eval
     return read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source, answers=False,
                         vocabulary=source.vocabulary)

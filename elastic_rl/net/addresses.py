@@ -16,7 +16,7 @@ from elastic_rl.errors import PreflightFailed
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PORTS = range(20_000, 30_000)
-"""Below the ports that Linux gives to outgoing connections (from 32768 on), one of which could take a server's port
+"""Ports below those that Linux gives to outgoing connections (from 32768 on), one of which could take a server's port
 before the server binds it, and below those of Kubernetes' services (30000 to 32767)."""
 _PORT_TRIES = 100
 _given_ports: deque[tuple[int, socket.socket]] = deque(maxlen=256)

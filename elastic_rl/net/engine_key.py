@@ -28,7 +28,7 @@ _ANEW = "stop the job, remove the file, and `elastic-rl up` makes another one"
 
 
 def create_key(path: Path) -> None:
-    """Unless there is one. Raises OSError, and ConfigError as ``read_key`` for one that is there."""
+    """Writes a key, unless there is one. Raises OSError, and ConfigError as ``read_key`` for one that is there."""
     if path.exists():
         read_key(path)
     else:

@@ -37,7 +37,7 @@ class RolloutCalls(Protocol):
 
 
 class Rollouts:
-    """Is used by one thread; ``of_thread`` gives another thread its own."""
+    """The rollouts as one thread uses them; ``of_thread`` gives another thread its own."""
 
     def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, writer: FencedWriter, calls: RolloutCalls,
                  source: CheckedSource, reads: SourceReads, waits: Waits, publish_again: Callable[[int], None]) -> None:

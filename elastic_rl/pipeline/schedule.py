@@ -163,7 +163,7 @@ class SftEvaluate:
 
     step: int
     updates: Sequence[UpdateMade]
-    """Those since the last evaluation."""
+    """Updates since the last evaluation."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Write:
 
     step: int
     groups: Sequence[Group]
-    """Those that are not dropped."""
+    """Groups that are not dropped."""
     consumption: Consumption
     cursor: Mapping[str, Any]
     timer: StepTimer

@@ -174,7 +174,7 @@ class _Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Until the owner is gone, which ends the process."""
+        """Serves calls until the owner is gone, which ends the process."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="frames", daemon=True).start()
         await asyncio.Event().wait()

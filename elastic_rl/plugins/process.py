@@ -140,7 +140,7 @@ class _Process:
         self.is_sound = True
         """Whether it is good for further calls."""
         self.ready: Future[None] = Future()
-        """That it was made, or why not."""
+        """Result that the function was made, or why not."""
         self._retired = False
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}

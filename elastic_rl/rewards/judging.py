@@ -50,7 +50,7 @@ and ends.
 [End {mark}]
 End with a line of the form: Verdict: A, or Verdict: B, or Verdict: tie"""
 _SEPARATOR = r"[ \t*_:=\"'$]*(?:\[\[|\\boxed\{(?:\\text\{)?)?[ \t*_\"']*"
-"""Between the word and the verdict, which judges also write as ``[[A]]`` or ``\\boxed{A}``."""
+"""What may be between the word and the verdict, which judges also write as ``[[A]]`` or ``\\boxed{A}``."""
 _RATING = (rf"(?i)\brating\b(?:[ \t]*\([^)\n]*\))?{_SEPARATOR}(-?\d+(?:\.\d+)?(?P<exponent>e[-+]?\d+)?)"
            r"[ \t*_\]}$]*(?:(?:/|(?:out[ \t]+)?of\b)[^\d\n]{0,20}(?P<best>\d+(?:\.\d+)?))?")
 _VERDICT = rf"(?i:\bverdict\b){_SEPARATOR}(?:[Aa] (?=(?i:tie)))?((?i:tie)|A|B)\b"

@@ -21,7 +21,7 @@ class MixPart(Options):
     weight: float = 1.0
     """What its value is multiplied by; negative for a penalty."""
     options: dict[str, Any] = {}
-    """Its options."""
+    """Options of the reward."""
     name: Annotated[str, Field(max_length=32)] = ""
     """Name of the part in the records; the reward's name where it is empty."""
 

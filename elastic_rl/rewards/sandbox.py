@@ -140,7 +140,7 @@ class Sandbox:
 
 
 def find_bubblewrap() -> str:
-    """Its path: on PATH, or unpacked beside this environment; "" where it is missing."""
+    """Path of bubblewrap: on PATH, or unpacked beside this environment; "" where it is missing."""
     beside = Path(sys.prefix) / "bubblewrap" / "usr" / "bin" / "bwrap"
     return shutil.which("bwrap") or (str(beside) if os.access(beside, os.X_OK) else "")
 

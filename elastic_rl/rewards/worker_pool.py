@@ -214,7 +214,7 @@ class _Worker:
         return answer
 
     def receive(self, timeout_s: float) -> Any:
-        """Its next message, whole within ``timeout_s``. Raises CallGivenUp."""
+        """The worker's next message, whole within ``timeout_s``. Raises CallGivenUp."""
         try:
             return plugin_host.receive(self._connection, time.monotonic() + timeout_s)
         except TimeoutError as e:

@@ -52,7 +52,7 @@ class AbandonableCalls:
         self._line: deque[AbandonableCall[Any]] = deque()
         """Calls that wait for a thread, the oldest first; none while a thread is free."""
         self._held_since: float | None = None
-        """Since when abandoned calls hold all threads, monotonic."""
+        """Time since which abandoned calls hold all threads, monotonic."""
         self._closed = False
 
     def begin(self, call: Callable[[], T]) -> AbandonableCall[T]:

@@ -25,7 +25,8 @@ _SCOPE = "elastic_rl"
 _SEND_EVERY_S = 1.0
 """A process that is killed loses the spans of at most this many seconds."""
 _provider: TracerProvider | None = None
-"""Not OpenTelemetry's global provider, which a library may set and which cannot be unset."""
+"""The provider of this process, not OpenTelemetry's global provider, which a library may set and which cannot be unset.
+"""
 
 
 def setup(endpoint: str, service: str, *, timeout_s: float = 2.0) -> None:

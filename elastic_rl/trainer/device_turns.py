@@ -61,5 +61,5 @@ class GroupTurns:
         return ""
 
     def pause(self) -> None:
-        """Between two tries."""
+        """Waits between two tries."""
         self._pause.wait(_LOOK_S)

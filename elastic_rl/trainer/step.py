@@ -182,7 +182,7 @@ class TrainStep(ForwardPass):
             raise PluginFailed(failed)
 
     def _metrics(self, sums: dict[str, float], logprob_diff_max: float, tokens: float) -> dict[str, float]:
-        """Over all ranks, from this rank's part of each metric."""
+        """The metrics over all ranks, from this rank's part of each metric."""
         summed = self._of_all(list(sums.values()), sum_over_data)
         worst = self._of_all([logprob_diff_max], max_over_data)[0]
         return {**dict(zip(sums, summed, strict=True)), "logprob_diff_max": worst, "tokens": tokens}
@@ -200,8 +200,8 @@ class TrainStep(ForwardPass):
                 and step <= self.cfg.critic.warmup_steps)
 
     def _temperature(self, needs: tuple[str, ...]) -> float:
-        """That of the sampler, where the loss compares with its log-probs or with the reference policy's, which are of
-        that temperature too."""
+        """The temperature of the sampler, where the loss compares with its log-probs or with the reference policy's,
+        which are of that temperature too."""
         compares = "old_logprobs" in needs or "ref_logprobs" in needs
         return self.cfg.rollout.temperature if compares else 1.0
 
@@ -251,7 +251,7 @@ def _sequences(share: Batch) -> int:
 
 
 def _advantages(share: Batch) -> torch.Tensor | None:
-    """Those of its samples, or of its tokens where they have their own, float64; None without any."""
+    """Advantages of the share's samples, or of its tokens where they have their own, float64; None without any."""
     if "advantages" not in share:
         return None
     return (share["token_advantages"][share["loss_mask"]] if "token_advantages" in share else share["advantages"]

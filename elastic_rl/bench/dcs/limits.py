@@ -30,7 +30,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def memcpy_gbps(nbytes: int, samples: int) -> list[float]:
-    """Between two buffers whose pages are there already."""
+    """Speed of copying between two buffers whose pages are there already."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     return gbps(nbytes, seconds(lambda: target.copy_(source), samples))
 

@@ -130,8 +130,8 @@ class Cluster:
         return out
 
     def settle(self) -> None:
-        """Between two samples: waits until the nodes have saved every chunk to disk, and has them drop all versions but
-        the newest."""
+        """Waits, between two samples, until the nodes have saved every chunk to disk, and has them drop all versions
+        but the newest."""
         if any(p.poll() is None for p in self.processes.values()):
             wait_until(lambda: not any(n["unsaved"] for n in self._usage()), timeout_s=_SAVE_S, what="the nodes' disks")
         self._drop_old()

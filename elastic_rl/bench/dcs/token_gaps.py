@@ -31,7 +31,7 @@ class Listener:
         self.at: list[float] = []
 
     def wait_for_more(self, count: int = _WARM) -> None:
-        """Until so many more tokens came. Raises EngineFailed when the stream ended, and DeadlineExceeded."""
+        """Waits until so many more tokens came. Raises EngineFailed when the stream ended, and DeadlineExceeded."""
         goal = len(self.at) + count
         wait_until(lambda: len(self.at) >= goal or self._error or not self._thread.is_alive(), timeout_s=_TOKEN_S,
                    what="the next token of the engine", poll_s=0.005)

@@ -93,7 +93,7 @@ class TimedOutage:
         return self._fault.detected()
 
     def healed(self) -> bool:
-        """Also the engines are all there, so that the next outage begins as this one did."""
+        """Whether the engines are all there too, so that the next outage begins as this one did."""
         if not self._fault.healed() or len(self._context.ready()) < self._context.cfg.rollout.engines:
             return False
         self._noted.healed = self._now()

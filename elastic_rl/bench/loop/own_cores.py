@@ -19,7 +19,7 @@ _TRIES = 20
 
 
 def split(cores: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Those of the engines, and those of the ranks: half of the cores each. Raises Unmeasurable. Pure."""
+    """The cores of the engines, and those of the ranks: half of the cores each. Raises Unmeasurable. Pure."""
     if len(cores) < 2:
         raise Unmeasurable("generation and training cannot have cores of their own: there is only one")
     half = len(cores) // 2

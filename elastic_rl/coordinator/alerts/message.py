@@ -12,7 +12,7 @@ from elastic_rl.coordinator.alerts.state_machine import TEST, Alert, Phase
 from elastic_rl.etcd.records import Severity
 
 _MAX_IN_FULL = 10
-"""Up to this many alerts are listed with their messages; more are summed up by kind and cause."""
+"""Alerts up to this number are listed with their messages; more are summed up by kind and cause."""
 _MAX_NAMED = 12
 
 

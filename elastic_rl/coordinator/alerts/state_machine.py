@@ -126,7 +126,7 @@ class Changes:
     put: list[Alert] = field(default_factory=list)
     drop: list[Alert] = field(default_factory=list)
     undelivered: list[Alert] = field(default_factory=list)
-    """Those of ``drop`` whose end not every receiver took."""
+    """Alerts of ``drop`` whose end not every receiver took."""
 
 
 Audience = Callable[[Alert], Sequence[str]]

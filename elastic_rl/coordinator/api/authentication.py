@@ -52,7 +52,7 @@ class Authenticator:
         """Name of the session's cookie. Cookies of a host are shared by all its ports, and so by its clusters."""
 
     def credentials(self, headers: Headers) -> Credentials:
-        """Those of a request's headers; a header outdoes a cookie."""
+        """The credentials of a request's headers; a header outdoes a cookie."""
         if given := headers.get("authorization", ""):
             scheme, _, secret = given.partition(" ")
             return Credentials(scheme.lower(), secret.strip())

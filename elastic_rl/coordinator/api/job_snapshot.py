@@ -56,7 +56,7 @@ def take(ctx: Context) -> tuple[bytes, int]:
 
 
 def _newest_versions(ctx: Context, revision: int) -> list[bytes]:
-    """Over all streams."""
+    """The newest versions over all streams."""
     kvs = [kv for stream in Stream
            for kv in pages.newest_versions(ctx.etcd, ctx.keys, stream, VERSIONS, revision=revision)]
     kvs.sort(key=lambda kv: float(pages.fields(kv).get("created_at", 0.0)), reverse=True)
@@ -64,5 +64,5 @@ def _newest_versions(ctx: Context, revision: int) -> list[bytes]:
 
 
 def _is_active(kv: KeyValue) -> bool:
-    """Also in a state that only a newer release knows."""
+    """Whether the operation has not ended, also in a state that only a newer release knows."""
     return pages.fields(kv).get("state") not in _ENDED

@@ -63,7 +63,7 @@ class _Text(Response):
 
 # -- probes ------------------------------------------------------------------------------------------------------------
 async def healthz(ctx: Ctx) -> ReplicaHealth:
-    """Does not depend on etcd."""
+    """Says that the replica is alive. Does not depend on etcd."""
     return ReplicaHealth(status="ok", replica=ctx.election.replica)
 
 
@@ -133,7 +133,7 @@ def list_operations(ctx: Ctx, limit: Limit = 100, after: After = "", state: Anno
 
 
 def one_operation(ctx: Ctx, operation_id: Name) -> Response:
-    """Its state, phase, progress, and its error if it failed."""
+    """The operation's state, phase, progress, and its error if it failed."""
     return _record(ctx, ctx.keys.operation(operation_id), "operation", operation_id)
 
 

@@ -41,7 +41,7 @@ _SUSPICION = (Transition.SUSPECTED, Transition.ALIVE)
 """They say little about one member, and nothing when they come by the hundred: etcd or a network was away for a while.
 """
 _MAX_SUSPICION_EVENTS = 50
-"""Beyond so many in one pass they are written without events."""
+"""Suspicions beyond this number in one pass are written without events."""
 _MAX_WITHOUT_EVENT, _MAX_WITH_EVENT = 4000, 400
 """Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
 _REPORT_RECOVERY = (registry.ENGINE, *TRAINER_GROUPS)

@@ -78,7 +78,7 @@ class Transition(StrEnum):
     REPLACED = "replaced"
     """It had died, and another member does its work now."""
     FORGOTTEN = "forgotten"
-    """Its end is expected: its epoch or its run is over."""
+    """The member's end is expected: its epoch or its run is over."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _PIECE_TOKENS = 1 << 20
 QUEUED = frozenset(("tokens", "loss_mask", "old_logprobs"))
 """Tensors that samples in the queue make."""
 _READ_TOGETHER = frozenset(("loss_mask", "old_logprobs"))
-"""Who reads one of them needs the other, mostly."""
+"""Tensors that are read together: who reads one mostly needs the other."""
 
 
 @dataclass(frozen=True)

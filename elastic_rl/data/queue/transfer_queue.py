@@ -33,13 +33,13 @@ _PARTITION, _FIELD = "groups", "group"
 _ROW = struct.Struct("<QQ")
 """Ordinal and index, before the sample: the package gives rows without a name, and leaves out those that it lacks."""
 LOOK_EVERY_S = 2.0
-"""While a call is not answered."""
+"""Interval at which it is looked for a reason while a call is not answered."""
 _RETRY_S = (0.5, 10.0)
 """First and longest pause between a call that failed and the next client, which costs threads and sockets."""
 _MAX_THREADS = 16
 """Calls of one connection that may run at once, with those that were given up."""
 _CANCEL_S = 5.0
-"""Within which the calls of a client that is closed must have ended."""
+"""Time within which the calls of a client that is closed must have ended."""
 
 
 def set_package_options(call_s: float) -> None:
@@ -125,8 +125,8 @@ class RowClient:
         self._client.put(TensorDict({_FIELD: field}, batch_size=[len(tensors)]), self._meta(rows, create=True))
 
     def get(self, refs: Sequence[SampleRef]) -> dict[SampleRef, tuple[Prompt, Sample]]:
-        """Those that it has, as they were written. The package gives none of a call's rows where one has a key and no
-        data, since its put or drop was cut off: halves are asked for then, until such a row is alone."""
+        """The samples that the queue has, as they were written. The package gives none of a call's rows where one has a
+        key and no data, since its put or drop was cut off: halves are asked for then, until such a row is alone."""
         from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 
         meta = self._meta(refs)

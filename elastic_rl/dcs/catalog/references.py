@@ -15,7 +15,8 @@ from elastic_rl.errors import Conflict
 from elastic_rl.etcd.records import Version, VersionState
 
 REFERENCE_KEY = "reference_version"
-"""Not in the meta of a version of the policy that is the reference itself: its number is not known before."""
+"""Key in a version's meta; the meta of the version that is the reference itself does not have it, since its number is
+not known before."""
 
 
 def reference_of(version: Version) -> int:

@@ -120,7 +120,7 @@ class ChunkState:
     listing: int
     """Number of the first listing that began after the request: the chunk is not lost before its result."""
     tie: tuple[int, int] = (0, 0)
-    """Its order among equally rare ones."""
+    """The chunk's order among equally rare ones."""
     sources: int = 0
     """Bits of the nodes that have it."""
     queried: int = 0

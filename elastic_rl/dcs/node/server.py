@@ -72,7 +72,7 @@ _DELTA_CACHE_BYTES = 64 << 20
 _TLS_HANDSHAKE = b"\x16"
 """First byte of a TLS connection; never that of a message of ours."""
 _PROGRESS_S = 1.0
-"""Between two progress messages, by which the caller distinguishes slow from dead."""
+"""Time between two progress messages, by which the caller distinguishes slow from dead."""
 _PARTS_S = 0.02
 _HEAD_TRIES = 5
 _MAX_OPEN = 64

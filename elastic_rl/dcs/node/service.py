@@ -48,9 +48,9 @@ from elastic_rl.telemetry.log_files import LogRotation
 log = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
-"""Between two updates of the registration."""
+"""Time between two updates of the registration."""
 _REPORTED = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved", "lost_chunks")
-"""Those of the table's numbers that are in the record."""
+"""Numbers of the table that are in the record."""
 _FLUSH_S = 60.0
 """Longest time for which a node that is stopped continues to save chunks; well within the grace of its supervisor."""
 

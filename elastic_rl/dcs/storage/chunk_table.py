@@ -332,7 +332,7 @@ class ChunkTable:
             return self._touch
 
     def manifests_to_fetch(self, live: set[str]) -> list[str]:
-        """Those of the live manifests without which ``drop`` refuses, and which are not here."""
+        """The live manifests without which ``drop`` refuses, and which are not here."""
         with self._lock:
             if self._lost == self._lost_at_drop:
                 return []

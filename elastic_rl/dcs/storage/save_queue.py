@@ -34,7 +34,7 @@ class _Version:
     """The manifest among them."""
     layout: str
     ready: dict[str, None] = field(default_factory=dict)
-    """Those that can be saved now."""
+    """Chunks that can be saved now."""
 
 
 class SaveQueue:

@@ -26,7 +26,7 @@ from elastic_rl.runtime.waiting import wait_until
 _START_TIMEOUT_S = 20.0
 """Longest wait for the first answer."""
 _VERSION_INTERVAL_S = 1.0
-"""Between two looks at the version that the server reports."""
+"""Time between two looks at the version that the server reports."""
 _PROBE_TIMEOUT_S = 2.0
 _MAX_REFUSED = 3
 """Refused connections, one after the other, after which the server counts as dead. One that is slow to answer does

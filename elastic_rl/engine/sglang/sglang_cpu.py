@@ -99,7 +99,7 @@ class StandInFinder(MetaPathFinder, Loader):
 
 
 def missing() -> list[str]:
-    """Those of the three packages that are not installed here."""
+    """The ones of the three packages that are not installed here."""
     return [name for name in PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 

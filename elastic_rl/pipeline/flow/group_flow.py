@@ -146,7 +146,7 @@ class GroupFlow:
         self._leased: dict[int, int] = {}
         """Ordinal → the version that was asked for."""
         self._branches: list[Branch] = []
-        """Those that may tell of groups within the staleness; the newest one last."""
+        """Branches that may tell of groups within the staleness; the newest one last."""
         self._arriving: dict[int, tuple[int, ...]] = {}
         """Ordinal → its versions, ascending."""
         self._queued: dict[int, tuple[int, ...]] = {}

@@ -35,11 +35,11 @@ class GroupQueue(StepReader, Protocol):
         that the queue was made with."""
 
     def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
-        """Those of the groups that it still has, as far as it knows without looking. They stay in it until they are
-        dropped."""
+        """The groups of ``ordinals`` that the queue still has, as far as it knows without looking. They stay in it
+        until they are dropped."""
 
     def drop(self, ordinals: Collection[int]) -> None:
-        """Their data is not needed any more. Raises nothing: what is not dropped now is dropped later."""
+        """Drops groups whose data is not needed any more. Raises nothing: what is not dropped now is dropped later."""
 
     def take_loss(self) -> QueueLoss | None:
         """What it has lost since the last call, as far as it knows."""

@@ -37,8 +37,8 @@ class Taken:
 
 
 class SharedFlow:
-    """Is thread-safe: groups may be generated in another thread than the loop's. The lock is never held while the queue
-    is called, which may take its time."""
+    """The flow of groups, thread-safe: groups may be generated in another thread than the loop's. The lock is never
+    held while the queue is called, which may take its time."""
 
     def __init__(self, limits: FlowLimits, queue: GroupQueue) -> None:
         self._flow, self._queue = GroupFlow(limits), queue

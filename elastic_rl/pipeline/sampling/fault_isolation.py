@@ -72,7 +72,7 @@ class Lane(enum.Enum):
     """Where a group is tried."""
 
     MAIN = "main"
-    """Beside all other groups."""
+    """The group is tried beside all others."""
     PROBATION = "probation"
     """The group is tried in another process or instance of the function, so that a group which ends it ends no group of
     ``MAIN``."""
@@ -111,7 +111,7 @@ class Trial(Generic[T]):
         self.failures = 0
         """Attempts that failed, but for those of a service."""
         self.counted = 0
-        """Those of them that count against the group."""
+        """Attempts that count against the group."""
 
 
 @dataclass

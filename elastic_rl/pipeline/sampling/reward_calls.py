@@ -51,11 +51,11 @@ class RewardAttempt:
 
     def __init__(self, groups: Mapping[Key, Answer]) -> None:
         self.groups = dict(groups)
-        """Those that have not ended."""
+        """Groups whose reward has not ended."""
         self.begun: dict[Key, float] = {}
-        """Those of them for which the reward was called → when, monotonic."""
+        """Group for which the reward was called → when, monotonic."""
         self.starting_since = 0.0
-        """Since when a process for the calls is started, monotonic; 0 while none is."""
+        """Time since which a process for the calls is started, monotonic; 0 while none is."""
         self.awake_at = time.monotonic()
         """When the thread was last seen not to be blocked."""
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class RewardAttempt:
             self._added |= groups
 
     def added(self) -> dict[Key, Answer]:
-        """Those that were added since the last call; none for a thread that was abandoned, which may go on."""
+        """The groups that were added since the last call; none for a thread that was abandoned, which may go on."""
         self.awake_at = time.monotonic()
         with self._lock:
             added, self._added = ({} if self._over else self._added), {}

@@ -28,7 +28,7 @@ class RewardStream:
         self._done: list[Judged] = []
         self._call: Future[None] | None = None
         self.news: Future[None] = Future()
-        """Is done when there is something to take."""
+        """A future that is done when there is something to take."""
 
     @property
     def pending(self) -> bool:
@@ -36,7 +36,7 @@ class RewardStream:
         return self._call is not None or bool(self._answers) or bool(self._done)
 
     def add(self, answers: Sequence[Answer]) -> None:
-        """Without waiting for those before."""
+        """Adds groups, without waiting for those before."""
         with self._lock:
             self._answers += answers
 

@@ -113,7 +113,7 @@ class Sampler:
         return self._groups([PromptRequest(i, prompt, sampling, how.samples) for i, prompt in prompts], min_version)
 
     def _passes(self, ordinals: Sequence[int]) -> list[int]:
-        """Over the data, by the source's order, which is waited for."""
+        """The pass over the data of each ordinal, by the source's order, which is waited for."""
         order = self._order
         assert order is not None  # the mode has training prompts
         return [data_pass for _, data_pass in self._waits.retry("source", lambda: self._reads.read(

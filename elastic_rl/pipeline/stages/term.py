@@ -43,7 +43,7 @@ _PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples",
 
 
 class ActorTerm:
-    """Is shared by the stages of a mode, in the loop's thread."""
+    """One term of the actor; it is shared by the stages of a mode, in the loop's thread."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, number: int, writer: FencedWriter,
                  status: JobStatusWriter, stopping: threading.Event) -> None:

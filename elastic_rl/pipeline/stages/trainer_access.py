@@ -11,7 +11,7 @@ from elastic_rl.pipeline.training.turns import OwnDevices, SharedDevices, Turns
 
 
 class TrainerAccess:
-    """Is used by the loop's thread."""
+    """The trainer groups and the turns, used by the loop's thread."""
 
     def __init__(self, term: ActorTerm) -> None:
         self._term = term

@@ -60,7 +60,7 @@ class BasePolicy:
             return publisher.publish(self._tensors(), meta={"imported": str(self._folder), "by": self._owner}).number
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that the model has, in the dtype of the job, as a trainer would publish them."""
+        """The tensors that the model has, in the dtype of the job, as a trainer would publish them."""
         names = frozenset(model_folder.read(self._folder).arch.hf_names())
         dtype = getattr(torch, self._cfg.device.dtype)
         total, done = hf_folder.nbytes_of(self._folder), 0

@@ -38,7 +38,7 @@ class SampledMode(Protocol):
     groups: int
     """Prompt groups of the job: those of the ordinals from 0 up to this number."""
     prompts: Sequence[Prompt]
-    """Those that ordinals stand for."""
+    """Prompts that ordinals stand for."""
     file: Path
     """Where the output is at the end."""
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _MONITOR_INTERVAL_S = 0.2
 _EPOCH_INTERVAL_S = 1.0
 _RANK_GRACE_S = 2
-"""Between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
+"""Time between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
 DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
                       "NCCL_ALGO": "Ring"}
 """What cuBLAS, Transformer Engine and NCCL need to compute the same bits each time; Megatron asks for the same."""

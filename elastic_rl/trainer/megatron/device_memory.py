@@ -33,7 +33,7 @@ class _Moved:
     storage: torch.UntypedStorage
     nbytes: int
     host: torch.Tensor | None
-    """Its bytes, uint8; None for one whose content is not needed again."""
+    """The storage's bytes, uint8; None for one whose content is not needed again."""
 
 
 class DeviceMemory:

@@ -53,7 +53,7 @@ class Uploaded:
     """A batch whose shares a group has taken, for one command."""
 
     batch: str
-    """Its name."""
+    """Name of the batch."""
     group: str
     """The formation of the group that has them."""
 

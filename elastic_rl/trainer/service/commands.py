@@ -232,7 +232,7 @@ class WriterGate:
         self._last: tuple[str, dict[str, Any]] | None = None
         """Id and result of the last command that changed something."""
         self._held: tuple[int, PluginFailed] | None = None
-        """Since which term no step is made, and why."""
+        """The term since which no step is made, and why."""
 
     def claim(self, epoch: int, term: int) -> None:
         """An actor says that it has taken over. Raises Fenced for one that is not the newest."""
