@@ -140,7 +140,7 @@ def checkpoint_engine() -> str:
 
 def alternatives(cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int
                  ) -> dict[str, Callable[[], Any]]:
-    """By name, context managers that give an ``Update``."""
+    """The alternatives by name: context managers that give an ``Update``."""
     return {
         "SGLang from_disk, tmpfs": lambda: from_disk(cluster, engines, in_memory=True),
         "SGLang from_disk, disk": lambda: from_disk(cluster, engines, in_memory=False),

@@ -22,7 +22,7 @@ from elastic_rl.report.build import Record, read_records
 
 GOAL = 1.0
 _PASSES = 4
-"""In which the Trainer may take a batch: then it pads each to its own longest row."""
+"""Passes in which the Trainer may take a batch: then it pads each to its own longest row."""
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:
@@ -61,9 +61,9 @@ def _tokens(row: Mapping[str, Sequence[int]]) -> int:
 
 def rows(records: Sequence[Record], tokens: Sequence[int], whole: Sequence[float], by_length: Sequence[float],
          versions: str) -> list[Row]:
-    """From the records of the run, the tokens of each step without padding, and the Trainer's seconds for each: with
-    the batch in one pass, and in several of rows of like lengths. What comes before the first record of the run is not
-    counted, on both sides. Pure."""
+    """Rows from the records of the run, the tokens of each step without padding, and the Trainer's seconds for each:
+    with the batch in one pass, and in several of rows of like lengths. What comes before the first record of the run is
+    not counted, on both sides. Pure."""
     found = [r for r in records if r["kind"] == "sft"]
     spans = [(before["step"], after["step"], after["at"] - before["at"])
              for before, after in zip(found, found[1:], strict=False)]

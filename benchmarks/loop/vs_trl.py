@@ -42,8 +42,8 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(steps: Sequence[float], trl: Sequence[float], engines: Sequence[float], versions: str) -> list[Row]:
-    """From the seconds of each step of ours and of TRL's, and of each round of the bare engines. ``versions``: what TRL
-    ran on. Pure."""
+    """Rows from the seconds of each step of ours and of TRL's, and of each round of the bare engines. ``versions``:
+    what TRL ran on. Pure."""
     return [Row.of("vs-trl-small", "TRL's seconds for a step over ours; limit: over those of bare engines alone",
                    [median(trl) / s for s in steps], "×", op=">=", limit=median(trl) / median(engines)),
             Row.of("vs-trl-small-s", f"a step of TRL ({versions})", trl, "s",

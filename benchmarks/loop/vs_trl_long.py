@@ -28,7 +28,7 @@ class Bare:
     trainer: Sequence[float]
     """Seconds of each step."""
     tokens: float
-    """Of a response, in the mean."""
+    """Tokens of a response, in the mean."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Trl:
     generate: Sequence[float]
     """Seconds of the generation of each."""
     tokens: Sequence[float]
-    """Of a response of each, in the mean."""
+    """Tokens of a response of each step, in the mean."""
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:
@@ -54,7 +54,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(records: Sequence[Record], trl: Trl, bare: Bare, versions: str) -> list[Row]:
-    """From the records of the run, the steps of TRL, and the parts alone. ``versions``: what TRL ran on. Pure.
+    """Rows from the records of the run, the steps of TRL, and the parts alone. ``versions``: what TRL ran on. Pure.
 
     Responses are drawn on both sides and differ in length by chance, so the tokens of responses are compared, of as
     many samples: by the second, ours of each step, TRL's in the median.

@@ -19,6 +19,6 @@ def update_line(update: Mapping[str, Any]) -> str:
 
 
 def throughput_line(throughput: Mapping[str, Any]) -> str:
-    """The same of the throughput and the memory."""
+    """What a step measured of the throughput and the memory."""
     return ", ".join(text.format(throughput[name] * by) for name, text, by in _THROUGHPUT
                      if throughput.get(name) is not None)

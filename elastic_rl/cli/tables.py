@@ -24,9 +24,9 @@ class Format(StrEnum):
     TABLE = "table"
     """The main columns, fitted to the terminal; in a pipe or a file no cell is shortened."""
     WIDE = "wide"
-    """More columns; no cell is shortened."""
+    """A table with more columns; no cell is shortened."""
     JSON = "json"
-    """Every field."""
+    """JSON with every field."""
 
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Format, *,

@@ -112,7 +112,7 @@ class EtcdMaintenance:
                 log.debug("etcd maintenance: %s", e)
 
     def tick(self) -> None:
-        """One pass. Raises what etcd's client raises."""
+        """Makes one pass of maintenance. Raises what etcd's client raises."""
         present = self._etcd.revision()
         self._revisions.observe(present)  # also as a follower, so that a new leader knows the ages
         if present < self._compacted:  # etcd was restored from a backup

@@ -128,7 +128,7 @@ class Batch:
         return Batch({name: self[name] for name in names})
 
     def without(self, *names: str) -> Batch:
-        """The same samples without these tensors."""
+        """A batch of the same samples without these tensors."""
         return Batch({name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     @property

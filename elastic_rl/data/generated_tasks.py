@@ -108,7 +108,7 @@ class ReasoningGym:
 
     @cached_property
     def train(self) -> Concatenated:
-        """What is trained on."""
+        """The problems that are trained on."""
         held_out = np.unique(np.concatenate([self.held_out, self._excluded]))
         return Concatenated([problems.trained(held_out) for problems in self._tasks])
 

@@ -39,7 +39,7 @@ class DataSource(Protocol):
 
     @property
     def eval(self) -> Sequence[Prompt]:
-        """What is held out: never trained on."""
+        """The prompts that are held out: never trained on."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -96,7 +96,7 @@ class CheckedSource:
     eval_parts: tuple[str, ...]
     """Names of the sets that ``eval`` consists of, one after the other; empty where it has prompts of its own."""
     tokenizer: Tokenizer | None
-    """None for a source of the user's without one."""
+    """The source's tokenizer; None for a source of the user's without one."""
     order: Callable[[int], Order]
     """Makes the order of ``train`` from the seed."""
     vocabulary: int

@@ -49,7 +49,7 @@ class _Slot:
     placed: PlacedActor
     started_at: float
     begun_at: float
-    """The same in monotonic seconds."""
+    """When it began, in monotonic seconds."""
     ready_at: float | None = None
     """Monotonic seconds at which the driver first saw it ready."""
     draining: bool = False

@@ -52,7 +52,7 @@ class GpuHolder:
 
 
 class Holder:
-    """One such actor."""
+    """One actor that holds GPUs."""
 
     def __init__(self, count: int) -> None:
         """Raises RayError."""
@@ -105,7 +105,7 @@ class SharedGpus:
         """How the GPUs are others than before; empty while they are not."""
 
     def reconcile(self) -> None:
-        """One pass. Raises RayError."""
+        """Makes one pass. Raises RayError."""
         if self._holder is not None and (reason := self._holder.ended()):
             log.warning("the holder of the shared GPUs ended (%s); replacing it", reason)
             holder, self._holder, self._is_known = self._holder, None, False

@@ -91,7 +91,7 @@ class EngineRunner:
         self._load = (0, 0)
         self._unwritten = False  # the last write failed: the record in etcd is outdated
         self._joined = False
-        """It has been READY."""
+        """Whether the engine has been READY."""
         self._external = bool(external_url)
         self._key = read_key(ctx.config.engine_key_file)
         self._server: EngineServer = ExternalServer(

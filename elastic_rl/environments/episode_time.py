@@ -22,7 +22,7 @@ one for many others: what is given up then begins again behind them."""
 @dataclass(frozen=True, eq=False)
 class _Wait:
     what: str
-    """It is for."""
+    """What the wait is for."""
     hint: str
 
 

@@ -37,7 +37,7 @@ class ToolCall:
     name: str
     """"" where not even that can be read."""
     arguments: Mapping[str, Any] | None
-    """None where they are no object of JSON."""
+    """The arguments of the call; None where they are no object of JSON."""
 
 
 UNREADABLE = ToolCall("", None)

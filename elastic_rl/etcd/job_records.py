@@ -77,7 +77,7 @@ class StepMetrics(Record):
     dropped_groups: int = 0
     """Prompt groups that were dropped on the record instead of being trained on in this step."""
     dropped_by_reason: dict[str, int] = {}
-    """The same by reason."""
+    """Dropped groups by reason."""
     update: FiniteByName = {}
     """Metrics of the updates of the step: loss, kl, clip_fraction, grad_norm and others, also the algorithm's own
     (``telemetry.training_metrics``)."""

@@ -49,7 +49,7 @@ class Since(NamedTuple):
 
 
 def of_process(pid: int) -> Activity | None:
-    """None when there is no such process."""
+    """The activity of one process; None when there is no such process."""
     folder = Path(f"/proc/{pid}")
     try:
         cpu_s, starved_s, states = _cpu_s(folder), 0.0, set[str]()

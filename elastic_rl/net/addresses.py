@@ -20,7 +20,7 @@ _PORTS = range(20_000, 30_000)
 before the server binds it, and below those of Kubernetes' services (30000 to 32767)."""
 _PORT_TRIES = 100
 _given_ports: deque[tuple[int, socket.socket]] = deque(maxlen=256)
-"""Each with what claims it."""
+"""Ports that were given out, each with what claims it."""
 
 
 def _family(host: str) -> socket.AddressFamily:

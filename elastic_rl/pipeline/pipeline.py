@@ -31,7 +31,7 @@ class Stages(Protocol):
     """The stages of a mode, for one term of the actor."""
 
     steps: schedule.Steps
-    """What is done next."""
+    """The schedule, which says what is done next."""
 
     def carry_out(self, effect: schedule.Effect) -> Any:
         """The outcome of an effect, for as long as that takes. Raises TrainerFailed and Conflict when the committed

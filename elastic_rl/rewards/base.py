@@ -69,7 +69,7 @@ class RewardContext:
     make: Callable[[str, Mapping[str, Any], str, str], RewardFn]
     """Makes another reward: ``make(name, options, setting, options_setting)``. Raises ConfigError."""
     decode: Decode | None = None
-    """None where the data source has no tokenizer."""
+    """Turns tokens into text; None where the data source has no tokenizer."""
     pools: Mapping[str, PoolSettings] = field(default_factory=dict)
     """The job's pools of engines, by name."""
     judge: Judge | None = None

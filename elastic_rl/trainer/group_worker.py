@@ -32,7 +32,7 @@ _SAY_EVERY_S = 1.0
 
 
 class GroupWorker(ABC):
-    """One rank."""
+    """One rank of a trainer group."""
 
     methods: ClassVar[dict[type[Command], Callable[..., dict[str, Any] | None]]] = {}
     """What executes each command that the group has, see ``dispatch.executes``."""

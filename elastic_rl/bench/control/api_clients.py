@@ -42,7 +42,7 @@ class Clients:
         return {"ms": self._everywhere(client)}
 
     def ranges(self, prefix: str, limit: int, seconds: float) -> dict[str, Any]:
-        """The same for a range of etcd."""
+        """Milliseconds of reads of a range of etcd, as ``get`` has those of requests."""
         with EtcdClient([self._endpoint], call_timeout_s=_TIMEOUT_S) as etcd:
             return {"ms": self._everywhere(
                 lambda n: _repeat([prefix], lambda prefix: etcd.page(prefix, limit=limit), seconds))}

@@ -60,7 +60,7 @@ class Measured:
 
     pulls: Times = field(default_factory=dict)
     verified: Times = field(default_factory=dict)
-    """Each process verifies as well."""
+    """Times of pulls in which each process verifies as well."""
     others: dict[str, Times] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ def rows(found: Measured) -> list[Row]:
 
 
 def verify_rows(found: Measured) -> list[Row]:
-    """The same for readers that each verify. Pure."""
+    """Rows of readers that each verify. Pure."""
     return [Row.of("P1-verify", "… that each verify every byte, over 1 process", _growth(found.verified), "×"),
             *(Row.of(f"P1-verify-{n}", f"publish → {_processes(n)} it, each verified it", times, "s")
               for n, times in found.verified.items())]

@@ -29,7 +29,7 @@ from elastic_rl.report.build import Record, read_records
 from elastic_rl.runtime.waiting import wait_until
 
 ETCD_AWAY_S = 20.0
-"""Longer than every lease."""
+"""Time that etcd is away: longer than every lease."""
 _WARM_STEPS = 6
 _APART_STEPS = 2
 """Steps that end between the recovery from an outage and the next one, so that at least one of them is undisturbed."""

@@ -46,7 +46,7 @@ class Thresholds:
     pool_hold_s: float = 600.0
     """A pool may be short for so long: an engine needs that to start."""
     pool_holds_s: Mapping[str, float] = field(default_factory=dict)
-    """The same by pool, where it differs."""
+    """Pool → its ``pool_hold_s``, where it differs."""
 
     @classmethod
     def from_config(cls, cfg: Config) -> Thresholds:

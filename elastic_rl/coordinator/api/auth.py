@@ -36,7 +36,7 @@ class Role(StrEnum):
 
 
 class Token(BaseModel):
-    """One entry of the table."""
+    """One entry of the table of tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -25,7 +25,7 @@ class Caller:
     """Name of the token, for events and records."""
     role: Role
     token: Token | None = None
-    """None for a session."""
+    """The token of the caller; None for a session."""
     session: str = ""
     """The session's secret; empty for a token."""
     expires_at: float | None = None

@@ -96,7 +96,7 @@ def _replay(ctx: Context, claim: Claim, status: int) -> Response | None:
 
 
 def _current(ctx: Context, location: str) -> str | None:
-    """What is at a location now."""
+    """The record that is at a location now."""
     name = location.rpartition("/")[2]
     if location.startswith(TESTS):
         try:

@@ -65,7 +65,7 @@ class StepGroups:
 
     @property
     def samples(self) -> list[SampleSummary]:
-        """One group after the other."""
+        """The samples, one group after the other."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property

@@ -48,7 +48,7 @@ from elastic_rl.errors import ChunkCorrupt
 FORMAT = 2
 _KEEP = 2
 _MAX_THREADS = 4
-"""More do not make memory faster."""
+"""Most threads: more do not make memory faster."""
 _WORTH_THREADS = 32 << 20
 """Bytes from which on threads are worth their start."""
 _maps: dict[tuple[str, int], mmap.mmap] = {}

@@ -81,7 +81,7 @@ class HealthMonitor:
             self._thread.join(timeout_s)
 
     def observe(self) -> Health:
-        """One probe."""
+        """Makes one probe."""
         with self._probing:
             return self._observe()
 

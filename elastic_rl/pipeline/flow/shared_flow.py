@@ -146,7 +146,7 @@ class SharedFlow:
             on_loss(loss)
 
     def _next_part(self, wait_s: float) -> ChosenPart | None:
-        """None when there is none within this time."""
+        """The next part; None when there is none within this time."""
         with self._changed:
             if not self._flow.has_stale:
                 if (part := self._flow.choose()) is None and wait_s > 0:

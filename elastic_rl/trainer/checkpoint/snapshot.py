@@ -31,7 +31,7 @@ _RNG, _REFERENCE = "rng.", "reference."
 _TENSORS_PER_PARAMETER = 4
 """More than the HF tensors of one Megatron parameter."""
 _TRACKERS = 64
-"""More than the random states of one rank."""
+"""A number above that of the random states of one rank."""
 _SECTIONS = {section: number for number, section in enumerate((*MOMENTS, MASTER, _RNG, _REFERENCE), 1)}
 """The weights are the first one, 0."""
 _STAGE, _SECTION = 1 << 24, 1 << 40

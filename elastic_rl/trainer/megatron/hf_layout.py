@@ -47,7 +47,7 @@ class ShardRange:
 
     @classmethod
     def whole(cls, shard: torch.Tensor) -> ShardRange:
-        """All of a contiguous shard."""
+        """The range of all of a contiguous shard."""
         return cls(tuple(shard.shape), 0, shard.detach().view(-1))
 
     @property

@@ -219,7 +219,7 @@ class Onload(Command):
 _Any = (Update | Accumulate | Apply | ForwardLogprobs | ForwardReference | ForwardValues | ForwardVersion | Save | Load
         | Offload | Onload)
 KINDS: tuple[type[Command], ...] = get_args(_Any)
-"""Every command."""
+"""The class of every command."""
 _ANY: TypeAdapter[Command] = TypeAdapter(Annotated[_Any, Field(discriminator="kind")])
 
 
