@@ -26,7 +26,7 @@ _AGAIN_S = 5.0
 """Pause before a role is deployed again at the earliest: Serve lists one a moment after it was deployed."""
 _INTERVAL_S = 1.0
 _QUIET_INTERVAL_S = 10.0
-"""Interval of looks while every role runs: Serve's answer has all of its state, and is not cheap."""
+"""Interval between looks at Serve while every role runs: Serve's answer has all of its state, and is not cheap."""
 _JOIN_TIMEOUT_S = 5.0
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.NOT_STARTED)
 """Serve has given up on it. Everything else it retries by itself."""

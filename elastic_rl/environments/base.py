@@ -68,4 +68,4 @@ class EnvironmentContext:
 
 
 EnvironmentFactory = Callable[[Mapping[str, Any], EnvironmentContext], NewEpisode]
-"""Makes what begins episodes of options; called once in a process. Raises ConfigError."""
+"""Makes from options what begins episodes; called once in a process. Raises ConfigError."""

@@ -81,7 +81,7 @@ class RewardContext:
 
 
 RewardFactory = Callable[[Mapping[str, Any], RewardContext], RewardFn]
-"""Makes the reward of its options. Raises ConfigError for wrong options and for what this machine lacks."""
+"""Makes a reward from its options. Raises ConfigError for wrong options and for what this machine lacks."""
 
 
 def gold_answers(prompt: Prompt, decode: Decode | None) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _OWN_S = 60.0
 """What the role may take besides the user's function: its process may have to be replaced."""
 _LOOK_S = 1.0
-"""Interval of looks for a replica while Serve finds none for a call."""
+"""Interval between looks for a replica while Serve finds none for a call."""
 _ABSENT_S = 3.0
 """A role without a replica for so long is away: Serve would hold its calls back until they are over their limit."""
 

@@ -33,7 +33,7 @@ _PARTITION, _FIELD = "groups", "group"
 _ROW = struct.Struct("<QQ")
 """Ordinal and index, before the sample: the package gives rows without a name, and leaves out those that it lacks."""
 LOOK_EVERY_S = 2.0
-"""Interval at which it is looked for a reason while a call is not answered."""
+"""Interval at which the caller looks for a reason while a call is not answered."""
 _RETRY_S = (0.5, 10.0)
 """First and longest pause between a call that failed and the next client, which costs threads and sockets."""
 _MAX_THREADS = 16

@@ -49,8 +49,8 @@ class HealthMonitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Marks a time in which the server cannot answer, as while its weights change: a probe that
-        overlaps with it counts for nothing."""
+        """Marks a time in which the server cannot answer, as while its weights change: a probe that overlaps with it
+        counts for nothing."""
         with self._lock:
             self._pauses += 1
             self._paused += 1

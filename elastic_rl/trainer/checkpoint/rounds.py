@@ -95,7 +95,7 @@ class Job(Generic[T]):
             self._ended.set()
 
     def check(self) -> None:
-        """Lets the function know that it may go on. Raises Cancelled when its result is useless."""
+        """Called by a job's function: raises Cancelled when the function's result is useless."""
         if self.cancelled.is_set():
             raise Cancelled
 
