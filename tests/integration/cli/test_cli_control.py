@@ -368,12 +368,12 @@ def test_events_are_followed_over_a_killed_replica(control: Control) -> None:
     order = ["c", "a", "b"]
     urls = "--url=" + ",".join(control.replicas.urls[n] for n in order)
     process = subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", "events", "--follow", "--kind",
-                                "pool.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
+                                "queue.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
     control.running.append(process)
     lines = Lines(process)
 
     def emit(number: int) -> None:
-        events.emit(control.etcd, control.keys, event_kinds.POOL_SCALED, str(number), f"number {number}")
+        events.emit(control.etcd, control.keys, event_kinds.QUEUE_REPLACED, str(number), f"number {number}")
         events.emit(control.etcd, control.keys, event_kinds.TRACKER_FAILED, str(number), "not wanted")
 
     for number in range(3):
