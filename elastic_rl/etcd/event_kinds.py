@@ -116,6 +116,7 @@ class MemberEvents:
 
 
 ENGINE = "engine"
+"""Role of the engines, and part of their events."""
 _WHATS = frozenset(field.name for field in fields(MemberEvents))
 GROUPS = {group: GroupEvents.of(group) for group in TRAINER_GROUPS}
 
