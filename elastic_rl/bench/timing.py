@@ -27,12 +27,6 @@ def gbps(nbytes: int, times: Sequence[float]) -> list[float]:
     return [nbytes / t / 1e9 for t in times]
 
 
-def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Each time over the median of the base."""
-    middle = median(base)
-    return [t / middle for t in times]
-
-
 def speedup(ours: Sequence[float], alternatives: Mapping[str, Sequence[float]]) -> tuple[list[float], dict[str, float]]:
     """How often faster we are than the best alternative, a sample of ours each, and than each of them by medians."""
     medians = {name: median(times) for name, times in alternatives.items() if times}

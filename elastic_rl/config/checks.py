@@ -23,6 +23,7 @@ from elastic_rl.config.critic import CriticConfig
 from elastic_rl.config.forward import ForwardConfig
 from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE
 from elastic_rl.config.pools import ROLLOUT_POOL
+from elastic_rl.config.rollout import ENVIRONMENT
 from elastic_rl.config.section import Section, faults_of_changes
 
 Config = Any
@@ -46,7 +47,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ordered:
-    """One setting stays below another. Both may be products of a number and settings, as in ``a.b * (c.d + 1)``."""
+    """One setting stays below another. Both may be products of a number and settings, as in ``2 * a.b`` and
+    ``a.b * (c.d + 1)``."""
 
     smaller: str
     larger: str
@@ -74,6 +76,7 @@ class Ordered:
 
 
 _KEY = re.compile(r"[a-z_]+\.[a-z_]+")
+_FACTOR = re.compile(r"(\d+) \* ")
 
 
 def keys_of(expression: str) -> list[str]:
@@ -82,9 +85,10 @@ def keys_of(expression: str) -> list[str]:
 
 
 def value_of(expression: str, cfg: BaseModel) -> float:
-    """The value of a key, or of ``a.b * (c.d + 1)``."""
+    """The value of a key, or of ``2 * a.b`` or ``a.b * (c.d + 1)``."""
     first, *rest = keys_of(expression)
-    value = float(_get(first, cfg))
+    factor = _FACTOR.match(expression)
+    value = float(_get(first, cfg)) * (int(factor[1]) if factor else 1)
     for key in rest:
         value *= float(_get(key, cfg)) + 1
     return value
@@ -180,6 +184,14 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.rollout.environment and _built_in(c),
             "rollout.environment={rollout.environment} with the built-in model, which has no chat template: set "
             "model.path"),
+    # Rollout.
+    Refused(lambda c: bool(c.rollout.environment) != c.rollout.plays_episodes,
+            "rollout.environment={rollout.environment!r} with rollout.generate={rollout.generate}: they belong "
+            "together: set rollout.generate to environment, and rollout.environment to what the policy acts in, or "
+            "neither"),
+    Refused(lambda c: ENVIRONMENT in c.rollout.reward_names and not c.rollout.generates_apart,
+            "rollout.reward={rollout.reward} with rollout.generate={rollout.generate}: the reward environment is what "
+            "an environment says: set rollout.generate to environment, or choose another reward"),
     # Modes.
     Refused(lambda c: c.mode == "sft" and not c.sft.max_steps,
             "sft.max_steps=0 with mode=sft: there is nothing to do; set it to the number of steps"),
@@ -258,9 +270,6 @@ CHECKS: tuple[Check, ...] = (
             "actor_fwd.enabled=true: log-probs before a step are needed with algorithm.tis_cap and more than one of "
             "train.updates_per_step or train.minibatches (the pass of a single update has them); set both, or leave it "
             "out"),
-    Refused(lambda c: c.uses_reference_group and not c.algorithm.measures_kl and ":" not in c.algorithm.name,
-            "reference.enabled=true, and nothing is compared with the reference policy: set algorithm.kl_coef or "
-            "algorithm.report_kl, or leave it out"),
     # Engines on the devices of the trainer.
     Refused(lambda c: c.colocated and c.mode != "rl",
             "placement=colocated with mode={mode}: only a job of mode=rl has both a trainer and engines; set "
@@ -289,6 +298,17 @@ CHECKS: tuple[Check, ...] = (
             "coordinator.tls_cert and coordinator.tls_key belong together: set both or none"),
     Refused(lambda c: c.coordinator.tls_ca and not c.coordinator.tls_cert,
             "coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key"),
+    Refused(lambda c: bool(c.etcd.tls_cert) != bool(c.etcd.tls_key),
+            "etcd.tls_cert and etcd.tls_key belong together: set both or none"),
+    Refused(lambda c: not c.etcd.tls_ca and (c.etcd.tls_cert or c.etcd.tls_server_name),
+            "etcd.tls_cert and etcd.tls_server_name need etcd.tls_ca, the authority of the members' certificates"),
+    Refused(lambda c: bool(c.etcd.user) != bool(c.etcd.password_file),
+            "etcd.user and etcd.password_file belong together: set both or none"),
+    Refused(lambda c: (c.etcd.tls_ca or c.etcd.user) and not c.etcd.endpoints,
+            "etcd.tls_ca and etcd.user are for an etcd that someone else runs: set etcd.endpoints"),
+    Refused(lambda c: 0 < c.dcs.orphan_grace_s <= c.dcs.staging_ttl_s,
+            "dcs.orphan_grace_s={dcs.orphan_grace_s:g} must be larger than dcs.staging_ttl_s={dcs.staging_ttl_s:g}: a "
+            "node would drop chunks of a version that is committed later"),
     _engines_of_pools,
     Refused(lambda c: c.coordinator.ports and len(c.coordinator.ports) != c.coordinator.replicas,
             "coordinator.ports={coordinator.ports} must be as many ports as coordinator.replicas="
@@ -317,11 +337,21 @@ LIMITS = (
             "an engine whose turn is over must be able to finish the requests that it has", only_if="colocated"),
     Ordered("engine.apply_timeout_s", "engine.release_timeout_s",
             "an engine whose turn is over must be able to finish the update that it has begun", only_if="colocated"),
+    Ordered("2 * engine.probe_interval_s", "engine.frozen_after_s",
+            "an engine would be killed after a single probe without an answer", may_equal=True),
+    Ordered("engine.frozen_after_s", "engine.busy_limit_s",
+            "an engine that computes may answer no later than one that does not", may_equal=True),
+    Ordered("engine.start_timeout_s", "engine.start_ceiling_s",
+            "the limit of a start is lengthened up to its ceiling", may_equal=True),
     Ordered("coordinator.reconcile_interval_s", "coordinator.hang_max_s",
             "the driver reports its progress once in each pass, and would count as hung"),
     Ordered("train.queue_call_timeout_s", "coordinator.hang_max_s",
             "the actor makes no progress while it waits for the queue, and would count as hung"),
-    # etcd and leases.
+    # The failure detector, etcd and leases.
+    Ordered("coordinator.hang_min_s", "coordinator.hang_max_s",
+            "they are the shortest and the longest time after which a part counts as hung", may_equal=True),
+    Ordered("coordinator.host_lost_s", "coordinator.suspicion_s",
+            "a member whose host is gone would be suspected longer than one whose host is heard", may_equal=True),
     Ordered("etcd.retry_budget_s", "coordinator.reconcile_deadline_s",
             "the leader would be blamed for an outage of etcd"),
     Ordered("coordinator.reconcile_interval_s", "coordinator.reconcile_deadline_s",
@@ -331,6 +361,8 @@ LIMITS = (
     # Failure policy.
     Ordered("failure_policy.fault_merge_s", "failure_policy.fault_window_s",
             "faults would be forgotten before a second one could count"),
+    Ordered("failure_policy.backoff_initial_s", "failure_policy.backoff_max_s",
+            "they are the first and the longest pause before a restart", may_equal=True),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from elastic_rl.config.section import PathText, Positive, Seconds, Section
 
@@ -116,10 +116,3 @@ class DcsConfig(Section):
     """PEM file of the authority that the certificates of all nodes and clients must come from."""
     token_file: PathText = ""
     """File with the secret that clients of the nodes must present. Empty: ``elastic-rl up`` makes one for the job."""
-
-    @model_validator(mode="after")
-    def _check(self) -> DcsConfig:
-        if 0 < self.orphan_grace_s <= self.staging_ttl_s:
-            raise ValueError(f"orphan_grace_s={self.orphan_grace_s:g} must be larger than staging_ttl_s="
-                             f"{self.staging_ttl_s}: a node would drop chunks of a version that is committed later")
-        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
@@ -82,25 +82,21 @@ class EngineConfig(Section):
     are refused: the last one of an option counts. So are those with which a server asks for no key, or writes it to
     its log: ``--tokenizer-worker-num``, ``--grpc-port``, and a ``--log-level`` other than warning and error."""
 
-    @model_validator(mode="after")
-    def _check(self) -> EngineConfig:
-        for word, following in zip(self.extra_args, [*self.extra_args[1:], ""], strict=False):
+    @field_validator("extra_args")
+    @classmethod
+    def _require_free(cls, extra_args: list[str]) -> list[str]:
+        """Raises ValueError for an option that the engine itself sets, and for one that would give its key away."""
+        for word, following in zip(extra_args, [*extra_args[1:], ""], strict=False):
             name, has_value, value = word.partition("=")
             # argparse takes any unambiguous beginning of an option.
             named = [o for o in (*OWN_OPTIONS, *_KEYLESS) if name.startswith("--") and len(name) > 2 and
                      o.startswith(name)]
             if named and (instead := OWN_OPTIONS.get(named[0])) is not None:
-                raise ValueError(f"extra_args: {named[0]} is set by the engine itself; " + (
+                raise ValueError(f"{named[0]} is set by the engine itself; " + (
                     f"set {instead}" if instead else "leave it out"))
             if named:
-                raise ValueError(f"extra_args: leave {named[0]} out: {_KEYLESS[named[0]]}")
+                raise ValueError(f"leave {named[0]} out: {_KEYLESS[named[0]]}")
             if name == "--log-level" and (level := value if has_value else following).lower() not in _LOG_LEVELS:
-                raise ValueError(f"extra_args: --log-level is {' or '.join(_LOG_LEVELS)}, and not {level!r}, with "
+                raise ValueError(f"--log-level is {' or '.join(_LOG_LEVELS)}, and not {level!r}, with "
                                  "which SGLang writes its arguments to its log, and the engine's key is among them")
-        if not 2 * self.probe_interval_s <= self.frozen_after_s <= self.busy_limit_s:
-            raise ValueError(f"frozen_after_s={self.frozen_after_s:g} must be at least twice probe_interval_s="
-                             f"{self.probe_interval_s:g}, and at most busy_limit_s={self.busy_limit_s:g}")
-        if self.start_ceiling_s < self.start_timeout_s:
-            raise ValueError(f"start_ceiling_s={self.start_ceiling_s:g} is less than start_timeout_s="
-                             f"{self.start_timeout_s:g}")
-        return self
+        return extra_args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from elastic_rl.config.section import PathText, Positive, Seconds, Section
 
@@ -45,15 +45,3 @@ class EtcdConfig(Section):
     ``/elastic_rl/``."""
     password_file: PathText = ""
     """Text file with the user's password. It is read at each sign-in, so a new password needs no restart."""
-
-    @model_validator(mode="after")
-    def _check(self) -> EtcdConfig:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert and tls_key belong together: set both or none")
-        if not self.tls_ca and (self.tls_cert or self.tls_server_name):
-            raise ValueError("tls_cert and tls_server_name need tls_ca, the authority of the members' certificates")
-        if bool(self.user) != bool(self.password_file):
-            raise ValueError("user and password_file belong together: set both or none")
-        if (self.tls_ca or self.user) and not self.endpoints:
-            raise ValueError("tls_ca and user are for an etcd that someone else runs: set endpoints")
-        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
@@ -27,10 +27,3 @@ class FailurePolicyConfig(Section):
     """Longest pause, in seconds, before a restart."""
     max_global_restarts: Annotated[int, Field(ge=2)] = 4
     """Number of global restarts in a row without a further step after which the run is stopped as a crash loop."""
-
-    @model_validator(mode="after")
-    def _check(self) -> FailurePolicyConfig:
-        if self.backoff_initial_s > self.backoff_max_s:
-            raise ValueError(f"backoff_initial_s={self.backoff_initial_s:g} is larger than "
-                             f"backoff_max_s={self.backoff_max_s:g}")
-        return self

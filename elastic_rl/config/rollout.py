@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from elastic_rl.config.json_values import require_json
 from elastic_rl.config.section import Positive, Seconds, Section
@@ -110,16 +110,6 @@ class RolloutConfig(Section):
             if isinstance(entry, dict) and not isinstance(entry.get("name"), str):
                 raise ValueError(f"a filter with options needs a name: {{name: …}}, not {entry}")
         return filters
-
-    @model_validator(mode="after")
-    def _check_environment(self) -> RolloutConfig:
-        if bool(self.environment) != self.plays_episodes:
-            raise ValueError(f"environment={self.environment!r} with generate={self.generate}: they belong together: "
-                             "set generate to environment, and environment to what the policy acts in, or neither")
-        if ENVIRONMENT in self.reward_names and not self.generates_apart:
-            raise ValueError(f"reward={self.reward} with generate={self.generate}: the reward environment is what an "
-                             "environment says: set generate to environment, or choose another reward")
-        return self
 
     @field_validator("reward_options", "environment_options")
     @classmethod

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from elastic_rl.config import Config
+from elastic_rl.coordinator.alerts.conditions import leader_conditions
 from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import Notifier
-from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
 from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
@@ -43,7 +43,7 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Leader, Severity
+from elastic_rl.etcd.records import Leader
 from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,6 @@ log = logging.getLogger(__name__)
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Pauses between two passes: a burst of triggers is one pass."""
 _LOG_EVERY_S = 60.0
-_FAILING_HOLD_S = 5.0
-"""A stage that fails for so long gives an alert."""
-_SWEEP_HOLD_S = 30.0
 _ENGINE_ENDED = (event_kinds.ENGINE_DEAD.name, event_kinds.ENGINE_REPLACED.name)
 """Kinds that say that an engine's process has ended; its runner or driver often writes them before its lease ends."""
 
@@ -236,16 +233,11 @@ class Reconciler:
     def _record_reported_deaths(self, batch: EventBatch) -> None:
         for event, revision in batch.events:
             if event.kind in _ENGINE_ENDED and event.data.get("by") != registry.BY_LEADER:
-                self._membership.mark_reported(registry.ENGINE, event.subject, str(event.data.get("incarnation", "")),
-                                               self._clock(), revision)
+                self._membership.mark_reported(event_kinds.ENGINE, event.subject,
+                                               str(event.data.get("incarnation", "")), self._clock(), revision)
 
     def _update_alerts(self, snapshot: ClusterSnapshot, batch: EventBatch) -> None:
-        conditions = [Condition("reconcile.failing", stage, f"the {stage} stage of the leader's reconcile pass fails: "
-                                f"{error}; the log of {self._election.replica} has the traceback",
-                                hold_s=_FAILING_HOLD_S) for stage, error in self._stage_errors.items()]
-        if self._sweep is not None and (problem := self._sweep.problem()):
-            message = f"old versions are not released, and lost copies are not made again: {problem}"
-            conditions.append(Condition("dcs.maintenance_failing", "dcs", message, Severity.WARNING,
-                                        hold_s=_SWEEP_HOLD_S))
-        self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, conditions)
+        own = leader_conditions(self._election.replica, self._stage_errors,
+                                "" if self._sweep is None else self._sweep.problem())
+        self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, own)
         self._alerts.deliver()

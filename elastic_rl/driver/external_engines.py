@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.placement import PlacedActor, ended
 from elastic_rl.driver.restart_requests import acknowledge
@@ -156,7 +155,8 @@ class ExternalEngines:
                    f"external engine {registration.engine} ({registration.url}) ended ({reason}); it is not replaced")
 
     def _deregister(self, engine_id: str) -> None:
-        deregister(self._etcd, self._keys, [m for m in members(self._etcd, self._keys, ENGINE) if m.id == engine_id])
+        deregister(self._etcd, self._keys, [m for m in members(self._etcd, self._keys, event_kinds.ENGINE)
+                                            if m.id == engine_id])
 
     def _emit(self, kind: EventKind, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
               **data: object) -> None:

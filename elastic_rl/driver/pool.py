@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL
-from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.late_engines import LateEngines
@@ -236,7 +235,7 @@ class EnginePool:
             slot, record = self._slots[engine_id], records.get(engine_id)
             _, crash = placed.outcome()
             if slot.request is not None:
-                deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, ENGINE)
+                deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, event_kinds.ENGINE)
                                                 if m.id == engine_id])
                 acknowledge(self.etcd, self.keys, slot.request, self._guard)
             left = slot.draining or (record is None and not crash) or (

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
-from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, read_evidence
@@ -76,8 +75,8 @@ class EngineRunner:
         self._drain = threading.Event()
         self._stop = threading.Event()
         self._etcd = ctx.connect()
-        self._member = Membership(self._etcd, ctx.keys, ENGINE, engine_id, ttl_s=ctx.config.coordinator.lease_ttl_s,
-                                  epoch=ctx.epoch)
+        self._member = Membership(self._etcd, ctx.keys, event_kinds.ENGINE, engine_id,
+                                  ttl_s=ctx.config.coordinator.lease_ttl_s, epoch=ctx.epoch)
         self._record = EngineRecord(ctx, self._etcd, engine_id, self._member.incarnation)
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0

@@ -116,6 +116,7 @@ class MemberEvents:
 
 
 ENGINE = "engine"
+"""Role of the engines, and part of their events."""
 _WHATS = frozenset(field.name for field in fields(MemberEvents))
 GROUPS = {group: GroupEvents.of(group) for group in TRAINER_GROUPS}
 
@@ -187,6 +188,8 @@ REWARD_FAILED = EventKind("reward.failed", "prompt groups were dropped, since th
                           "most one event a minute")
 GENERATE_FAILED = EventKind("generate.failed", "prompt groups were dropped, since the function that generates failed "
                             "for them alone; at most one event a minute")
+FILTER_FAILED = EventKind("filter.failed", "prompt groups were dropped, since a filter failed for them alone; at most "
+                          "one event a minute")
 RESPONSES_TRUNCATED = EventKind("responses.truncated", "all responses of a step ended at their limit of length, none "
                                 "with a stop token: mostly the model does not know its end token")
 LOGPROB_MISMATCH = EventKind("logprob.mismatch", "log-probs of engine and trainer differ, or one of them gives no "

@@ -2,7 +2,7 @@
 
 With one replica a node that dies takes the chunks along that were not on its disk yet. A committed version may then be
 one that nobody can fetch, while the trainer has the very weights. Engines that merely take long to fetch must not be
-given another version again and again: the limit grows with their last pulls, and doubles each time.
+given another version again and again: the limit grows with their last pulls, and doubles each time, up to an hour.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_rl.etcd.records import Engine
+from elastic_rl.runtime.backoff import doubled_s
 
-FIRST_S = 15.0
+FIRST_S, _MAX_S = 15.0, 3600.0
 _PULLS = 3.0
 """Multiple of the longest last pull that is still no loss."""
 
@@ -33,7 +34,7 @@ class Republish:
 
         def over(engine: Engine) -> bool:
             limit_s = usual_s if engine.version or engine.pull_apply_s else max(usual_s, self._first_pull_s)
-            return now - self._since[engine.id] >= limit_s * 2.0 ** self._times
+            return now - self._since[engine.id] >= doubled_s(self._times + 1, limit_s, max(limit_s, _MAX_S))
 
         if not any(map(over, behind)):
             return False

@@ -73,8 +73,12 @@ class AbandonableCalls:
         try:
             threading.Thread(target=self._work, args=(begun,), name=self._name, daemon=True).start()
         except RuntimeError as e:
-            self.ended(begun)
-            raise CallRefused(f"no thread can be started: {e}") from e
+            refusal = CallRefused(f"no thread can be started: {e}")
+            following = self.ended(begun)
+            while following is not None:  # those that came meanwhile wait for this thread
+                following.refuse(refusal)
+                following = self.ended(following)
+            raise refusal from e
         return begun
 
     @property

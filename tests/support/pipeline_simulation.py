@@ -130,7 +130,6 @@ class World:
         self.actors: list[Actor] = []
         self.finished = False
         self.faults_left = self.random.randint(0, 14)
-        self.reward_of: dict[int, bool] = {}
         self.waits_shown: Counter[str] = Counter()
         self.resumes = 0
         """How often an actor read the committed state."""

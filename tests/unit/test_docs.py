@@ -28,7 +28,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 """The changelog is not among them: it names what is gone."""
 KEYS = set(known_keys(config.Config))
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
-EVENTS = set(event_kinds.KINDS) | {kind.name for role in ("engine", "driver", "dcs", "coordinator", *TRAINER_GROUPS)
+ROLES = ("engine", "driver", "dcs", "coordinator", *TRAINER_GROUPS)
+EVENTS = set(event_kinds.KINDS) | {kind.name for role in ROLES
                                    for kind in vars(event_kinds.of_members(role)).values()}
 FIRST_WORDS = SECTIONS | {"run", "job", "publish", "version", "leader", "restart", "record", "pool"}
 """First words of settings and of kinds of events."""
@@ -136,12 +137,20 @@ def test_yaml_examples_of_a_page_are_valid_settings(page: Path) -> None:
             config.parse(yaml.safe_load("\n".join(line[4:] for line in block.splitlines())))
 
 
-def test_alerts_that_are_listed_are_kinds_of_the_code() -> None:
+def test_alerts_of_the_code_are_listed_and_no_others() -> None:
+    """``<group>`` stands for each group of ranks, and ``<role>`` for each role."""
     table = (ROOT / "docs/operating/alerts.md").read_text().partition("## Kinds")[2].partition("\n\nWhile")[0]
     listed = {kind for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
-              for kind in re.findall(r"`([a-z_]+\.[a-z_]+)`", row)}
-    assert len(listed) > 25
-    assert listed <= literals() | EVENTS
+              for kind in re.findall(r"`([a-z_<>]+\.[a-z_]+)`", row)}
+    listed |= {kind.replace("<group>", group) for kind in listed for group in TRAINER_GROUPS}
+    rules = ast.parse((ROOT / "elastic_rl/coordinator/alerts/conditions.py").read_text())
+    calls = [node for node in ast.walk(rules) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+             and node.func.id == "Condition"]
+    of_state = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    of_events = {kind.alert for kind in event_kinds.KINDS.values() if kind.alert}
+    of_members = {f"{role}.{what}" for role in ("<role>", *ROLES) for what in ("dead", "hung")}
+    assert len(of_state) > 10 and len(of_events) > 25 and {"<role>.dead", "<role>.hung"} <= listed
+    assert {kind for kind in listed - of_members if "<" not in kind} == (of_state | of_events) - of_members
 
 
 def test_settings_that_are_fixed_for_a_job_are_listed() -> None:

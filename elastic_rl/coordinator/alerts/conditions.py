@@ -11,6 +11,7 @@ from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Severity
 
@@ -20,6 +21,9 @@ _ACTOR = "actor"
 _WAITING_CHARS = 300
 """Characters of what a run waits for that are in an alert."""
 _FAILING_HOLD_S = 10.0
+_STAGE_HOLD_S = 5.0
+"""A stage of the leader's reconcile pass that fails for so long gives an alert."""
+_SWEEP_HOLD_S = 30.0
 _WAITING_HOLD_S = 120.0
 """Parts of the compute plane wait for less than this long while a run starts, and after a restart."""
 _PARTS = 20
@@ -77,7 +81,7 @@ def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
         # The ranks of a trainer fail together, whichever was hit first: one fault, one alert.
         subject = s.role if s.role in TRAINER_GROUPS else s.id
         who = f"{s.role} {s.id} (pid {s.pid} on {s.host})"
-        if s.dead and s.role != registry.ENGINE:  # the death of an engine is reported, often by its runner or driver
+        if s.dead and s.role != event_kinds.ENGINE:  # the death of an engine is reported, often by its runner or driver
             yield Condition(f"{s.role}.dead", subject, f"{who} is dead", cause=s.host)
         elif s.hung_at and not s.dead:
             yield Condition(f"{s.role}.hung", subject, f"{who} sends heartbeats but makes no progress", cause=s.host)
@@ -181,6 +185,18 @@ def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Itera
         what = status.waiting_for[:_WAITING_CHARS]
         yield Condition("run.waiting", kind, f"the run has waited in {status.stage or status.phase} for more than "
                         f"{limit_s:.0f} s for {what}", Severity.WARNING)
+
+
+def leader_conditions(replica: str, stage_errors: Mapping[str, str], sweep_problem: str) -> list[Condition]:
+    """What is wrong with the leader's own work. ``stage_errors``: by stage of its reconcile pass; ``sweep_problem``:
+    of the checkpoint service's maintenance, "" for none."""
+    found = [Condition("reconcile.failing", stage, f"the {stage} stage of the leader's reconcile pass fails: {error}; "
+                       f"the log of {replica} has the traceback", hold_s=_STAGE_HOLD_S)
+             for stage, error in stage_errors.items()]
+    if sweep_problem:
+        found.append(Condition("dcs.maintenance_failing", "dcs", "old versions are not released, and lost copies are "
+                               f"not made again: {sweep_problem}", Severity.WARNING, hold_s=_SWEEP_HOLD_S))
+    return found
 
 
 def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:

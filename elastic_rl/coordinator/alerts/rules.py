@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
-from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.etcd import event_kinds
@@ -73,7 +72,7 @@ def fault_of(kind: str, subject: str) -> str:
         return _RUN
     if part in TRAINER_GROUPS and what in ("dead", "hung"):
         return part
-    if part == registry.ENGINE or what in ("dead", "hung") or kind in ("dcs.restarted", "coordinator.restarted"):
+    if part == event_kinds.ENGINE or what in ("dead", "hung") or kind in ("dcs.restarted", "coordinator.restarted"):
         return f"{part}/{subject}"
     return f"{kind}/{subject}"
 

@@ -18,6 +18,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
 from elastic_rl.net import http_client
+from elastic_rl.runtime.backoff import RetryBackoff
 
 _PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
@@ -197,7 +198,7 @@ class AdminClient:
               headers: dict[str, str] | None = None) -> httpx.Response:
         """One request, tried on each replica, and again while they wait for a leader or for etcd. No attempt is applied
         twice: a POST and a DELETE have their key, and a PATCH its If-Match."""
-        end, pause = time.monotonic() + self._budget_s, _POLL_S
+        end, retry = time.monotonic() + self._budget_s, RetryBackoff(_POLL_S, _MAX_POLL_S)
         may_be_applied = False
         while True:
             reasons: list[str] = []
@@ -221,12 +222,13 @@ class AdminClient:
                     raise problem
                 reasons.append(f"{url}: {problem.message}")
                 answered, may_be_applied = True, may_be_applied or problem.kind not in _NOT_APPLIED
-            if not answered or time.monotonic() + pause > end:
+            now = time.monotonic()
+            retry.failed(now)
+            if not answered or now + retry.left_s(now) > end:
                 kind = OutcomeUnknown if may_be_applied and method != "GET" else EtcdUnavailable
                 raise kind("no coordinator answered: " + "; ".join(reasons),
                            hint="see the logs in the cluster folder; `elastic-rl up` starts what is missing")
-            time.sleep(pause)
-            pause = min(pause * 2, _MAX_POLL_S)
+            time.sleep(retry.left_s(now))
 
 
 def problem_of(answer: httpx.Response) -> RequestRefused:

@@ -5,7 +5,9 @@ import { clock, duration, now } from "./format.js";
 
 const CAP = 14;
 const LEVEL = { error: "bad", warning: "warn", info: "idle" };
-const LANES = [["engines", /^(engine|pool|router)\./], ["trainer", /^(trainer|critic|actor_fwd|reference|logprob|staleness|run|job|actor|advantages|rollout)\./],
+const TRAINER = /^(trainer|critic|actor_fwd|reference|logprob|staleness|run|job|actor)\./;
+const SAMPLING = /^(rollout|advantages|genrm|teacher|reward|filter|generate|responses|samples|queue|groups)\./;
+const LANES = [["engines", /^(engine|pool|router)\./], ["training", new RegExp(`${TRAINER.source}|${SAMPLING.source}`)],
   ["versions", /^(version|publish|dcs)\./], ["control", /./]];
 const LANE_HEIGHT = 18;
 const LEFT = 62;

@@ -20,6 +20,7 @@ from elastic_rl.config.groups import TRAINER_GROUPS, GroupSpec
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
 from elastic_rl.coordinator.targets import JOB, engine_target, role_target
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.runtime.backoff import doubled_s
 
@@ -88,7 +89,7 @@ def rule_for(role: str, fault: Fault) -> FailureRule:
 def target_of(role: str, member_id: str) -> str:
     """What is restarted when a member fails; faults of one target are counted together."""
     match role:
-        case registry.ENGINE:
+        case event_kinds.ENGINE:
             return engine_target(member_id)
         case _ if role in TRAINER_GROUPS:
             return role

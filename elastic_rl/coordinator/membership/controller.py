@@ -44,7 +44,7 @@ _MAX_SUSPICION_EVENTS = 50
 """Suspicions beyond this number in one pass are written without events."""
 _MAX_WITHOUT_EVENT, _MAX_WITH_EVENT = 4000, 400
 """Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
-_REPORT_RECOVERY = (registry.ENGINE, *TRAINER_GROUPS)
+_REPORT_RECOVERY = (event_kinds.ENGINE, *TRAINER_GROUPS)
 """Roles whose own events say that a replacement works."""
 
 
@@ -205,7 +205,7 @@ class MembershipController:
 
     def _end_engine(self, snapshot: ClusterSnapshot, dead: LastSeen, writes: WriteSet) -> None:
         """Ends the record of a dead engine; its driver then replaces it."""
-        engine = snapshot.engines.get(dead.id) if dead.role == registry.ENGINE else None
+        engine = snapshot.engines.get(dead.id) if dead.role == event_kinds.ENGINE else None
         if engine is None or engine.state is EngineState.DEAD:
             return
         if engine.incarnation and engine.incarnation != dead.incarnation:  # another runner has taken the id over

@@ -22,7 +22,6 @@ from elastic_rl.etcd.records import DcsNode, Member
 
 DCS = "dcs"
 COORDINATOR = "coordinator"
-ENGINE = "engine"
 DRIVER = "driver"
 BY_LEADER = "leader"
 """``data["by"]`` of events that the leader made from the registry, whose alert the registry opens already."""

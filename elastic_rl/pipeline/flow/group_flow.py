@@ -35,8 +35,11 @@ from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import IllegalTransition
 
-REWARD_FAILED, GENERATE_FAILED = "reward failed", "generate failed"
-"""Why groups are dropped whose reward failed, or for which the user's function to generate did."""
+REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED = "reward failed", "generate failed", "filter failed"
+"""Why groups are dropped whose reward failed, or for which the user's function to generate, or a filter, did."""
+FAILED = frozenset({REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED})
+"""Reasons for which a group is never taken, so that ``max_dropped_groups``, which is for filters that work, does not
+count it: the sampling has limits of its own for them."""
 
 
 def failure(group: Group) -> str:
@@ -240,9 +243,9 @@ class GroupFlow:
                 self._ledger.generated(ordinal)
                 self._ledger.release(ordinal)
 
-    def finished(self, ordinal: int, versions: Sequence[int], reason: str, *, failed: bool = False) -> bool:
+    def finished(self, ordinal: int, versions: Sequence[int], reason: str) -> bool:
         """A group was generated and rewarded. ``versions``: of its tokens, ascending. ``reason``: why a filter drops
-        it, or why it failed; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
+        it, or one of ``FAILED``; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
         ``arrived`` says so. A group that nobody waits for any more is not kept, and one of weights that the trainer
         went back from is generated again."""
         if ordinal not in self._leased:
@@ -253,8 +256,8 @@ class GroupFlow:
             self._ledger.release(ordinal)
             self.counts.stale += 1
             return False
-        if failed or (reason and len(self._dropped) < self.limits.max_dropped_groups):
-            if not failed:  # a group without rewards is never taken, so no limit is for it
+        if reason in FAILED or (reason and len(self._dropped) < self.limits.max_dropped_groups):
+            if reason not in FAILED:
                 self._dropped.add(ordinal)
             self._ledger.drop(ordinal, reason)
             self._retried.discard(ordinal)

@@ -96,11 +96,10 @@ class SharedFlow:
             return self._flow.open
 
     def finished(self, group: Group, reason: str, waits: Waits) -> None:
-        """Takes a group in. ``reason``: of the filter that drops it. Waits while the queue does not take it. Raises
-        Fenced."""
+        """Takes a group in. ``reason``: of the filter that drops it, or that one failed. Waits while the queue does not
+        take it. Raises Fenced."""
         with self._changed:
-            kept = self._flow.finished(group.ordinal, group.versions, failure(group) if group.failed else reason,
-                                       failed=bool(group.failed))
+            kept = self._flow.finished(group.ordinal, group.versions, failure(group) if group.failed else reason)
             self._changed.notify_all()
         if not kept:
             return

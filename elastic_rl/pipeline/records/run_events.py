@@ -24,10 +24,11 @@ from elastic_rl.pipeline.waits import Waits
 log = logging.getLogger(__name__)
 
 PRODUCER = "actor"
-_DROPPED = {"reward": event_kinds.REWARD_FAILED, "generate": event_kinds.GENERATE_FAILED}
-"""Kind of the event about dropped groups, by what failed."""
+_DROPPED = {"reward": event_kinds.REWARD_FAILED, "generate": event_kinds.GENERATE_FAILED,
+            "filters": event_kinds.FILTER_FAILED}
+"""Kind of the event about dropped groups, by the setting of ``rollout`` that names what failed."""
 _FAILED_GROUPS_S = 60.0
-"""Shortest pause between two events about groups whose reward failed, or that could not be generated."""
+"""Shortest pause between two events about groups for which the same part failed."""
 _RECENT = 200
 """Events that an actor looks through as it takes over."""
 _SPANS = 16
@@ -84,7 +85,8 @@ class RunEvents:
         """Generation of the newest request that was known when the state was read, by trainer group."""
 
     def groups_failed(self, part: str, ordinals: Sequence[int], why: str) -> None:
-        """The metrics of the step count them; the event is for people. ``part``: reward or generate."""
+        """The metrics of the step count them; the event is for people. ``part``: reward, generate or
+        filters."""
         if count := self._failed_groups[part].add(len(ordinals), time.monotonic()):
             self._emit(_DROPPED[part], self._keys.job, severity=Severity.WARNING, groups=count, message=
                        f"{count} prompt groups have been dropped since rollout.{part} failed, last group "

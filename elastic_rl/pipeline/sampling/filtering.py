@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from functools import partial
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import PluginFailed, SourceFailed
+from elastic_rl.pipeline.flow.group_flow import FILTER_FAILED
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Verdict
 from elastic_rl.pipeline.sampling.reward_calls import GRACE_S, error_text
 from elastic_rl.pipeline.sampling.rewarding import Other
@@ -25,13 +27,11 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before a group for which a filter failed is tried again."""
-FILTER_FAILED = "filter failed"
-"""Why groups are dropped for which a filter failed, though it works for others."""
 
 
 class Filters:
     """Asks the filters of ``rollout.filters`` about one group after the other; ``FaultIsolation`` says what becomes of
-    those for which one fails. Used by one thread."""
+    those for which one fails. Used by one thread, but for ``take_failed``."""
 
     def __init__(self, cfg: Config, waits: Waits, *, other: Other) -> None:
         """Waits for the user's code, which may take long to be imported. Raises ConfigError for a setting that names
@@ -39,6 +39,7 @@ class Filters:
         self._waits, self._calls, self._other = waits, UserCalls(waits), other
         self._limit_s, self._others = cfg.rollout.reward_timeout_s, 0
         self._isolation: FaultIsolation[Group] = FaultIsolation.of(cfg, _RETRY_S)
+        self._failed: deque[tuple[int, str]] = deque()
         self._known_good: Group | None = None
         """A group that the filters took: as long as they can again, they work."""
         with contextlib.ExitStack() as made:
@@ -55,8 +56,8 @@ class Filters:
         self._closing.close()
 
     def drop_reason(self, group: Group) -> str:
-        """The reason of the first filter that drops the group; "" where none does, and for one that has failed before.
-        Raises Fenced."""
+        """The reason of the first filter that drops the group; "" where none does, and for one that has failed before;
+        ``FILTER_FAILED`` where one fails for the group, though it works for others. Raises Fenced."""
         if group.failed or not self._filters:
             return ""
         isolation = self._isolation
@@ -70,6 +71,7 @@ class Filters:
                     [[verdict]] = isolation.settle(Lane.MAIN, [(trial, [Failure.GROUP])], time.monotonic())
                     if verdict is Verdict.DROP:
                         log.warning("group %d is dropped since a filter failed: %s", group.ordinal, e)
+                        self._failed.append((group.ordinal, str(e)))
                         return FILTER_FAILED
                     self._waits.waits("plugin", verdict.reason(str(e), "the filter or the prompts' metadata"))
                 else:
@@ -80,6 +82,10 @@ class Filters:
             if isolation.wants_probe(Lane.MAIN):
                 isolation.probed(Lane.MAIN, works=self._works())
             self._waits.pause(isolation.left_s(time.monotonic()))
+
+    def take_failed(self) -> dict[int, str]:
+        """The groups that were dropped since a filter failed, and why it did, since the last call. In any thread."""
+        return dict(self._failed.popleft() for _ in range(len(self._failed)))
 
     def _works(self) -> bool:
         """Whether the filters work for a group that they took before or, before there is one, for another prompt of the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -31,8 +31,8 @@ may be further prompts."""
 
 T = TypeVar("T")
 OnFailed = Callable[[str, Sequence[int], str], None]
-"""Called with what failed (``reward``, ``generate``), the groups that are dropped for it, and why. Raises nothing but
-Fenced."""
+"""Called with what failed (``reward``, ``generate``, ``filters``), the groups that are dropped for it, and why. Raises
+nothing but Fenced."""
 
 
 def sampling_seed(seed: int, data_pass: int) -> int:
@@ -85,7 +85,9 @@ class Sampler:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
         failed says so itself, and no filter sees it."""
         groups = self._groups(self._prompt_requests(prompts), min_version)
-        return self._side.call(lambda: [(group, self._filters.drop_reason(group)) for group in groups])
+        judged = self._side.call(lambda: [(group, self._filters.drop_reason(group)) for group in groups])
+        self._report("filters", self._filters.take_failed())
+        return judged
 
     def training_stream(self, more: More[tuple[int, Prompt]]) -> Iterator[tuple[Group, str]]:
         """Yields what ``training_groups`` returns, of the prompts that ``more`` gives again and again, each group as it
@@ -177,9 +179,14 @@ class Sampler:
             yield from ((group, "") for group in failed)
             rewards.add(found)
             done = rewards.take()
-            if faults := {group.ordinal: group.failed for group, _ in done if group.failed}:
-                self._on_failed("reward", sorted(faults), next(iter(faults.values())))
+            self._report("reward", {group.ordinal: group.failed for group, _ in done if group.failed})
+            self._report("filters", self._filters.take_failed())
             yield from done
+
+    def _report(self, part: str, faults: Mapping[int, str]) -> None:
+        """``faults``: the groups that are dropped since this failed for them, and why."""
+        if faults:
+            self._on_failed(part, sorted(faults), faults[max(faults)])
 
 
 def decoder(source: DataSource) -> Decode | None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.budget import seeds
 from support.etcd_server import EtcdServers
 
 from elastic_rl.dcs.catalog import leader_writes, pins, reads, transitions
@@ -240,5 +241,5 @@ def test_catalog_follows_its_model(etcd_servers: EtcdServers) -> None:
     with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as etcd:
         CatalogMachine.etcd = etcd
         run_state_machine_as_test(CatalogMachine, settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None,
+            max_examples=seeds(40), stateful_step_count=40, deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]))

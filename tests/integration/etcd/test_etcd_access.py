@@ -16,6 +16,7 @@ import pytest
 from support.certificates import Authority, Identity
 from support.etcd_server import EtcdServers
 
+from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.dcs.fetch.puller import HeadWatch
@@ -291,9 +292,9 @@ def test_access_rejects_bad_certificates_and_secrets_before_the_first_call(tmp_p
 @pytest.mark.parametrize("settings", [
     {"tls_cert": "c"}, {"tls_key": "k", "tls_ca": "a"}, {"tls_server_name": "n"}, {"user": "u"},
     {"password_file": "p"}, {"tls_ca": "a", "endpoints": []}])
-def test_config_rejects_settings_that_do_not_fit_together(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="belong together|need|set endpoints"):
-        EtcdServers(tmp_path, 1).config(**settings)
+def test_config_rejects_settings_that_do_not_fit_together(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"belong together|need|set etcd\.endpoints"):
+        config.parse({"etcd": {"endpoints": ["a:1"], **settings}})
 
 
 def test_client_rejects_endpoints_that_contradict_the_tls_settings(tmp_path: Path) -> None:

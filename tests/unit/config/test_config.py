@@ -144,7 +144,7 @@ def test_misspelt_durable_stream_is_refused() -> None:
 
 @pytest.mark.parametrize(("grace_s", "ttl_s"), [(10, 10), (3, 10), (15, 20)])
 def test_orphan_grace_that_ends_before_the_publishers_lease_is_refused(grace_s: float, ttl_s: int) -> None:
-    with pytest.raises(ConfigError, match=f"orphan_grace_s={grace_s} must be larger than staging_ttl_s={ttl_s}"):
+    with pytest.raises(ConfigError, match=rf"orphan_grace_s={grace_s} must be larger than dcs\.staging_ttl_s={ttl_s}"):
         config.parse({"job": "j", "dcs": {"orphan_grace_s": grace_s, "staging_ttl_s": ttl_s}})
 
 

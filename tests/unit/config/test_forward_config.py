@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_rl import config
+from elastic_rl.algorithms.registry import algorithm_of
 from elastic_rl.config.groups import ACTOR, ACTOR_FWD, REFERENCE
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
@@ -21,7 +22,6 @@ ON: dict[str, Any] = {"enabled": True}
 @pytest.mark.parametrize(("changed", "fault"), [
     ({"actor_fwd": ON, "train": {"updates_per_step": 1}}, "the pass of a single update has them"),
     ({"actor_fwd": ON, "algorithm": {"kl_coef": 0.1}}, "needed with algorithm.tis_cap"),
-    ({"reference": ON, "algorithm": {"tis_cap": 2.0}}, "nothing is compared with the reference policy"),
     ({"reference": ON, "mode": "sft"}, r"reference\.enabled=true with mode=sft"),
     ({"actor_fwd": ON, "placement": "colocated"}, r"placement=colocated with actor_fwd\.enabled=true"),
     ({"reference": {**ON, "trainer": {"tensor_parallel": 7}}}, r"of the group reference: model\.num_heads=\d+"),
@@ -30,6 +30,11 @@ ON: dict[str, Any] = {"enabled": True}
 def test_settings_that_do_not_fit_are_refused(changed: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         config.parse({**TIS, **changed})
+
+
+def test_reference_group_that_nothing_is_compared_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compares nothing with the reference policy"):
+        algorithm_of(config.parse({"reference": ON}))
 
 
 def test_ranks_of_a_group_get_its_settings() -> None:

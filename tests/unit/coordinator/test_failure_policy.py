@@ -18,6 +18,7 @@ from elastic_rl.coordinator.failure.policy import POLICY, FailureRule, Fault
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, RecoveryAction
 from elastic_rl.coordinator.targets import JOB
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import JobStatus
 
 SEEDS = seeds(40)
@@ -38,7 +39,7 @@ def after(rule: FailureRule, times: list[float], progress: int = 0, log: FaultLo
 def test_every_part_has_a_rule_for_each_fault() -> None:
     parts = {r.part for r in POLICY}
     assert {(r.part, r.fault) for r in POLICY} == {(p, f) for p in parts for f in Fault}
-    assert {registry.ENGINE, *TRAINER_GROUPS, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
+    assert {event_kinds.ENGINE, *TRAINER_GROUPS, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
     assert all(r.does and r.meanwhile for r in POLICY)
     assert policy.rule_for("genrm", Fault.DEAD).part == "role"
 

@@ -90,7 +90,7 @@ def count_once(etcd: LossyEtcd) -> LeaderTransaction:
 LOSSES = st.lists(st.sampled_from(["answered", "applied", "late", "never"]), max_size=12)
 
 
-@settings(max_examples=seeds(100))
+@settings(max_examples=seeds(40))
 @given(LOSSES)
 def test_change_is_reported_as_made_only_when_made_and_never_made_twice(losses: list[str]) -> None:
     etcd = LossyEtcd()

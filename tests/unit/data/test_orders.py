@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.data.mixing import MAX_CYCLE, Concatenated, WeightedOrder, turns
 from elastic_rl.data.order import PromptOrder, fingerprint, order_of, probes
@@ -16,7 +17,7 @@ from elastic_rl.data.samples import Prompt
 keys = st.text(max_size=8)
 
 
-@settings(max_examples=40)
+@settings(max_examples=seeds(40))
 @given(st.integers(1, 150), keys)
 def test_permutation_takes_every_value_once_and_back(size: int, key: str) -> None:
     shuffle = Permutation(size, key)
@@ -93,7 +94,7 @@ def test_weights_that_no_short_cycle_has_are_rounded(given_weights: list[float])
         assert abs(counts[part] / len(cycle) - weight / total) < (len(given_weights) + 1) / MAX_CYCLE
 
 
-@settings(max_examples=40)
+@settings(max_examples=seeds(40))
 @given(weights, st.integers(0, 9), st.integers(1, 12))
 def test_each_part_is_taken_in_its_own_order_without_a_gap(given_weights: list[int], seed: int, size: int) -> None:
     parts = [(PromptOrder(size + i, i), size + i) for i in range(len(given_weights))]

@@ -415,7 +415,7 @@ def test_environment_is_tried_with_the_data(tmp_path: Path, model: Path, local_p
 def test_reward_of_an_environment_needs_one(tmp_path: Path, model: Path) -> None:
     mix = "--rollout.reward_options={parts: [{reward: environment}, {reward: f1}]}"
     for more in (["--rollout.reward=environment"], ["--rollout.reward=mix", mix]):
-        with pytest.raises(ConfigError, match="set generate to environment"):
+        with pytest.raises(ConfigError, match=r"set rollout\.generate to environment"):
             text_job(tmp_path, model, ROWS, *more)
     text_job(tmp_path, model, ROWS, "--rollout.reward=environment", "--rollout.generate=my_module:plays")
 

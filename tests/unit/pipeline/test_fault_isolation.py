@@ -190,7 +190,7 @@ blame = st.dictionaries(st.integers(0, 23), st.sampled_from([Failure.GROUP, Fail
 outages = st.sampled_from([None, Failure.GROUP, Failure.PROCESS, Failure.SERVICE])
 
 
-@settings(max_examples=seeds(100), deadline=None)
+@settings(max_examples=seeds(40), deadline=None)
 @given(st.integers(0, 1 << 30), blame, outages, st.booleans())
 def test_groups_that_are_to_blame_are_dropped_and_no_others(seed: int, bad: dict[int, Failure], outage: Failure | None,
                                                             halves: bool) -> None:

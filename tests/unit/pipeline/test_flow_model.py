@@ -19,7 +19,7 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.pipeline.flow.group_flow import (
-    REWARD_FAILED,
+    FAILED,
     ChosenPart,
     ChosenStep,
     FlowLimits,
@@ -294,17 +294,18 @@ def test_groups_that_were_not_generated_after_all_are_leased_again() -> None:
     assert chosen is not None and chosen.ordinals == (0, 1)
 
 
-def test_failed_groups_are_dropped_beyond_the_limit_of_filters_and_replaced() -> None:
+@pytest.mark.parametrize("reason", sorted(FAILED))
+def test_failed_groups_are_dropped_beyond_the_limit_of_filters_and_replaced(reason: str) -> None:
     flow = _flow(beside_steps=False)
     failing = LIMITS.max_dropped_groups + 2
     while (chosen := _step(flow)) is None:
         grant = flow.lease()
         assert grant is not None
         for ordinal in grant.ordinals:
-            if flow.finished(ordinal, (1,), REWARD_FAILED if ordinal < failing else "", failed=ordinal < failing):
+            if flow.finished(ordinal, (1,), reason if ordinal < failing else ""):
                 flow.arrived(ordinal)
     assert chosen.ordinals == (failing, failing + 1)
-    assert {reason: len(groups) for reason, groups in chosen.consumption.dropped.items()} == {REWARD_FAILED: failing}
+    assert {reason: len(groups) for reason, groups in chosen.consumption.dropped.items()} == {reason: failing}
 
 
 def test_lost_group_of_a_chosen_step_is_generated_again_and_the_others_stay() -> None:

@@ -127,6 +127,8 @@ def test_version_that_an_engine_lacks_for_long_is_published_again_ever_less_ofte
     republish = Republish(first_pull_s=100.0)
     due = [now for now in range(400) if republish.is_due(float(now), [slow])]
     assert due == [30, 90, 210], "three pulls, then twice as long each time"
+    later = [now for now in range(400, 60_000) if republish.is_due(float(now), [slow])]
+    assert later[-1] - later[-2] == later[-2] - later[-3] == 3600, "an hour at most"
     assert not any(Republish(100.0).is_due(float(now), []) for now in range(100))
     assert not any(Republish(100.0).is_due(float(now), [slow] if now % 20 else []) for now in range(400))
 

@@ -14,6 +14,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
+from elastic_rl.pipeline.flow.group_flow import FILTER_FAILED
 from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import filters, registry
@@ -184,3 +185,20 @@ def test_filters_see_the_groups_of_a_step_in_their_order(make_loop: Callable[...
     found = make_loop(reward, "--rollout.filters=[mine]").groups(5)
     assert seen == [0, 1, 2, 3, 4]
     assert [reason for _, reason in found] == ["", "odd", "", "odd", ""]
+
+
+def test_group_for_which_a_filter_fails_is_dropped_and_reported(make_loop: Callable[..., Loop],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop_reason(group: Group) -> str:
+        if group.ordinal == 3:
+            raise ValueError("odd")
+        return ""
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(1.0) for _ in samples]
+
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.filtering._RETRY_S", (0.001, 0.01))
+    monkeypatch.setitem(filters.FILTERS, "mine", drop_reason)
+    loop = make_loop(reward, "--rollout.filters=[mine]")
+    assert [reason for _, reason in loop.groups(5)] == ["", "", "", FILTER_FAILED, ""]
+    assert loop.failed == [("filters", [3])]

@@ -213,3 +213,20 @@ def test_every_call_is_made_or_refused_and_never_more_than_there_are_threads(
         held.ends.set()
     for held, call in begun:
         assert isinstance(call.future.exception(60), CallRefused) != held.began.is_set()
+
+
+def test_calls_in_line_for_a_thread_that_cannot_be_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, in_line = AbandonableCalls("test", 1), list[AbandonableCall[int]]()
+
+    def start(thread: threading.Thread) -> None:
+        in_line.extend(calls.begin(lambda: 2) for _ in range(2))
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(CallRefused, match="no thread can be started"):
+            calls.begin(lambda: 1)
+    for call in in_line:
+        with pytest.raises(CallRefused, match="no thread can be started"):
+            call.future.result(timeout=0)
+    assert calls.begin(lambda: 3).result(every_s=60) == 3
