@@ -215,7 +215,7 @@ def test_alert_is_silenced_by_its_button(show: Open, cluster: ApiCluster) -> Non
     dialog.get_by_role("button", name="Silence").click()
     expect(alert).to_contain_text("silenced")
     [silence] = [Silence.decode(kv.value) for kv in cluster.etcd.range(cluster.keys.silences_prefix())[0]]
-    assert (silence.kind, silence.subject, silence.comment) == ("test.broken", "thing", "known")
+    assert (silence.kind, silence.subject, silence.comment) == ("operation.failed", "thing", "known")
     assert round(silence.until - silence.created_at) == 4 * 3600
 
 
