@@ -110,6 +110,14 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False
     return _cluster_of(given, file, stored=not to_stop)
 
 
+def cluster_to_delete(ctx: typer.Context, file: Path | None, *, asks: bool) -> Cluster:
+    """The cluster whose state ``down --purge`` deletes: that of the job which the command line, or the default, names,
+    and never the one that happens to be up instead. Raises ConfigError where it names none and nobody is asked."""
+    if not asks and not _names_job(ctx, file):
+        raise ConfigError("no job is named whose state is to be deleted", hint="name it with --job=NAME")
+    return _cluster_of(_given(ctx, file), file, stored=False)
+
+
 # -- the cluster that a command addresses ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Target:

@@ -13,7 +13,18 @@ import typer
 
 from elastic_rl import __version__
 from elastic_rl.cli import tables
-from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, named_cluster, out, overrides
+from elastic_rl.cli.common import (
+    EXTRA,
+    File,
+    Output,
+    cluster_to_delete,
+    err,
+    find_cluster,
+    load,
+    named_cluster,
+    out,
+    overrides,
+)
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError, ElasticRLError
@@ -39,7 +50,7 @@ def up(ctx: typer.Context, file: File = None) -> None:
     with signals_interrupt():
         info = cluster.up()
     out.print(f"up: {info.job}", highlight=False)
-    _print_access(info)
+    _print_access(cluster.cfg, info)
 
 
 @app.command(context_settings=EXTRA)
@@ -47,30 +58,36 @@ def down(ctx: typer.Context, file: File = None,
          purge: Annotated[bool, typer.Option("--purge", help="Delete its state too: records and versions.")] = False,
          yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Stop every process of a job, also those that a crash left behind. The job keeps its state, and can be resumed."""
-    cluster = find_cluster(ctx, file, to_stop=True)
-    if purge and not yes:
-        _confirm_purge(cluster.cfg)
-    stopped = cluster.down(purge=purge)
-    out.print("stopped: " + (", ".join(stopped) or "nothing was running"), highlight=False)
     if purge:
-        out.print("deleted: the state of the job", highlight=False)
-    else:
-        _print_kept(cluster)
+        _purge(cluster_to_delete(ctx, file, asks=not yes), yes=yes)
+        return
+    cluster = find_cluster(ctx, file, to_stop=True)
+    _print_stopped(cluster.down())
+    _print_kept(cluster)
 
 
-def _confirm_purge(cfg: Config) -> None:
-    """Names what is deleted, and asks on a terminal. Raises Abort on a no, and ConfigError without a terminal."""
+def _purge(cluster: Cluster, *, yes: bool) -> None:
+    """Names what is deleted, asks unless ``yes``, then stops the job and deletes its state. Raises Abort on a no, and
+    ConfigError where it cannot ask."""
     from elastic_rl.host import kept_state
-    folders = kept_state.folders(cfg)
+    cfg, folders = cluster.cfg, kept_state.folders(cluster.cfg)
     for folder in folders:
         _progress(f"delete  {folder.path}  {tables.size(folder.nbytes)}: {folder.what}")
     for place in kept_state.elsewhere(cfg):
         _progress(f"keep    {place}")
-    if sys.stdin.isatty() and err.is_terminal:
+    if (folders or cluster.known) and not yes:
+        if not (sys.stdin.isatty() and err.is_terminal):
+            raise ConfigError(f"deleting the state of job {cfg.job} must be confirmed",
+                              hint="there is no terminal to ask on: add --yes, and name the job with --job=NAME")
         typer.confirm(f"Stop job {cfg.job} and delete its state for good?", abort=True, err=True)
-    elif folders:
-        raise ConfigError(f"deleting the state of job {cfg.job} must be confirmed",
-                          hint="there is no terminal to ask on: add --yes")
+    _print_stopped(cluster.down(purge=True))
+    deleted = [f"deleted     {folder.path}" for folder in folders]
+    for line in deleted or [f"job {cfg.job} has no state in {cfg.run_dir}"]:
+        out.print(tables.printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_stopped(names: Sequence[str]) -> None:
+    out.print("stopped: " + (", ".join(names) or "nothing was running"), highlight=False)
 
 
 def _print_kept(cluster: Cluster) -> None:
@@ -78,7 +95,10 @@ def _print_kept(cluster: Cluster) -> None:
     from elastic_rl.host import kept_state
     kept = [f"{f.path}  {tables.size(f.nbytes)}: {f.what}" for f in kept_state.folders(cluster.cfg)]
     kept += kept_state.elsewhere(cluster.cfg) if cluster.known else []
-    lines = [("kept", line) for line in kept] + (list(kept_state.commands(cluster.cfg)) if kept else [])
+    lines = [("kept", line) for line in kept]
+    if kept and not kept_state.keeps_versions(cluster.cfg):
+        lines.append(("lost", "its versions were in memory only, and are gone with the nodes"))
+    lines += kept_state.commands(cluster.cfg) if kept else ()
     for name, line in lines:
         out.print(tables.printable(f"{name:<11} {line}"), highlight=False, markup=False, soft_wrap=True)
 
@@ -122,13 +142,14 @@ def train(ctx: typer.Context, file: File = None,
                     _stop(cluster, after=sys.exception())
     if with_cluster and keep_up:
         out.print("the cluster keeps running", highlight=False)
-        _print_access(info)
+        _print_access(cluster.cfg, info)
     raise typer.Exit(code)
 
 
 def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
     """Stops a cluster. Where that fails too, ``after`` an error, that first one is the error of the command."""
-    _say("stopping the cluster")
+    from elastic_rl.host.local_cluster import SAVE_GRACE_S
+    _say(f"stopping the cluster: saving versions, at most {SAVE_GRACE_S:.0f} s")
     try:
         cluster.down()
     except ElasticRLError as e:
@@ -175,11 +196,13 @@ def _export_policy(cfg: Config, info: Any) -> None:
     out.print(f"policy      {target}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_access(info: Any) -> None:
+def _print_access(cfg: Config, info: Any) -> None:
+    from elastic_rl.host import kept_state
+    options = kept_state.options(cfg)
     lines = [f"admin API   {' '.join(info.coordinators)}", f"etcd        {' '.join(info.etcd_endpoints)}",
              f"tokens      {info.tokens_file}", f"logs        {info.cluster_dir}/logs",
-             f"dashboard   elastic-rl dashboard --job={info.job}", f"status      elastic-rl status --job={info.job}",
-             f"scale       elastic-rl scale 3 --job={info.job}", f"stop        elastic-rl down --job={info.job}"]
+             f"dashboard   elastic-rl dashboard {options}", f"status      elastic-rl status {options}",
+             f"scale       elastic-rl scale 3 {options}", f"stop        elastic-rl down {options}"]
     for line in lines:
         out.print("  " + line, highlight=False, markup=False, soft_wrap=True)
 

@@ -12,9 +12,11 @@ import yaml
 from elastic_rl import config
 from elastic_rl.config import Config, reading
 from elastic_rl.errors import ConfigError
-from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.files import replace_file, require_own_folder
 
 FILE = "config.yaml"
+OTHER_RUN_DIR = "see who has put it there, or set another run_dir"
+"""Hint of an error about a cluster's folder that is not its user's."""
 _LOCATION = ("job", "run_dir")
 
 
@@ -36,9 +38,14 @@ def restore(values: Mapping[str, Any], folder: Path) -> Path:
 
 
 def stored(cluster_dir: Path) -> dict[str, Any]:
-    """The settings that ``up`` stored last; empty where there are none. Raises ConfigError for a damaged file."""
+    """The settings that ``up`` stored last; empty where there are none. Raises ConfigError for a damaged file, and
+    PreflightFailed for one in a folder of another user, or behind a link: they name folders to write to and to delete,
+    and plug-ins to run."""
     path = cluster_dir / FILE
-    return reading.values(path, ()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    require_own_folder(cluster_dir, hint=OTHER_RUN_DIR)
+    return reading.values(path, ())
 
 
 def on_top(cluster_dir: Path, given: Mapping[str, Any], *, of_file: Mapping[str, Any] | None = None) -> Config:

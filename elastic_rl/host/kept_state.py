@@ -3,6 +3,7 @@ confirmed (I15: stopping never deletes)."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -17,9 +18,12 @@ from elastic_rl.dcs.storage.disk import owner
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import cluster_settings
+from elastic_rl.runtime.files import os_error_text
 
 STOPPED = "stopped.json"
 """Name of ``cluster.json`` while the cluster is stopped: its settings hold, and ``up`` continues with its data."""
+UNSAVED = "unsaved"
+"""A file beside ``stopped.json`` where the DCS node did not end in order: only the chunks on its disk are kept."""
 NODE = "node-0"
 
 
@@ -38,36 +42,53 @@ def folders(cfg: Config) -> list[KeptFolder]:
     """The folders of a job's cluster that hold its state."""
     found = [KeptFolder(cfg.cluster_dir / "etcd", "what the job has decided and done (etcd)")]
     found += [KeptFolder(path, "the same of an earlier cluster") for path in sorted(cfg.cluster_dir.glob("etcd.*"))]
-    if owner(chunks(cfg)) in ("", cfg.job):
-        found.append(KeptFolder(chunks(cfg), "its versions: policies and the trainer's state"))
+    node = chunks(cfg)
+    found += [KeptFolder(path, "its versions: policies and the trainer's state") for path in (node, *_aside(node))
+              if owner(path) in ("", cfg.job)]
     return [folder for folder in found if folder.path.is_dir()]
 
 
 def chunks(cfg: Config) -> Path:
     """The folder with the chunks of the job's DCS node. A cluster that was started before has it where its settings
     say, which the command line need not name."""
-    root = _stored(cfg, "dcs").get("disk_dir") or cfg.dcs.disk_dir
-    return (Path(str(root)).expanduser() if root else cfg.cluster_dir / "disk") / NODE
+    return _node_folder(cfg, _dcs(cfg, "disk_dir"))
+
+
+def require_same_disk(cfg: Config) -> None:
+    """Raises ConfigError when the settings name another folder than the one with the job's chunks: a node on an empty
+    disk would not have the versions that etcd lists."""
+    old, new = chunks(cfg), _node_folder(cfg, cfg.dcs.disk_dir)
+    if old.resolve() != new.resolve() and owner(old) in ("", cfg.job) and _has_chunks(old):
+        raise ConfigError(f"the versions of job {cfg.job} are in {old}, and dcs.disk_dir would have them in {new}",
+                          hint=f"give --dcs.disk_dir={shlex.quote(str(old.parent))}, or move {NODE} there while the "
+                               "cluster is stopped")
 
 
 def elsewhere(cfg: Config) -> list[str]:
     """Where a job keeps what is not in its folders, and what ``delete`` leaves there."""
     found = []
-    if endpoints := _stored(cfg, "etcd").get("endpoints") or cfg.etcd.endpoints:
-        found.append(f"its records, {Keys(cfg.job).root} in the etcd at {', '.join(map(str, endpoints))}")
-    if url := _stored(cfg, "dcs").get("durable_url") or cfg.dcs.durable_url:
+    if endpoints := _external_etcd(cfg):
+        found.append(f"its records, {Keys(cfg.job).root} in the etcd at {', '.join(endpoints)}")
+    if url := _dcs(cfg, "durable_url"):
         found.append(f"its durable versions, in {secrets.redacted_url(str(url))}")
     return found
 
 
 def can_continue(cfg: Config) -> bool:
-    """Whether the data of an own etcd and the versions that they list are both there: after a stop, which saves the
-    chunks, and after a crash, where some were saved. An etcd that lists nothing but lost chunks would only mislead."""
-    if not (cfg.cluster_dir / "etcd" / "member").is_dir():
-        return False
-    if (cfg.cluster_dir / STOPPED).exists() and (cfg.dcs.disk_bytes or cfg.dcs.durable_url):
+    """Whether the data of an own etcd and the versions that they list are both there. An etcd that lists nothing but
+    lost chunks would only mislead."""
+    return (cfg.cluster_dir / "etcd" / "member").is_dir() and keeps_versions(cfg)
+
+
+def keeps_versions(cfg: Config) -> bool:
+    """Whether versions outlive the nodes: in a durable store, and on the node's disk after a stop in order, which saves
+    the chunks, and after a crash, where some were saved."""
+    if _dcs(cfg, "durable_url"):
         return True
-    return bool(cfg.dcs.disk_bytes) and any(chunks(cfg).glob("??/*"))
+    if not _dcs(cfg, "disk_bytes"):
+        return False
+    saved = (cfg.cluster_dir / STOPPED).exists() and not (cfg.cluster_dir / UNSAVED).exists()
+    return saved or _has_chunks(chunks(cfg))
 
 
 def set_aside(path: Path) -> Path | None:
@@ -82,27 +103,41 @@ def set_aside(path: Path) -> Path | None:
 
 def delete(cfg: Config) -> list[KeptFolder]:
     """Deletes the state of a job, and the credentials of its cluster; returns the folders that are gone. The cluster
-    must be stopped. Raises ElasticRLError for a folder that cannot be deleted."""
+    must be stopped. Raises ElasticRLError for a folder that cannot be deleted.
+
+    The folders get other names first, so that ``up`` never continues with half of the data after a deletion that was
+    interrupted. The next deletion finds them, by the settings, which are deleted last."""
     gone = folders(cfg)
-    for folder in gone:
-        try:
-            shutil.rmtree(folder.path)
-        except OSError as e:
-            raise ElasticRLError(f"{folder.path} cannot be deleted: {e.strerror}",
-                                 hint="see who owns the files in it") from e
-    for name in (STOPPED, auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE):
+    if link := next((folder.path for folder in gone if folder.path.is_symlink()), None):
+        raise ElasticRLError(f"{link} is a link to {link.resolve()}, which is not deleted",
+                             hint="delete that folder and the link yourself, then repeat the command")
+    (cfg.cluster_dir / STOPPED).unlink(missing_ok=True)
+    in_use = (cfg.cluster_dir / "etcd", chunks(cfg))
+    try:
+        renamed = [set_aside(f.path) or f.path if f.path in in_use else f.path for f in gone]
+        for path in renamed:
+            shutil.rmtree(path)
+    except OSError as e:
+        raise ElasticRLError(f"cannot delete {os_error_text(e, cfg.cluster_dir)}",
+                             hint="see who owns it and the files in it") from e
+    for name in (UNSAVED, auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE, cluster_settings.FILE):
         (cfg.cluster_dir / name).unlink(missing_ok=True)
     return gone
 
 
+def options(cfg: Config) -> str:
+    """The options with which a command addresses the cluster of the job."""
+    run_dir = cfg.run_dir.expanduser().resolve()
+    elsewhere = run_dir != Config().run_dir.resolve()
+    return f"--job={shlex.quote(cfg.job)}" + (f" --run_dir={shlex.quote(str(run_dir))}" if elsewhere else "")
+
+
 def commands(cfg: Config) -> Iterator[tuple[str, str]]:
     """Name and command line of what can be done with the state of a stopped job."""
-    options = f"--job={shlex.quote(cfg.job)}"
-    if cfg.run_dir.resolve() != Config().run_dir.resolve():
-        options += f" --run_dir={shlex.quote(str(cfg.run_dir))}"
-    yield "resume", f"elastic-rl train --with-cluster {options}"
-    yield "export", f"elastic-rl up {options} && elastic-rl versions export policy OUT {options}"
-    yield "delete", f"elastic-rl down --purge {options}"
+    if can_continue(cfg) or (_external_etcd(cfg) and keeps_versions(cfg)):
+        yield "resume", f"elastic-rl train --with-cluster {options(cfg)}"
+        yield "export", f"elastic-rl up {options(cfg)} && elastic-rl versions export policy OUT {options(cfg)}"
+    yield "delete", f"elastic-rl down --purge {options(cfg)}"
 
 
 def _stored(cfg: Config, section: str) -> dict[str, Any]:
@@ -112,6 +147,31 @@ def _stored(cfg: Config, section: str) -> dict[str, Any]:
     except ConfigError:  # a damaged file
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _dcs(cfg: Config, key: str) -> Any:
+    return _stored(cfg, "dcs").get(key, getattr(cfg.dcs, key))
+
+
+def _external_etcd(cfg: Config) -> list[str]:
+    endpoints = _stored(cfg, "etcd").get("endpoints", cfg.etcd.endpoints)
+    return [str(endpoint) for endpoint in endpoints] if isinstance(endpoints, list) else []
+
+
+def _node_folder(cfg: Config, disk_dir: object) -> Path:
+    path = Path(str(disk_dir)) if disk_dir else cfg.cluster_dir / "disk"
+    with contextlib.suppress(RuntimeError):  # there is no such user
+        path = path.expanduser()
+    return path / NODE
+
+
+def _has_chunks(folder: Path) -> bool:
+    return any(folder.glob("??/*"))
+
+
+def _aside(folder: Path) -> list[Path]:
+    """What ``delete`` has renamed the folder to, and not deleted."""
+    return [path for path in sorted(folder.parent.glob(f"{folder.name}.*")) if path.suffix[1:].isdigit()]
 
 
 def _blocks(path: Path) -> int:

@@ -34,7 +34,7 @@ from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
 from elastic_rl.net.engine_key import create_key
-from elastic_rl.runtime.files import preflight_writes, replace_file
+from elastic_rl.runtime.files import preflight_writes, private_folder, replace_file, require_own_folder
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
 
@@ -56,7 +56,7 @@ _DOWN_LOCK_TIMEOUT_S = 15.0
 """The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
 _END_TRAINING_S = 60.0
 """A run that ends takes its processes down, one after the other."""
-_SAVE_GRACE_S = 90.0
+SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
@@ -101,6 +101,7 @@ class Cluster:
 
     def _up(self, running: set[str]) -> ClusterInfo:
         self._require_same_etcd()
+        kept_state.require_same_disk(self.cfg)
         self._require_records()
         self._check_machine(running)
         config = cluster_settings.save(self.cfg, self.dir)
@@ -116,17 +117,27 @@ class Cluster:
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config),
                            str(self.dir), str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
         info.save()
-        (self.dir / kept_state.STOPPED).unlink(missing_ok=True)
+        for name in (kept_state.STOPPED, kept_state.UNSAVED):
+            (self.dir / name).unlink(missing_ok=True)
         self._new_data = None
         return info
 
     def _make_folder(self) -> None:
-        """The cluster's folder, for its owner only: it holds secrets, and logs may."""
+        """The cluster's folder, for its owner only: it holds secrets, and logs may. Where the user's umask lets a group
+        write, those around it are still the owner's: its members could put another folder in the place of this one."""
         try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.dir.chmod(0o700)
+            self.cfg.run_dir.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.cfg.run_dir, self.dir.parent):
+                folder.mkdir(mode=0o755, exist_ok=True)
+            private_folder(self.dir, hint=cluster_settings.OTHER_RUN_DIR)
         except OSError as e:
             raise ConfigError(f"cannot create {self.dir}: {e.strerror}", hint="set another --run_dir") from e
+
+    def _require_own_folder(self) -> None:
+        """Raises PreflightFailed for a cluster's folder that another user may have put there: its records say which
+        processes to end, and its addresses where tokens are sent."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            require_own_folder(self.dir, hint=cluster_settings.OTHER_RUN_DIR)
 
     @property
     def up_before(self) -> bool:
@@ -147,12 +158,12 @@ class Cluster:
             return
         change = f"etcd.endpoints is {new or 'empty'}, and this cluster uses {old or 'an etcd of its own'}"
         if self.up_before:
-            raise ConfigError(change, hint=f"`elastic-rl down --job={self.cfg.job}` first")
+            raise ConfigError(change, hint=f"`elastic-rl down {kept_state.options(self.cfg)}` first")
         if kept := kept_state.folders(self.cfg):
             paths = ", ".join(str(folder.path) for folder in kept)
             raise ConfigError(f"{change}; the job's state in {paths} belongs to that one",
                               hint=f"give --etcd.endpoints=[{','.join(old)}], or delete what the job has with "
-                                   f"`elastic-rl down --purge --job={self.cfg.job}`")
+                                   f"`elastic-rl down --purge {kept_state.options(self.cfg)}`")
 
     def _require_records(self) -> None:
         """Raises PreflightFailed when services of this cluster run that have no record, so that nothing is started
@@ -393,10 +404,12 @@ class Cluster:
     def down(self, *, purge: bool = False) -> list[str]:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
         secrets of one start. The state of the job stays (``kept_state``), unless ``purge`` deletes it. Returns the
-        names of what was running. Raises ConfigError where the folder cannot be one."""
+        names of what was running. Raises ConfigError where the folder cannot be one, and PreflightFailed where it is
+        not this user's."""
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
+        self._require_own_folder()
         if not self.dir.is_dir():
             return self._down(purge)
         if training := train_lock.end_holder(self.dir, timeout_s=_END_TRAINING_S):
@@ -411,14 +424,17 @@ class Cluster:
     def _down(self, purge: bool) -> list[str]:
         records = self.book.all()
         stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
-        stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
+        services = self._stop(sorted(records, key=lambda r: _down_order(r.name)))
+        stopped += services
         # A service whose start was interrupted has no record.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.book.clear()
         self._unlink_segments()
         for path in (self.cfg.ray_token_file, self.cfg.engine_key_file):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        if (self.dir / "cluster.json").exists():
+            if not services.get(f"dcs-{kept_state.NODE}"):  # it was killed, now or before
+                (self.dir / kept_state.UNSAVED).touch()
             (self.dir / "cluster.json").replace(self.dir / kept_state.STOPPED)
         if purge:
             kept_state.delete(self.cfg)
@@ -432,12 +448,13 @@ class Cluster:
             self._say(f"warning: {e.message}")
             return None
 
-    def _stop(self, records: list[PidRecord]) -> list[str]:
-        stopped = []
+    def _stop(self, records: list[PidRecord]) -> dict[str, bool]:
+        """Stops services; returns, by the name of each that was running, whether it ended before it was killed."""
+        stopped = {}
         for record in records:
             if record.alive():
-                processes.stop(record.pid, grace_s=_SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S)
-                stopped.append(record.name)
+                grace_s = SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S
+                stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
             self.book.forget(record.name)
         return stopped
 
@@ -448,11 +465,14 @@ class Cluster:
 
     # -- reading ------------------------------------------------------------------------------------------------
     def connect(self) -> ClusterInfo:
-        """The running cluster of this job. Raises EtcdUnavailable when it is not up."""
+        """The running cluster of this job. Raises EtcdUnavailable when it is not up, and PreflightFailed when its
+        folder is not this user's."""
+        self._require_own_folder()
         info = ClusterInfo.load(self.dir)
         if info is None or (info.own_etcd and not self.book.alive()):
             raise EtcdUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
-                                   hint=f"start one with `elastic-rl up --job={self.cfg.job}`, or name another --job")
+                                  hint=f"start one with `elastic-rl up {kept_state.options(self.cfg)}`, or name "
+                                       "another --job")
         return info
 
     def segments(self) -> list[Path]:

@@ -50,21 +50,26 @@ def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None
                                   hint="run `elastic-rl doctor` to check this machine") from e
 
 
-def stop(pid: int, *, grace_s: float = 5.0) -> None:
-    """Ends a process and its group: SIGTERM, then after ``grace_s`` seconds SIGKILL. No error when it is gone."""
+def stop(pid: int, *, grace_s: float = 5.0) -> bool:
+    """Ends a process and its group: SIGTERM, then after ``grace_s`` seconds SIGKILL. Returns whether it ended before
+    the latter. No error when it is gone."""
     try:
         process = psutil.Process(pid)
         # Grandchildren may be in other groups (torch's and SGLang's are); find them while their parent still runs.
         family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return
+        return True
     _signal_group(pid, signal.SIGTERM)
+    in_time = True
     try:
         process.wait(grace_s)
-    except (psutil.TimeoutExpired, psutil.NoSuchProcess):
+    except psutil.TimeoutExpired:
+        in_time = False
+    except psutil.NoSuchProcess:
         pass
     _kill(family, grace_s=grace_s)
     _signal_group(pid, signal.SIGKILL)
+    return in_time
 
 
 def _kill(family: Iterable[psutil.Process], *, grace_s: float) -> None:

@@ -96,17 +96,25 @@ def os_error_text(error: OSError, path: Path | None = None) -> str:
     return what if where is None else f"{os.fsdecode(where) if isinstance(where, bytes) else where}: {what}"
 
 
-def private_folder(path: Path) -> None:
-    """Makes a folder that only its owner may enter, unless it is there. For a folder below one that all users may write
-    to, such as /tmp, whose name can be guessed. Raises PreflightFailed when another user has it, or it is a link or
-    none, and OSError."""
+_OTHER_TMPDIR = "have it removed, or set TMPDIR to a folder of this user with a short path"
+
+
+def private_folder(path: Path, *, hint: str = _OTHER_TMPDIR) -> None:
+    """Makes a folder that only its owner may enter, unless it is there. For a folder below one that other users may
+    write to, such as /tmp, whose name can be guessed. Raises PreflightFailed as ``require_own_folder``, and OSError."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    require_own_folder(path, hint=hint)
+    path.chmod(0o700)
+
+
+def require_own_folder(path: Path, *, hint: str) -> None:
+    """Raises PreflightFailed when another user has a folder, or it is a link or none: others may have put it there.
+    Raises OSError where there is nothing."""
     found = path.lstat()  # not what a link points to
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PreflightFailed(f"{path} is not a folder of this user, whose it must be, and it cannot be replaced",
-                              hint="have it removed, or set TMPDIR to a folder of this user with a short path")
-    path.chmod(0o700)
+                              hint=hint)
 
 
 def sync_folder(folder: Path) -> None:

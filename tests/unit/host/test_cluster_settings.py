@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,35 @@ def test_up_refuses_another_etcd(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"disk/node-0 belongs to that one") as e:
         Cluster(_config(tmp_path)).up()
     assert "--etcd.endpoints=[10.0.0.1:2379]" in e.value.hint
+
+
+@pytest.mark.parametrize("theirs", ["link", "of another user"])
+def test_folder_that_others_may_have_put_there_is_refused(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str) -> None:
+    cfg = _config(tmp_path)
+    chunk = _started(cfg)
+    if theirs == "link":
+        cfg.cluster_dir.rename(tmp_path / "theirs")
+        cfg.cluster_dir.symlink_to(tmp_path / "theirs")
+    else:
+        monkeypatch.setattr("os.getuid", lambda: 12345)
+    cluster = Cluster(cfg)
+    for refused in (cluster.down, partial(cluster.down, purge=True), cluster.connect, cluster.up,
+                    partial(cluster_settings.stored, cfg.cluster_dir)):
+        with pytest.raises(PreflightFailed, match="is not a folder of this user") as e:
+            refused()
+        assert "run_dir" in e.value.hint
+    assert chunk.exists() and (cfg.cluster_dir / "cluster.json").exists()
+
+
+def test_no_group_may_write_to_the_folders_around_the_cluster(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        Cluster(_config(tmp_path / "runs"))._make_folder()
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("runs", "runs/prod", "runs/prod/cluster")]
+    assert modes == [0o755, 0o755, 0o700]
 
 
 def test_up_starts_nothing_beside_services_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

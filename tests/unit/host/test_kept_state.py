@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_rl.cli import main
+from elastic_rl.cli import main, run
 from elastic_rl.cli.common import err
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.host import cluster_settings, kept_state
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.host import cluster_settings, kept_state, processes
+from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.runtime.waiting import wait_until
 
 
 def _started(tmp_path: Path, **more: object) -> Config:
@@ -30,6 +32,16 @@ def _started(tmp_path: Path, **more: object) -> Config:
     return cfg
 
 
+def _start_node(cfg: Config, program: str) -> None:
+    """Starts a process in the place of the DCS node, and waits until its shell runs ``program``."""
+    log = cfg.run_dir / "node.log"
+    book = Cluster(cfg).book
+    child = processes.spawn(["sh", "-c", f"echo up; {program}"], log=log, service=True,
+                            env={OWNER_ENV: str(cfg.cluster_dir)})
+    book.add(f"dcs-{kept_state.NODE}", child.pid)
+    wait_until(lambda: "up" in log.read_text(), timeout_s=60, what="the node")
+
+
 def _run(*args: str) -> int:
     with pytest.raises(SystemExit) as e:
         main.main(args)
@@ -37,13 +49,15 @@ def _run(*args: str) -> int:
 
 
 def _files(cfg: Config) -> set[Path]:
-    return {p for p in cfg.job_dir.rglob("*") if p.is_file() and p.name not in ("services.lock", "train.lock")}
+    return {p for p in cfg.job_dir.rglob("*") if p.is_file() and p.parent.name != "pids"
+            and p.name not in ("services.lock", "train.lock")}
 
 
 def test_down_keeps_everything_and_says_what_and_how_to_go_on(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = _started(tmp_path)
     before = _files(cfg)
+    _start_node(cfg, "sleep 600")
     for _ in range(2):
         assert _run("down", "--job=prod", f"--run_dir={tmp_path}") == 0
         assert _files(cfg) == before - {cfg.cluster_dir / "cluster.json"} | {cfg.cluster_dir / kept_state.STOPPED}
@@ -87,6 +101,7 @@ def test_purge_goes_by_the_stored_settings_and_leaves_the_chunks_of_other_jobs(t
     Cluster(bare).down(purge=True)
     assert kept_state.chunks(cfg).exists() and not (cfg.cluster_dir / "etcd").exists()
     (kept_state.chunks(cfg) / "lock").write_text("prod")
+    cluster_settings.save(cfg, cfg.cluster_dir)
     Cluster(bare).down(purge=True)
     assert not kept_state.chunks(cfg).exists()
 
@@ -98,18 +113,124 @@ def test_state_elsewhere_is_named_without_passwords(tmp_path: Path) -> None:
     assert "10.0.0.1:2379" in said and "bucket" in said and "secret" not in said
 
 
+DURABLE = {"disk_bytes": 0, "durable_url": "file:///durable"}
+
+
 @pytest.mark.parametrize(("stopped", "saved", "settings", "continues"), [
     (True, True, {}, True), (False, True, {}, True), (True, False, {}, True),
-    (False, False, {}, False), (True, False, {"disk_bytes": 0}, False),
-    (True, False, {"disk_bytes": 0, "durable_url": "file:///durable"}, True)])
+    (False, False, {}, False), (True, False, {"disk_bytes": 0}, False), (True, True, {"disk_bytes": 0}, False),
+    (True, False, DURABLE, True), (False, False, DURABLE, True)])
 def test_start_continues_where_records_and_versions_are_both_kept(
         tmp_path: Path, stopped: bool, saved: bool, settings: dict[str, object], continues: bool) -> None:
     cfg = _started(tmp_path, dcs=settings)
     if stopped:
+        _start_node(cfg, "sleep 600")
         Cluster(cfg).down()
     if not saved:
         shutil.rmtree(kept_state.chunks(cfg) / "ab")
     assert kept_state.can_continue(cfg) is continues
+
+
+@pytest.mark.parametrize("node", ["trap '' TERM; echo trapped; while :; do sleep 600; done", ""])
+def test_stop_of_a_node_that_saved_nothing_leaves_it_to_the_chunks_what_continues(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str) -> None:
+    monkeypatch.setattr("elastic_rl.host.local_cluster.SAVE_GRACE_S", 0.2)
+    cfg = _started(tmp_path)
+    if node:
+        _start_node(cfg, node)
+        wait_until(lambda: "trapped" in (tmp_path / "node.log").read_text(), timeout_s=60, what="the trap")
+    for _ in range(2):
+        Cluster(cfg).down()
+    assert Cluster(cfg).known and kept_state.can_continue(cfg), "some were saved"
+    shutil.rmtree(kept_state.chunks(cfg) / "ab")
+    assert not kept_state.can_continue(cfg)
+
+
+def test_down_says_where_versions_are_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _started(tmp_path, dcs={"disk_bytes": 0})
+    shutil.rmtree(kept_state.chunks(cfg))
+    _start_node(cfg, "sleep 600")
+    assert _run("down", "--job=prod", f"--run_dir={tmp_path}") == 0
+    said = capsys.readouterr().out
+    assert "its versions were in memory only, and are gone with the nodes" in said
+    assert "resume" not in said and "export" not in said and "down --purge" in said
+
+
+def test_start_refuses_another_disk_than_that_of_the_versions(tmp_path: Path) -> None:
+    cfg = _started(tmp_path)
+    Cluster(cfg).down()
+    moved = cfg.model_copy(update={"dcs": cfg.dcs.model_copy(update={"disk_dir": str(tmp_path / "other")})})
+    with pytest.raises(ConfigError) as e:
+        Cluster(moved).up()
+    assert str(kept_state.chunks(cfg)) in e.value.message and str(tmp_path / "other" / "node-0") in e.value.message
+    shutil.move(kept_state.chunks(cfg), tmp_path / "other" / "node-0")
+    kept_state.require_same_disk(moved)
+
+
+# -- what is deleted ---------------------------------------------------------------------------------------------------
+def test_purge_without_a_job_takes_no_other_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _started(tmp_path)
+    before = _files(cfg)
+    assert _run("down", "--purge", "--yes", f"--run_dir={tmp_path}") == 2
+    assert "--job=NAME" in capsys.readouterr().err
+    assert _run("down", "--purge", f"--run_dir={tmp_path}") == 0
+    said = capsys.readouterr().out
+    assert f"has no state in {tmp_path}" in said and "deleted" not in said
+    assert _files(cfg) == before
+
+
+def test_purge_names_what_it_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _started(tmp_path)
+    assert _run("down", "--purge", "--yes", "--job=typo", f"--run_dir={tmp_path}") == 0
+    said = capsys.readouterr().out
+    assert f"job typo has no state in {tmp_path}" in said and "deleted" not in said
+    assert _run("down", "--purge", "--yes", "--job=prod", f"--run_dir={tmp_path}") == 0
+    out, asked = capsys.readouterr()
+    for path in (cfg.cluster_dir / "etcd", kept_state.chunks(cfg)):
+        assert f"deleted     {path}" in out and f"delete  {path}  " in asked
+    assert "KiB" in asked and not cluster_settings.stored(cfg.cluster_dir), "they hold passwords"
+
+
+class _Killed(BaseException):
+    pass
+
+
+def test_purge_that_is_killed_leaves_nothing_to_continue_with_and_the_next_one_finds_the_rest(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = _started(tmp_path / "runs", dcs={"disk_dir": str(tmp_path / "chunks")})
+    bare = parse({"job": "prod", "run_dir": str(tmp_path / "runs")})
+
+    def killed(path: Path) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
+        patch.setattr(kept_state.shutil, "rmtree", killed)
+        Cluster(bare).down(purge=True)
+    assert not kept_state.can_continue(bare) and not kept_state.chunks(cfg).exists()
+    assert [f.path.name.partition(".")[0] for f in kept_state.folders(bare)] == ["etcd", "node-0"]
+    Cluster(bare).down(purge=True)
+    assert not kept_state.folders(cfg) and not list((tmp_path / "chunks").iterdir())
+
+
+@pytest.mark.parametrize("name", ["etcd", "disk/node-0"])
+def test_purge_refuses_links_before_it_deletes_anything(tmp_path: Path, name: str) -> None:
+    cfg = _started(tmp_path)
+    link = cfg.cluster_dir / name
+    link.rename(tmp_path / "elsewhere")
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ElasticRLError, match=f"{link} is a link to {tmp_path / 'elsewhere'}"):
+        Cluster(cfg).down(purge=True)
+    assert len(kept_state.folders(cfg)) == 2 and any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("stored", [
+    {"etcd": {"endpoints": 7}}, {"dcs": {"disk_dir": "~nosuch/x"}}, {"dcs": {"disk_dir": 7}}, {"dcs": 7}])
+def test_down_and_purge_work_with_invalid_stored_settings(tmp_path: Path, stored: dict[str, object]) -> None:
+    cfg = _started(tmp_path)
+    for purge in ([], ["--purge", "--yes"]):
+        cluster_settings.restore(stored, cfg.cluster_dir)
+        assert _run("down", "--job=prod", f"--run_dir={tmp_path}", *purge) == 0
+    assert not (cfg.cluster_dir / "etcd").exists()
 
 
 def test_what_is_set_aside_never_replaces_anything(tmp_path: Path) -> None:
@@ -125,3 +246,16 @@ def test_commands_are_safe_to_paste(tmp_path: Path) -> None:
     for _, line in kept_state.commands(cfg):
         assert f"--run_dir={tmp_path / 'my runs'}" in shlex.split(line)
     assert all("--run_dir" not in line for _, line in kept_state.commands(parse({"job": "prod"})))
+
+
+def test_hints_to_stop_a_job_name_its_run_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _started(tmp_path, etcd={"endpoints": ["10.0.0.1:2379"]})
+    other = parse({"job": "prod", "run_dir": str(tmp_path)})
+    for command in ("elastic-rl down", "elastic-rl down --purge"):
+        with pytest.raises(ConfigError) as e:
+            Cluster(other).up()
+        assert f"{command} --job=prod --run_dir={tmp_path}" in e.value.hint
+        Cluster(cfg).down()
+    info = ClusterInfo("prod", [], [], "", "", str(cfg.cluster_dir))
+    run._print_access(cfg, info)
+    assert f"elastic-rl down --job=prod --run_dir={tmp_path}" in capsys.readouterr().out
