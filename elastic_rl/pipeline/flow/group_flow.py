@@ -234,7 +234,7 @@ class GroupFlow:
 
     def finished(self, ordinal: int, versions: Sequence[int], reason: str) -> bool:
         """A group was generated and rewarded. ``versions``: of its tokens, ascending. ``reason``: why a filter drops
-        it, or one of ``drop_reasons.FAILED``; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
+        it, or one of ``FAILED``; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
         ``arrived`` says so. A group that nobody waits for any more is not kept, and one of weights that the trainer
         went back from is generated again."""
         if ordinal not in self._leased:
