@@ -13,6 +13,7 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
+from elastic_rl.pipeline.drop_reasons import failure
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
     ChosenStep,
@@ -20,7 +21,6 @@ from elastic_rl.pipeline.flow.group_flow import (
     FlowLimits,
     Grant,
     GroupFlow,
-    failure,
 )
 from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.waits import Waits

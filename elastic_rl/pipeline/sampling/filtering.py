@@ -11,7 +11,7 @@ from functools import partial
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import PluginFailed, SourceFailed
-from elastic_rl.pipeline.flow.group_flow import FILTER_FAILED
+from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Verdict
 from elastic_rl.pipeline.sampling.reward_calls import GRACE_S, error_text
 from elastic_rl.pipeline.sampling.rewarding import Other

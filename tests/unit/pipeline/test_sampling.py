@@ -14,7 +14,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline.flow.group_flow import FILTER_FAILED
+from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
 from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import filters, registry
