@@ -156,6 +156,11 @@ def test_down_says_where_versions_are_lost(tmp_path: Path, capsys: pytest.Captur
     assert "resume" not in said and "export" not in said and "down --purge" in said
 
 
+def test_end_of_a_run_says_how_long_saving_may_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run._stop(Cluster(_started(tmp_path)), after=KeyboardInterrupt())
+    assert "saving versions, at most 90 s" in capsys.readouterr().out
+
+
 def test_start_refuses_another_disk_than_that_of_the_versions(tmp_path: Path) -> None:
     cfg = _started(tmp_path)
     Cluster(cfg).down()
