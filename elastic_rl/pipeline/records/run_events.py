@@ -160,13 +160,20 @@ class RunEvents:
     def _missed(self) -> set[str]:
         if self._lost is None:
             kvs, _ = self._etcd.range(self._keys.events_prefix(), limit=_RECENT, newest_first=True)
-            lost: dict[str, bool] = {}
-            """By group: whether its newest event says so."""
-            for event, _ in readable(kvs, Event):
+            signs: dict[str, set[EventKind]] = {group: set() for group in TRAINER_GROUPS}
+            """Of each group's fault, while it lasts. A rank that makes progress again ends no other sign than that it
+            was hung."""
+            for event, _ in reversed([*readable(kvs, Event)]):
                 kind = event_kinds.find(event.kind)
-                if kind is not None and kind.part in TRAINER_GROUPS and (kind.begins or kind.ends):
-                    lost.setdefault(kind.part, kind.begins)
-            self._lost = {group for group, is_lost in lost.items() if is_lost}
+                if kind is None or kind.part not in TRAINER_GROUPS:
+                    continue
+                if kind == event_kinds.of_members(kind.part).resumed:
+                    signs[kind.part].discard(event_kinds.of_members(kind.part).hung)
+                elif kind.ends:
+                    signs[kind.part].clear()
+                elif kind.begins:
+                    signs[kind.part].add(kind)
+            self._lost = {group for group, of_group in signs.items() if of_group}
         return self._lost
 
     def _read_restart_request(self, group: str) -> RestartRequest:

@@ -44,7 +44,10 @@ class EventLog:
 @pytest.mark.parametrize(("log", "recovered"), [
     (["trainer.failed"], ["trainer.recovered"]), (["critic.agent_ended"], ["critic.recovered"]),
     (["trainer.failed", "trainer.recovered"], []), (["trainer.failed", "trainer.returned"], ["trainer.recovered"]),
-    (["trainer.hung", "trainer.resumed"], []), (["trainer.recovered", "trainer.hung"], ["trainer.recovered"])])
+    (["trainer.hung", "trainer.resumed"], []), (["trainer.failed", "trainer.resumed"], ["trainer.recovered"]),
+    (["trainer.failed", "trainer.hung", "trainer.resumed"], ["trainer.recovered"]),
+    (["trainer.hung", "trainer.failed", "trainer.recovered", "trainer.resumed"], []),
+    (["trainer.recovered", "trainer.hung"], ["trainer.recovered"])])
 def test_actor_that_takes_over_reports_the_recovery_of_groups_that_were_lost_and_of_no_others(
         log: list[str], recovered: list[str]) -> None:
     kinds: list[str] = []
