@@ -14,6 +14,7 @@ from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.events import build
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
@@ -62,7 +63,8 @@ def emitter(writer: FencedWriter, waits: Waits) -> Emit:
     """Writes events under this token, in the thread of these waits."""
     def emit(kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
              **data: Any) -> None:
-        waits.retry("etcd", lambda: writer.emit(kind, subject, message, severity=severity, **data))
+        event = build(kind, subject, message, severity=severity, **data)  # once, however often it is written
+        waits.retry("etcd", lambda: writer.write_event(event))
 
     return emit
 
