@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -27,6 +28,8 @@ _OF_ALGORITHMS = {
     "gspo_clip_low": "clip_low", "gspo_clip_high": "clip_high", "sapo_tau_positive": "tau_positive",
     "sapo_tau_negative": "tau_negative", "cispo_max_weight": "max_weight"}
 """What may be taken for a setting of the section ``algorithm``, and the option of an algorithm that is meant."""
+_OF_TOKENS = ("algorithm.clip_low", "algorithm.clip_high")
+"""Of the ratios of tokens: far too large for those of sequences, whose options have the same names."""
 _MEANT = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JUDGE, "judge": _JUDGE,
           "teacher": f"a teacher is a pool: {_TEACHER}",
           **{f"algorithm.{name}": f"did you mean 'algorithm.options.{option}'?"
@@ -102,9 +105,21 @@ def validate(model: type[_Model], found: Mapping[str, Any]) -> _Model:
     try:
         return model.model_validate(dict(found))
     except ValidationError as e:
-        faults = [_explain(err, model) for err in e.errors()]
+        faults = [_explain(err, model, found) for err in e.errors()]
         raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(faults),
                           hint="`elastic-rl config schema` lists every key") from e
+    except OverflowError as e:  # the checks compare settings as numbers of a float's range
+        keys = ", ".join(_too_large(found)) or "a setting"
+        raise ConfigError(f"the configuration is invalid: too large a number for {keys}") from e
+
+
+def _too_large(value: Any, key: str = "") -> Iterator[str]:
+    """Keys of integers that no float holds."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _too_large(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, int) and abs(value) > sys.float_info.max:
+        yield key
 
 
 def _set(found: dict[str, Any], override: str) -> None:
@@ -148,9 +163,11 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _explain(err: Any, model: type[BaseModel]) -> str:
+def _explain(err: Any, model: type[BaseModel], found: Mapping[str, Any]) -> str:
     key = ".".join(str(p) for p in err["loc"])
     if err["type"] == "extra_forbidden":
+        if key in _OF_TOKENS and found["algorithm"].get("name") == "gspo":
+            return f"unknown key {key!r}; leave it out: gspo does not read it, since it clips ratios of sequences"
         meant = f"; {_MEANT[key]}" if key in _MEANT else suggestion(key, known_keys(model), cutoff=0.5)
         return f"unknown key {key!r}{meant}"
     shown = key and not isinstance(err["input"], dict) and not secrets.is_secret(key)

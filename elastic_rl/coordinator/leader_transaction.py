@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from elastic_rl.coordinator.problems import Problem, no_leader
-from elastic_rl.errors import Fenced, OutcomeUnknown
+from elastic_rl.errors import EtcdUnavailable, Fenced, OutcomeUnknown
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.fencing import FencedWriter
@@ -59,8 +59,11 @@ class LeaderTransaction:
             outcome = writer.txn([*self.compares, *claimed], writes, [Op.get(c.key) for c in claimed])
         except Fenced as e:
             raise no_leader(e.message) from e
-        except OutcomeUnknown:
-            found = etcd.get(self.proof)
+        except OutcomeUnknown as unknown:
+            try:
+                found = etcd.get(self.proof)
+            except EtcdUnavailable:  # that would say that the change was not made
+                raise unknown from None
             if found is None:
                 raise
             return found.create_revision

@@ -72,9 +72,13 @@ class FencedWriter:
              compares: Sequence[Compare] = (), ops: Sequence[Op] = (), **data: Any) -> Event | None:
         """Writes an event of now, together with ``ops``, if ``compares`` hold; None when they do not."""
         event = events.build(kind, subject, message, severity=severity, **data)
+        return event if self.write_event(event, compares, ops) else None
+
+    def write_event(self, event: Event, compares: Sequence[Compare] = (), ops: Sequence[Op] = ()) -> bool:
+        """Writes an event that was built, as ``emit``; False when ``compares`` do not hold, or it was written before.
+        Who repeats this after an answer that was lost writes it once."""
         absent = Compare.absent(self._keys.event(event.id))
-        written = self([absent, *compares], [*ops, events.put_op(self._keys, event)])
-        return event if written else None
+        return self([absent, *compares], [*ops, events.put_op(self._keys, event)])
 
 
 def raise_epoch(etcd: EtcdClient, keys: Keys, holder: str) -> Epoch:

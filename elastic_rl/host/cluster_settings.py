@@ -57,7 +57,22 @@ def on_top(cluster_dir: Path, given: Mapping[str, Any], *, of_file: Mapping[str,
         under, named = _at(base, path), _at(of_file or {}, path)
         if leaf in under and leaf in named:
             del under[leaf]
-    return config.parse(_merged(base, given))
+    try:
+        return config.parse(_merged(base, given))
+    except ConfigError as e:
+        if _is_valid(base):
+            raise
+        # Nobody has typed the key that it names.
+        raise ConfigError(f"of the settings stored in {cluster_dir / FILE}, with those given on top: {e.message}",
+                          hint=f"correct that file, or give them again with -c{f'; {e.hint}' if e.hint else ''}") from e
+
+
+def _is_valid(values: Mapping[str, Any]) -> bool:
+    try:
+        config.parse(values)
+    except ConfigError:
+        return False
+    return True
 
 
 def _at(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:

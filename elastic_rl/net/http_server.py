@@ -83,6 +83,16 @@ class _Protocol(H11Protocol):
         super().handle_events()
         self._update_deadline()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, where an answer can still begin. The application must not go on to answer its
+        request on this connection: each such request of a stranger would leave a traceback in the log."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self._abort()
+
     def on_response_complete(self) -> None:
         self._connection.idle()
         super().on_response_complete()

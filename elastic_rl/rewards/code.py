@@ -19,8 +19,11 @@ from elastic_rl.rewards.base import Reward, RewardContext
 from elastic_rl.rewards.sandbox import FOLDER, Limits, Sandbox
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB
 
-_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
-"""A line that begins or ends a block of Markdown: its indentation, its fence, and what follows it."""
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})[ \t]*(.*)")
+"""A line that begins or ends a block of Markdown: its indentation, with the mark of a list item if it begins one, its
+fence, and what follows it. What has backticks before and behind it is code within a line."""
+_INFO = re.compile(r"\{?\.?\w\S*(?:[ \t]+[^\s=]+=\S*)*\s*$")
+"""What follows a fence that begins a block, not one that ends one: a language, with attributes or without."""
 _PYTHON = re.compile(r"\{?\.?py(thon)?[\d.]*(?![\w+#-])", re.IGNORECASE)
 """What follows the fence of a Python block: ``python``, ``py``, ``python3.11`` or ``{.python}``, with attributes or
 without."""
@@ -125,10 +128,11 @@ class Code:
 
 def program_of(text: str) -> str:
     """The last block of a response behind ``</think>`` that says it is Python, else the last that names no language: a
-    program's output is often shown in such a block after it. Without any block the program is all that is there. It is
-    "" for blocks in other languages, for one without an end, and for a program that is too long."""
+    program's output is often shown in such a block after it. Empty blocks do not count. Without any block the program
+    is all that is there. It is "" for blocks in other languages, for one without an end, and for a program that is too
+    long."""
     behind = text.rpartition(_THINK_END)[2]
-    blocks = list(_blocks(behind))
+    blocks = [(info, block) for info, block in _blocks(behind) if block.strip()]
     programs = [block for info, block in blocks if _PYTHON.match(info)] or [block for info, block in blocks if not info]
     if not programs and not any(map(_FENCE.match, behind.splitlines())) and "```" not in behind:
         programs = [behind]
@@ -138,14 +142,18 @@ def program_of(text: str) -> str:
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """The fenced blocks of a text that have an end: what follows the first fence, and the lines between the two without
-    the indentation of the first."""
+    the indentation of the first. One in which another one begins has no end: the writer has started again."""
     begin: re.Match[str] | None = None
     block: list[str] = []
     for line in text.splitlines(keepends=True):
         fence = _FENCE.match(line)
         if begin is None:
             begin, block = fence, []
-        elif fence and fence[2].startswith(begin[2]) and _columns(fence[1]) < _columns(begin[1]) + _NEARER:
+        elif fence and fence[2].startswith(begin[2]) and not fence[1].strip() and (
+                _columns(fence[1]) < _columns(begin[1]) + _NEARER):
+            if _INFO.match(fence[3]):
+                begin, block = fence, []
+                continue
             yield begin[3].strip(), "".join(block)
             begin = None
         else:

@@ -20,14 +20,14 @@ def grade(job: Mapping[str, Any]) -> bool:
     """``job``: ``text``, whose result counts, and ``right``, a list of results of which one is enough.
     Raises ValueError for a right result that cannot be read."""
     right = [_right(text) for text in job["right"]]
-    given = parse(_CURRENCY.sub("", job["text"]), extraction_config=_TARGETS, parsing_timeout=None)
+    given = parse(_without_currency(job["text"]), extraction_config=_TARGETS, parsing_timeout=None)
     return any(bool(verify(one, given, timeout_seconds=None)) for one in right) if given else False
 
 
 @lru_cache(maxsize=4096)
 def _right(text: str) -> list[Any]:
     """Each prompt has several samples, and returns in each pass over the data."""
-    text = _CURRENCY.sub("", text)
+    text = _without_currency(text)
     if text.count("$") == 1:  # it encloses nothing, so it is one of money too
         text = text.replace("$", "")
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
@@ -37,6 +37,11 @@ def _right(text: str) -> list[Any]:
     raise ValueError(f"the right answer {text[:200]!r} is no mathematical result")
 
 
-_CURRENCY = re.compile(r"\\text\{\\\$\}|\\\$|\\(?:pounds|textdollar)(?![a-zA-Z])|[£€¥]")
-"""Signs of money: an amount is compared by its number. The escaped dollar of LaTeX does not enclose mathematics."""
+def _without_currency(text: str) -> str:
+    return _CURRENCY.sub(r"\1", text)
+
+
+_CURRENCY = re.compile(r"(\\\\)|\\text\{\\\$\}|\\\$|\\(?:pounds|textdollar)(?![a-zA-Z])|[£€¥]")
+"""Signs of money: an amount is compared by its number. The escaped dollar of LaTeX does not enclose mathematics. The
+group is a line break of LaTeX, which is kept: it escapes no dollar behind it."""
 _TARGETS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

@@ -39,7 +39,7 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
         with os.fdopen(fd, "wb") as file:
             if not private:
-                os.fchmod(fd, 0o666 & ~user_umask())
+                _let_readers(fd)
             if callable(content):
                 content(file)
             else:
@@ -72,8 +72,17 @@ def open_for_readers(path: str, flags: int) -> int:
         return os.open(path, flags & ~os.O_CREAT)
     except FileNotFoundError:
         fd = os.open(path, flags, 0o666)
-        os.fchmod(fd, 0o666 & ~user_umask())
+        _let_readers(fd)
         return fd
+
+
+def _let_readers(fd: int) -> None:
+    """Gives a file that this process has made the permissions of the user's umask. It keeps its own where the file
+    system lets nobody change them, as some of FUSE and CIFS: it may be too private then, which must not end a run."""
+    mode = 0o666 & ~user_umask()
+    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+        with contextlib.suppress(PermissionError):
+            os.fchmod(fd, mode)
 
 
 @contextlib.contextmanager

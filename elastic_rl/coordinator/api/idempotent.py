@@ -15,7 +15,7 @@ from elastic_rl.coordinator.api.context import Context, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
 from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.problems import Kind, Problem, no_leader
-from elastic_rl.errors import OutcomeUnknown
+from elastic_rl.errors import EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import Leader, Member
 from elastic_rl.telemetry import traces
 
@@ -66,9 +66,13 @@ def carry_out(request: Request, ctx: Context, body: BaseModel | None, key: str |
             return replayed
         try:
             return _answer(change(claim), status)
-        except (Problem, OutcomeUnknown):
+        except (Problem, OutcomeUnknown) as failure:
             # The same request may have come twice at the same time; or it was applied, and the answer was lost.
-            if (replayed := _replay(ctx, claim, status)) is not None:
+            try:
+                replayed = _replay(ctx, claim, status)
+            except EtcdUnavailable:  # that would say that the change was not made
+                raise failure from None
+            if replayed is not None:
                 return replayed
             raise
 

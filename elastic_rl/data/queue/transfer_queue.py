@@ -38,6 +38,11 @@ _RETRY_S = (0.5, 10.0)
 """First and longest pause between a call that failed and the next client, which costs threads and sockets."""
 _MAX_THREADS = 16
 """Calls of one connection that may run at once, with those that were given up."""
+_REPLACE_S = 600.0
+"""After so long in which calls that were given up held all threads, the next calls get other threads: those may never
+end, and the end of the process would cost its trainer group more than they do."""
+_MAX_REPLACED = 8
+"""Such sets of threads at once, all of which are still held."""
 _CANCEL_S = 5.0
 """Time within which the calls of a client that is closed must have ended."""
 
@@ -194,6 +199,8 @@ class Connection:
         self._retry = RetryBackoff(*_RETRY_S)
         self._calls = AbandonableCalls("transfer-queue", _MAX_THREADS)
         """A call of a dead actor may never end."""
+        self._replaced: list[AbandonableCalls] = []
+        """Those before, whose threads are all held still."""
         self._closed = False
 
     def run(self, call: Callable[[RowClient], T], look: Callable[[], None] = lambda: None) -> T:
@@ -249,8 +256,17 @@ class Connection:
                 return
             self._client = None
             self._retry.failed(time.monotonic())
+            if (self._calls.held_s or 0.0) > _REPLACE_S:
+                self._replace_threads()
         if client is not None:
             client.close()
+
+    def _replace_threads(self) -> None:
+        replaced = [calls for calls in self._replaced if calls.held_s is not None]
+        if len(replaced) < _MAX_REPLACED:
+            self._replaced, self._calls = [*replaced, self._calls], AbandonableCalls("transfer-queue", _MAX_THREADS)
+            log.warning("TransferQueue: %d calls have not ended for over %g s; others get threads of their own",
+                        _MAX_THREADS, _REPLACE_S)
 
     def close(self) -> None:
         with self._lock:

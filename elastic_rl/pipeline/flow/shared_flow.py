@@ -13,6 +13,7 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
+from elastic_rl.errors import IllegalTransition
 from elastic_rl.pipeline.drop_reasons import failure
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
@@ -97,13 +98,14 @@ class SharedFlow:
 
     def finished(self, group: Group, reason: str, waits: Waits) -> None:
         """Takes a group in. ``reason``: of the filter that drops it, or that one failed. Waits while the queue does not
-        take it. Raises Fenced."""
+        take it. Raises Fenced, and IllegalTransition for a group beyond the queue's capacity: waiting would give it no
+        room."""
         with self._changed:
             kept = self._flow.finished(group.ordinal, group.versions, failure(group) if group.failed else reason)
             self._changed.notify_all()
         if not kept:
             return
-        waits.retry("queue", lambda: self._queue.put(group))
+        waits.retry("queue", lambda: self._queue.put(group), end_on=(IllegalTransition,))
         self._give_up(lambda: () if self._flow.arrived(group.ordinal) else (group.ordinal,))
 
     # -- the trainer ------------------------------------------------------------------------------------------------

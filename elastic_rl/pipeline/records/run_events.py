@@ -14,6 +14,7 @@ from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.events import build
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
@@ -63,7 +64,8 @@ def emitter(writer: FencedWriter, waits: Waits) -> Emit:
     """Writes events under this token, in the thread of these waits."""
     def emit(kind: EventKind, subject: str, message: str, *, severity: Severity = Severity.INFO,
              **data: Any) -> None:
-        waits.retry("etcd", lambda: writer.emit(kind, subject, message, severity=severity, **data))
+        event = build(kind, subject, message, severity=severity, **data)  # once, however often it is written
+        waits.retry("etcd", lambda: writer.write_event(event))
 
     return emit
 
@@ -163,13 +165,20 @@ class RunEvents:
     def _missed(self) -> set[str]:
         if self._lost is None:
             kvs, _ = self._etcd.range(self._keys.events_prefix(), limit=_RECENT, newest_first=True)
-            lost: dict[str, bool] = {}
-            """Trainer group → whether its newest event begins a fault."""
-            for event, _ in readable(kvs, Event):
+            signs: dict[str, set[EventKind]] = {group: set() for group in TRAINER_GROUPS}
+            """Of each group's fault, while it lasts. A rank that makes progress again ends no other sign than that it
+            was hung."""
+            for event, _ in reversed([*readable(kvs, Event)]):
                 kind = event_kinds.find(event.kind)
-                if kind is not None and kind.part in TRAINER_GROUPS and (kind.begins or kind.ends):
-                    lost.setdefault(kind.part, kind.begins)
-            self._lost = {group for group, is_lost in lost.items() if is_lost}
+                if kind is None or kind.part not in TRAINER_GROUPS:
+                    continue
+                if kind == event_kinds.of_members(kind.part).resumed:
+                    signs[kind.part].discard(event_kinds.of_members(kind.part).hung)
+                elif kind.ends:
+                    signs[kind.part].clear()
+                elif kind.begins:
+                    signs[kind.part].add(kind)
+            self._lost = {group for group, of_group in signs.items() if of_group}
         return self._lost
 
     def _read_restart_request(self, group: str) -> RestartRequest:

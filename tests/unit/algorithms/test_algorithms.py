@@ -159,6 +159,13 @@ def test_option_that_is_given_as_a_setting_is_pointed_to_where_it_belongs(settin
         load(overrides=[f"{setting}=0.1"])
 
 
+def test_clip_of_tokens_is_to_be_left_out_where_sequences_are_clipped() -> None:
+    overrides = ["algorithm.name=gspo", "algorithm.clip_low=0.2", "algorithm.gspo_clip_low=0.1"]
+    with pytest.raises(ConfigError, match="'algorithm.clip_low'; leave it out: gspo does not read") as raised:
+        load(overrides=overrides)
+    assert "'algorithm.gspo_clip_low'; did you mean 'algorithm.options.clip_low'" in raised.value.message
+
+
 @pytest.mark.parametrize(("name", "named"), [
     ("grop", "did you mean 'grpo'"), ("sft", "no advantages"), ("math:pi", "not an AlgorithmSpec"),
     ("math:tau2", "has no 'tau2'")])

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.api import idempotency
 from elastic_rl.coordinator.api.idempotency import Done
+from elastic_rl.coordinator.api.idempotent import Created, carry_out
 from elastic_rl.coordinator.problems import Problem
+from elastic_rl.errors import EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.keys import Keys
 
 KEYS = Keys("j")
+
+
+class AwayFromSecondRead:
+    """An etcd that has no key, and that does not answer from the second read on."""
+
+    reads = 0
+
+    def get(self, key: str) -> None:
+        self.reads += 1
+        if self.reads > 1:
+            raise EtcdUnavailable("no member answers")
+
+
+@pytest.mark.parametrize("failure", [OutcomeUnknown("no member answers"), Problem(409, "conflict", "t", "d")])
+def test_failure_of_a_change_is_reported_as_it_was_when_its_record_cannot_be_read(failure: Exception) -> None:
+    def change(claim: idempotency.Claim | None) -> Created:
+        raise failure
+
+    ctx: Any = SimpleNamespace(election=SimpleNamespace(is_leader=True), etcd=AwayFromSecondRead(), keys=KEYS)
+    request: Any = SimpleNamespace(headers={}, url=SimpleNamespace(path="/v1/x", query=""), method="POST",
+                                   state=SimpleNamespace(caller=SimpleNamespace(name="ada")))
+    with pytest.raises(type(failure)) as raised:
+        carry_out(request, ctx, None, "k", change, dry_run=False)
+    assert raised.value is failure
 
 
 @given(st.lists(st.text()), st.lists(st.text()))

@@ -56,6 +56,18 @@ def test_settings_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert parse(cluster_settings.stored(cfg.cluster_dir)) == cfg
 
 
+def test_fault_of_stored_settings_names_their_file_and_one_of_given_ones_does_not(tmp_path: Path) -> None:
+    _started(cfg := _config(tmp_path))
+    with pytest.raises(ConfigError) as raised:
+        _cluster(tmp_path, "--job=prod", "--train.stepz=7")
+    assert "unknown key 'train.stepz'" in raised.value.message and "stored" not in str(raised.value)
+    stored = cluster_settings.stored(cfg.cluster_dir)
+    path = cluster_settings.restore({**stored, "algorithm": {"kl_kind": "k3"}}, cfg.cluster_dir)
+    with pytest.raises(ConfigError, match="unknown key 'algorithm.kl_kind'") as raised:
+        _cluster(tmp_path, "--job=prod")
+    assert str(path) in raised.value.message
+
+
 def test_commands_overlay_the_settings_of_a_known_cluster(tmp_path: Path) -> None:
     _started(_config(tmp_path, train={"steps": 7, "lr": 0.5}, etcd={"endpoints": EXTERNAL}))
     cfg = _cluster(tmp_path, "--job=prod").cfg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -49,6 +50,19 @@ def test_process_makes_sockets_and_files_for_its_user_alone(
     assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()
     assert _modes(made) == {"socket": 0o700, "file": 0o600, "folder": 0o700, "grandchild": 0o600,
                             "output": 0o664, "steps": 0o664}, "others may read the last two, if the user lets them"
+
+
+def test_artifacts_are_written_where_nobody_may_change_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    """As on some mounts of FUSE and CIFS."""
+    def refuse(fd: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setenv(UMASK_ENV, "000")  # another one than that of this process
+    replace_file(tmp_path / "output", "x")
+    RunLog(tmp_path / "steps").write("step")
+    assert (tmp_path / "output").read_text() == "x" and (tmp_path / "steps").read_text()
 
 
 def test_artifacts_follow_the_umask_of_the_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

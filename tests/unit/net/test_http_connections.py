@@ -214,6 +214,32 @@ def test_tls_handshake_has_to_end_within_the_request_timeout(tls_settings: dict[
         api.close()
 
 
+@pytest.mark.parametrize("path", ["healthz", "held"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_bodies_that_are_not_http_leave_no_traceback(api: Api, caplog: pytest.LogCaptureFixture, path: str,
+                                                     at_once: bool) -> None:
+    """``at_once``: the body comes with its request; else while this is being answered, or after that."""
+    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+    try:
+        for held in range(1, 11):
+            sock = api.connect()
+            sock.sendall(f"POST /{path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+                         + b"z\r\n" * at_once)
+            if path == "held":
+                wait_until(lambda held=held: api.held == held, timeout_s=20, what="the request")  # type: ignore[misc]
+            elif not at_once:
+                assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+            if not at_once:
+                sock.sendall(b"z\r\n")
+            assert closed(sock)
+        api.go.set()
+        assert httpx.get(f"http://127.0.0.1:{api.port}/healthz", timeout=20).text == "ok"
+        api.close()
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert [r.getMessage() for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR] == []
+
+
 def test_failures_to_accept_are_logged_once_and_end(api: Api, monkeypatch: pytest.MonkeyPatch,
                                                     caplog: pytest.LogCaptureFixture) -> None:
     refused = 0

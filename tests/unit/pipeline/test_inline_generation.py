@@ -25,7 +25,7 @@ LIMITS = FlowLimits(steps=9, groups_per_step=3, max_staleness=0, max_dropped_gro
 
 class Rollouts:
     """Groups of the version that is asked for. ``drops``: ordinals that a filter drops; ``fails``: whether the next
-    attempt does."""
+    attempt does; ``log``: what was done, in this order."""
 
     def __init__(self, drops: set[int]) -> None:
         self.waits = Waits(lambda *_: None, threading.Event())
@@ -33,6 +33,7 @@ class Rollouts:
         self.sampler = SimpleNamespace(training_groups=self._groups)
         self.asked: list[tuple[int, ...]] = []
         self.drops, self.fails = drops, False
+        self.log: list[str] = []
 
     def _groups(self, prompts: list[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
         self.asked.append(tuple(o for o, _ in prompts))
@@ -43,11 +44,17 @@ class Rollouts:
         return [(Group(o, prompt, (sample,)), "odd" if o in self.drops else "") for o, prompt in prompts]
 
     def generate(self, step: int, min_version: int, timer: StepTimer, sample: Callable[[], Any]) -> Any:
+        self.log.append("generate")
         return sample()
 
 
 def _generation(rollouts: Rollouts, leased: list[IntervalSet]) -> InlineGeneration:
-    generation = InlineGeneration(LIMITS, rollouts, leased.append, lambda version, timer: None)  # type: ignore[arg-type]
+    def lease(groups: IntervalSet) -> None:
+        rollouts.log.append("lease")
+        leased.append(groups)
+
+    generation = InlineGeneration(LIMITS, rollouts, lease,  # type: ignore[arg-type]
+                                  lambda version, timer: rollouts.log.append(f"engines {version}"))
     generation.flow.resume(0, 1, IntervalSet(), Branch(0, 1))
     return generation
 
@@ -63,6 +70,18 @@ def test_dropped_groups_are_replaced_up_to_the_limit_by_ordinal() -> None:
     assert taken.chosen.ordinals == (1, 3, 4), "a third one is not dropped"
     assert taken.chosen.consumption.dropped == {"odd": IntervalSet.from_values([0, 2])} and taken.metrics == {}
     assert [list(groups) for groups in leased] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_groups_are_dropped_by_ordinal_until_the_limit_and_the_next_one_is_kept() -> None:
+    taken = _take(_generation(Rollouts({0, 1, 2}), []))
+    assert taken.chosen.ordinals == (2, 3, 4)
+    assert taken.chosen.consumption.dropped == {"odd": IntervalSet.from_values([0, 1])}
+
+
+def test_groups_are_generated_once_their_lease_is_written_and_the_engines_have_the_devices() -> None:
+    rollouts = Rollouts(set())
+    _take(_generation(rollouts, []))
+    assert rollouts.log == ["lease", "engines 1", "generate"]
 
 
 def test_step_that_could_not_be_taken_takes_the_same_groups_when_it_is_tried_again() -> None:

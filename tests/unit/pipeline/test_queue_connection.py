@@ -116,6 +116,40 @@ def test_two_that_connect_at_once_get_one_client(clients: list[Client], monkeypa
     assert connection.run(lambda client: client) is first
 
 
+def test_calls_that_never_end_leave_threads_for_others_in_bounded_number(
+        clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_MAX_THREADS", 2), ("_MAX_REPLACED", 1), ("_REPLACE_S", 0.0)):
+        monkeypatch.setattr(transfer_queue, name, value)
+    end = threading.Event()
+    connection = transfer_queue.Connection("test", {}, 60.0)
+
+    def hang() -> None:
+        for _ in range(2):
+            connection._retry.try_now()
+            connection.run(lambda client: None)  # makes the client
+            connection._call_s = 0.1
+            with pytest.raises(TimeoutError):
+                connection.run(lambda client: end.wait(60))
+            connection._call_s = 60.0
+
+    for _ in range(2):
+        hang()
+    connection._retry.try_now()
+    with pytest.raises(QueueUnavailable, match="all 2 threads"):
+        connection.run(lambda client: 1)
+    end.set()
+
+    def answers() -> bool:
+        connection._retry.try_now()
+        try:
+            return connection.run(lambda client: True)
+        except QueueUnavailable:
+            return False
+
+    wait_until(answers, timeout_s=60, what="the first thread that is free again")
+    connection.close()
+
+
 def test_call_of_a_dead_actor_is_given_up_long_before_its_limit(
         clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_queue, "LOOK_EVERY_S", 0.01)

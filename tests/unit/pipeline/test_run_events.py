@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_rl.errors import OutcomeUnknown
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, StepMetrics
-from elastic_rl.pipeline.records.run_events import ReportLimit, RunEvents
+from elastic_rl.etcd.transaction import Compare, Op, TxnResult
+from elastic_rl.pipeline.records.run_events import ReportLimit, RunEvents, emitter
+from elastic_rl.pipeline.waits import Waits
 
 
 @pytest.mark.parametrize(("staleness", "difference", "told"), [
@@ -30,6 +36,24 @@ def test_log_probs_are_compared_for_samples_of_the_newest_weights(staleness: int
     assert kinds == (["logprob.mismatch"] if told else [])
 
 
+def test_event_whose_answer_was_lost_is_written_once() -> None:
+    written: list[str] = []
+    answers = iter([False, True])
+
+    class Etcd:
+        def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
+            new = [op.key for op in then if op.key not in written]
+            written.extend(new)
+            if not next(answers):
+                raise OutcomeUnknown("no member answers")
+            return TxnResult(bool(new), 1, ())
+
+    writer = FencedWriter(Etcd(), Keys("job"), list, "the actor")  # type: ignore[arg-type]
+    emit = emitter(writer, Waits(lambda *_: None, threading.Event()))
+    emit(event_kinds.QUEUE_REPLACED, "queue", "m")
+    assert len(written) == 1 and next(answers, None) is None
+
+
 class EventLog:
     """etcd with a log of events and nothing else."""
 
@@ -44,7 +68,10 @@ class EventLog:
 @pytest.mark.parametrize(("log", "recovered"), [
     (["trainer.failed"], ["trainer.recovered"]), (["critic.agent_ended"], ["critic.recovered"]),
     (["trainer.failed", "trainer.recovered"], []), (["trainer.failed", "trainer.returned"], ["trainer.recovered"]),
-    (["trainer.hung", "trainer.resumed"], []), (["trainer.recovered", "trainer.hung"], ["trainer.recovered"])])
+    (["trainer.hung", "trainer.resumed"], []), (["trainer.failed", "trainer.resumed"], ["trainer.recovered"]),
+    (["trainer.failed", "trainer.hung", "trainer.resumed"], ["trainer.recovered"]),
+    (["trainer.hung", "trainer.failed", "trainer.recovered", "trainer.resumed"], []),
+    (["trainer.recovered", "trainer.hung"], ["trainer.recovered"])])
 def test_actor_that_takes_over_reports_the_recovery_of_groups_that_were_lost_and_of_no_others(
         log: list[str], recovered: list[str]) -> None:
     kinds: list[str] = []

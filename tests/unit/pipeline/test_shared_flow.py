@@ -14,7 +14,7 @@ from elastic_rl.data.queue.queued_batch import QueuedBatch, batch_of
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.transfer_queue import decode_row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import GroupsLost, QueueUnavailable
+from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
@@ -69,6 +69,21 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
     for ordinal in grant.ordinals:
         flow.finished(group(ordinal, 3), "", waits)
     assert set(queue.get(grant.ordinals)) == set(grant.ordinals), "neither full, nor dropped"
+
+
+def test_group_beyond_the_capacity_of_the_queue_is_an_error_and_no_wait() -> None:
+    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0), EmbeddedQueue(1))
+    stopping = threading.Event()
+
+    def end_wait(stage: str, kind: str, what: str) -> None:
+        if kind:
+            stopping.set()
+
+    flow.resume(0, 1, IntervalSet(), Branch(0, 1))
+    assert flow.lease(0.0) is not None
+    flow.finished(group(0), "", Waits(end_wait, stopping))
+    with pytest.raises(IllegalTransition, match="queue is full"):
+        flow.finished(group(1), "", Waits(end_wait, stopping))
 
 
 class Rows:

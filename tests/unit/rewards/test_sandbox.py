@@ -427,6 +427,13 @@ def test_filter_is_made_for_known_machines_only() -> None:
     ("````python\na\n```\nb\n````", "a\n```\nb\n"), ("~~~py\na\n~~~", "a\n"),
     ("```python3.11\na\n```", "a\n"), ("```{.python}\na\n```", "a\n"),
     ("```pycon\n>>> a\n```", ""), ("``` Python\r\na\r\n```\r\n", "a\r\n"), ("Use ```a```.", ""),
+    ("```python\na\n```\n```x``` is wrong.", "a\n"), ("```x``` is wrong.\n```python\na\n```", "a\n"),
+    ("```python\na\n# ...\n```python\nb\n```", "b\n"), ("```\nno end\n```python\nb\n```\n", "b\n"),
+    ("````md\n```python\na\n```\n````", ""), ("<answer>\n```python\na\n```</answer>", "a\n"),
+    ("```python\na\n```. It prints a.", "a\n"), ("```python\na\n```py" + " a==b" * 200 + " !", "a\n"),
+    ("```python\na\n```\n```python\n\n```", "a\n"), ("```python\n```", ""), ("```python\na\n```\n```py\n```", "a\n"),
+    ("- ```python\n  if a:\n    b\n  ```\n- So", "if a:\n  b\n"), ("1. ```python\n   a\n   ```", "a\n"),
+    ("```python\nx = \"\"\"\n- ```\n\"\"\"\n```", "x = \"\"\"\n- ```\n\"\"\"\n"),
     ('```python\n"""\n    ```\n    x\n    ```\n"""\n```', '"""\n    ```\n    x\n    ```\n"""\n')])
 def test_program_is_the_last_python_block_of_the_answer(text: str, program: str) -> None:
     assert program_of(text) == program

@@ -391,6 +391,7 @@ def math() -> Iterator[RewardFn]:
     ("$18.90", ["\\boxed{18.90}"], ["\\boxed{18}"]), ("\\$1,250", ["\\boxed{1250}"], ["\\boxed{1}"]),
     ("36\\$", ["\\boxed{36}"], ["\\boxed{35}"]), ("\\$x + 2", ["\\boxed{x+2}"], ["\\boxed{2}"]),
     ("\\text{\\$}5", ["\\boxed{5}"], ["\\boxed{6}"]),
+    ("\\sqrt2", ["so:\\\\$$\\sqrt{2}$$"], ["so:\\\\$$\\sqrt{3}$$"]), ("7", ["total:\\\\$$7$$"], ["total:\\\\$$8$$"]),
     ("£18.90", ["\\boxed{18.9}", "\\boxed{£18.90}"], ["\\boxed{18}"])])
 def test_mathematical_result_is_compared_by_value(math: RewardFn, answer: Any, right: list[str], wrong: list[str]
                                                   ) -> None:
