@@ -35,11 +35,15 @@ CHECKS = {
 DEFAULT_TIER = ["-m", "not full"]
 # Whole runs come alone: they start some twenty processes, and what else runs would starve their heartbeats.
 WHOLE_RUNS = ["tests/e2e"]
-# Most integration tests wait for other processes more than they compute, so there are more workers than cores. Files
-# that take minutes come first: one that begins last would run alone at the end.
+# Most integration tests wait for other processes more than they compute, so there are more workers than cores. Folders
+# whose files take minutes come first: one that begins last would run alone at the end. No folder is named together with
+# one above it, since pytest would take that one for both, and the order would be lost.
+SLOW_FIRST = ["trainer", "driver", "engine", "pipeline", "dcs", "coordinator"]
+_OTHERS = sorted({folder.name for folder in (ROOT / "tests" / "integration").iterdir() if any(folder.glob("test_*.py"))}
+                 - {*SLOW_FIRST})
 SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder",
-                *(f"tests/integration/{part}" for part in ("driver", "engine", "pipeline", "trainer")), "chaos_tests",
-                "tests/integration", "tests/unit", "tests/gpu"]
+                *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests", "tests/unit",
+                "tests/gpu"]
 ALL_SEEDS = "3000"
 MAX_UNSTABLE = 3
 RECORDS = ROOT / ".pytest_cache" / "suite"
