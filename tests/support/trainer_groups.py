@@ -53,12 +53,12 @@ class Engines:
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> list[list[Sample]]:
-        return [[self._sample(p.prompt.answer_ids or () if i == 0 else (9, 4)) for i in range(p.samples)]
+        return [[self._sample(p.prompt.answer_ids or () if i == 0 else (9, 4), min_version) for i in range(p.samples)]
                 for p in prompts]
 
     @staticmethod
-    def _sample(tokens: Sequence[int]) -> Sample:
-        return Sample((Segment(tuple(tokens), (-2.0,) * len(tokens), version=1),), "stop")
+    def _sample(tokens: Sequence[int], version: int) -> Sample:
+        return Sample((Segment(tuple(tokens), (-2.0,) * len(tokens), version=version),), "stop")
 
     def judge(self, request: JudgeRequest) -> list[Judgement]:
         raise AssertionError("no reward asks a judge")
