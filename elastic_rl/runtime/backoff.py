@@ -1,4 +1,4 @@
-"""When to try again what failed. Pure: the time is passed in."""
+"""Pauses between the attempts of a call that failed. Pure: the time is passed in."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ def doubled_s(failures: int, first_s: float, max_s: float) -> float:
 
 
 def backoff_s(failures: int, first_s: float, max_s: float, rng: random.Random | None = None) -> float:
-    """``doubled_s`` with 25% of jitter, so that parts that failed together do not try again together."""
+    """``doubled_s`` with 25% of jitter, so that parts that failed together do not make their next attempts at the same
+    time."""
     jitter = rng.uniform(0.75, 1.25) if rng is not None else random.uniform(0.75, 1.25)
     return doubled_s(failures, first_s, max_s) * jitter
 
 
 class RetryBackoff:
-    """Pauses between tries, as of ``backoff_s``."""
+    """The pauses between attempts, which ``backoff_s`` gives."""
 
     def __init__(self, first_s: float, max_s: float, rng: random.Random | None = None) -> None:
         self._first_s, self._max_s, self._random = first_s, max_s, rng or random.Random()
@@ -26,22 +27,23 @@ class RetryBackoff:
         self._not_before = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Whether the next try may begin."""
+        """Whether the next attempt may begin."""
         return now >= self._not_before
 
     def left_s(self, now: float) -> float:
-        """Seconds until the next try may begin."""
+        """Seconds until the next attempt may begin."""
         return max(0.0, self._not_before - now)
 
     def failed(self, now: float) -> None:
-        """A try failed: the next one begins after a pause."""
+        """An attempt failed: the next one begins after a pause."""
         self._failures += 1
         self._not_before = now + backoff_s(self._failures, self._first_s, self._max_s, self._random)
 
     def try_now(self) -> None:
-        """Something changed, so the next try need not wait; if it fails too, the pause after it is the longer one."""
+        """Something changed, so the next attempt need not wait; if it fails too, the pause after it is the longer
+        one."""
         self._not_before = 0.0
 
     def reset(self) -> None:
-        """A try succeeded."""
+        """An attempt succeeded."""
         self._failures, self._not_before = 0, 0.0
