@@ -16,9 +16,9 @@ import httpx
 from leadership import Change, Verdict
 from support.coordinators import AUTH
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.waiting import wait_until
 
 _OBSERVER = Path(__file__).parent / "observer.py"
 
@@ -77,7 +77,7 @@ def observe(etcd_servers: EtcdServers, keys: Keys, since: int, last: str) -> lis
 def more(writer: Writer, n: int) -> None:
     """Until ``n`` more writes were accepted: the fault is over for the clients."""
     goal = writer.accepted() + n
-    wait_until(lambda: writer.accepted() >= goal, timeout_s=20, what=f"{n} more accepted writes")
+    wait_until(lambda: writer.accepted() >= goal, what=f"{n} more accepted writes")
 
 
 def _stands(written: Written, verdict: Verdict) -> bool:

@@ -16,12 +16,12 @@ from pool_writers import Writer, lost, more, observe, patch
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec
 from elastic_rl.host import processes
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture
@@ -54,20 +54,20 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         url = replicas.urls[killed]
         replicas.running[killed] = processes.spawn(replicas.command(killed, int(url.rpartition(":")[2])),
                                                    log=replicas.log(killed))
-        wait_until(lambda: replicas.ready(killed), timeout_s=20, what="the killed replica's return")
+        wait_until(lambda: replicas.ready(killed), what="the killed replica's return")
         more(writer, 10)
 
         # Stopped as the leader with writes in flight: it resumes as a stale leader and must not write.
         replicas.kill(second, signal.SIGSTOP)
-        wait_until(lambda: frozen(replicas.running[second]), timeout_s=60, what="the freeze")
+        wait_until(lambda: frozen(replicas.running[second]), what="the freeze")
         with ThreadPoolExecutor(4) as late:
             pending = [late.submit(patch, replicas.urls[second], n, 20.0) for n in range(61, 65)]
-            wait_until(lambda: etcd.get(keys.leader(second)) is None, timeout_s=60, what="its lease's end")
+            wait_until(lambda: etcd.get(keys.leader(second)) is None, what="its lease's end")
             more(writer, 10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
             late_writes = [p.result(timeout=25) for p in pending]
-        wait_until(lambda: etcd.get(keys.leader(second)), timeout_s=60, what="its next candidacy")
+        wait_until(lambda: etcd.get(keys.leader(second)), what="its next candidacy")
         more(writer, 10)
     finally:
         writer.close()

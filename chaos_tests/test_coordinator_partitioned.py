@@ -13,12 +13,12 @@ from pool_writers import Writer, lost, more, observe, patch
 from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.hosts import TwoNetworks
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture
@@ -75,20 +75,20 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
 
             networks.cut_from_etcd(stale)  # under writes: what it has sent stays in its sockets and arrives later
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
-            wait_until(lambda: etcd.get(keys.leader(stale)) is None, timeout_s=60, what="its lease's end")
+            wait_until(lambda: etcd.get(keys.leader(stale)) is None, what="its lease's end")
             more(writer, 20)  # the other one leads
             assert not believes_to_lead(replicas, stale)
             refused = patch(replicas.urls[stale], 61, timeout_s=20.0)
             assert refused.status in (503, 504), refused  # in time, and typed
             assert httpx.get(f"{replicas.urls[stale]}/readyz", timeout=20.0, trust_env=False).status_code == 503
-            wait_until(lambda: _open(etcd, keys, stale), timeout_s=40, what="the alert")
+            wait_until(lambda: _open(etcd, keys, stale), what="the alert")
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
 
             networks.heal(stale)
-            wait_until(lambda: etcd.get(keys.leader(stale)), timeout_s=20, what="its next candidacy")
-            wait_until(lambda: replicas.ready(stale), timeout_s=20, what="its readiness")
+            wait_until(lambda: etcd.get(keys.leader(stale)), what="its next candidacy")
+            wait_until(lambda: replicas.ready(stale), what="its readiness")
             assert not believes_to_lead(replicas, stale)
-            wait_until(lambda: not _open(etcd, keys, stale), timeout_s=20, what="the alert's end")
+            wait_until(lambda: not _open(etcd, keys, stale), what="the alert's end")
             more(writer, 20)
         finally:
             writer.close()

@@ -21,6 +21,7 @@ from dcs_publisher_loop import CHUNK_BYTES, content
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.tiers import parametrize
+from support.waiting import wait_until
 
 from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.catalog import pins, reads, transitions
@@ -36,7 +37,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime.waiting import wait_until
 
 NODE = "a"
 KILLED = -signal.SIGKILL
@@ -105,12 +105,12 @@ class OneNode:
                 return ([v.state for v in living] == [VersionState.COMMITTED] and stat["chunks"] == chunks
                         and stat["pending"] == 0 and stat["held"] == 0)
 
-            wait_until(swept, timeout_s=30, what="a node with nothing left of the dead", poll_s=0.3)
+            wait_until(swept, what="a node with nothing left of the dead", poll_s=0.3)
         finally:
             collector.close()
             client.close()
         assert len(list(SHM.glob(f"elastic-rl-{self.keys.job}-*"))) == 1
-        wait_until(lambda: not list(self.folder.rglob("*.partial")), timeout_s=60, what="the end of partial files")
+        wait_until(lambda: not list(self.folder.rglob("*.partial")), what="the end of partial files")
 
 
 EVERY_POINT = {"proved_in": "chaos_tests/test_dcs_failpoints.py tests/integration/dcs/test_catalog_machine.py",
@@ -141,7 +141,7 @@ def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: st
 def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
     assert dcs.run("pull", point=point).returncode == KILLED
-    wait_until(lambda: pins.pinned(dcs.etcd, dcs.keys, "policy") == set(), timeout_s=60, what="the end of its pin")
+    wait_until(lambda: pins.pinned(dcs.etcd, dcs.keys, "policy") == set(), what="the end of its pin")
     dcs.publish(2)
     assert dcs.require_whole() == 2
     dcs.require_clean()  # version 1 goes, too

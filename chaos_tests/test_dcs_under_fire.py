@@ -17,6 +17,7 @@ from follower import Follower
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
+from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.publish.publisher import Publisher
@@ -26,7 +27,6 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.runtime.waiting import wait_until
 
 NODES = ("a", "b", "c")
 PULLERS = 8
@@ -88,18 +88,18 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
         thread.start()
     interrupted = 0
     try:
-        wait_until(lambda: all(f.seen for f in followers), timeout_s=60, what="a first version everywhere")
+        wait_until(lambda: all(f.seen for f in followers), what="a first version everywhere")
         for _ in range(KILLS):
             victim = rng.choice(NODES)
-            wait_until(lambda: any(f.pulling for f in followers), timeout_s=30, what="a pull in progress", poll_s=0.001)
+            wait_until(lambda: any(f.pulling for f in followers), what="a pull in progress", poll_s=0.001)
             interrupted += any(f.pulling for f in followers)
             fleet.kill(victim)
             before = len(trainer.committed)
             fleet.start(victim)
-            wait_until(lambda before=before: len(trainer.committed) > before, timeout_s=60, what="the next commit")
+            wait_until(lambda before=before: len(trainer.committed) > before, what="the next commit")
         trainer.close()
         last = trainer.committed[-1]
-        wait_until(lambda: all(f.seen[-1] >= last for f in followers), timeout_s=60, what="every follower at the head")
+        wait_until(lambda: all(f.seen[-1] >= last for f in followers), what="every follower at the head")
     finally:
         for thread in threads:
             thread.close()
@@ -126,6 +126,6 @@ def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdCli
     survivor = next(n for n in NODES if n != lost)
     follower = Follower(etcd, keys, survivor)
     for number in kept:
-        wait_until(lambda n=number: follower.pull(n), timeout_s=30, what=f"version {number}", poll_s=0.2)
+        wait_until(lambda n=number: follower.pull(n), what=f"version {number}", poll_s=0.2)
     assert (follower.seen, follower.torn) == (kept, [])
     follower.puller.close()

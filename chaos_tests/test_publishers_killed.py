@@ -19,6 +19,7 @@ from follower import Follower
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
@@ -29,7 +30,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Version, VersionState
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime.waiting import wait_until
 
 KILLS = 10
 NODE = "a"
@@ -91,7 +91,7 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
     successor.wait(timeout=60)
     successor.stdout.close()
 
-    wait_until(lambda: follower.seen and follower.seen[-1] >= last, timeout_s=20, what="the follower at the head")
+    wait_until(lambda: follower.seen and follower.seen[-1] >= last, what="the follower at the head")
     follower.close()
     assert (follower.torn, dict(follower.failures)) == ([], {})         # I2
     assert follower.seen == sorted(set(follower.seen))                 # I3: the head only moves forward
@@ -101,7 +101,7 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
         collector.sweep([])
         return all(v.state is not VersionState.STAGING for v in versions(etcd, keys))
 
-    wait_until(settled, timeout_s=20, what="the abort of what the dead publishers had staged", poll_s=0.2)
+    wait_until(settled, what="the abort of what the dead publishers had staged", poll_s=0.2)
     kept = versions(etcd, keys)
     assert len({v.number for v in kept}) == len(kept)
     by_number = sorted((v.number, v.epoch) for v in kept if v.committed_at)
@@ -113,4 +113,4 @@ def test_stopped_node_removes_its_segment(node: DcsNode) -> None:
     segment = Path(node.arena_path)
     assert segment.parent == SHM and segment.exists()
     stop(node.pid)
-    wait_until(lambda: not segment.exists(), timeout_s=60, what="the end of the segment")
+    wait_until(lambda: not segment.exists(), what="the end of the segment")

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.tiers import full
+from support.waiting import wait_until
 from support.whole_run import Job, whole_job
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -25,7 +26,6 @@ from elastic_rl.etcd.records import JobStatus
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.local_cluster import OWNER_ENV
 from elastic_rl.runtime.files import UMASK_ENV
-from elastic_rl.runtime.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
     proved_in="tests/integration/pipeline/test_sampled_jobs.py tests/integration/pipeline/test_output.py",

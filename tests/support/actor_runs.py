@@ -11,7 +11,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline.pipeline import Pipeline
-from elastic_rl.runtime.waiting import wait_until
+from support.waiting import wait_until
 
 WAIT_S = 120.0
 """For what takes seconds, on a machine that may be busy."""
@@ -63,18 +63,18 @@ class ThreadedJob:
 
     def wait_for(self, step: int, *, phase: str = "") -> None:
         """``phase``: in which the step counts; empty: in any."""
-        wait_until(lambda: phase in ("", self.status().phase) and self.status().step >= step, timeout_s=WAIT_S,
+        wait_until(lambda: phase in ("", self.status().phase) and self.status().step >= step,
                    what=f"step {step}")
 
     def wait_waiting(self, kind: str) -> str:
         """What the run says it waits for, once it waits for this."""
-        wait_until(lambda: self.status().waiting_kind == kind, timeout_s=WAIT_S, what=f"a wait for {kind}")
+        wait_until(lambda: self.status().waiting_kind == kind, what=f"a wait for {kind}")
         return self.status().waiting_for
 
     def finish(self) -> None:
         """Waits for the end of the job, which must be no error's."""
         wait_until(lambda: self.status().phase == "finished" or any(run.errors for run in self.runs[-1:]),
-                   timeout_s=WAIT_S, what="the end of the job")
+                   what="the end of the job")
         assert not self.runs[-1].errors, self.runs[-1].errors
         self.runs[-1].thread.join(WAIT_S)
 

@@ -17,15 +17,13 @@ from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import processes
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 from support.hosts import Host
+from support.waiting import wait_until
 
 OPERATOR, VIEWER = "an-operators-token", "a-viewers-token"
 AUTH = {"Authorization": f"Bearer {OPERATOR}"}
 """Headers of a request that may do anything."""
 LEASE_TTL_S = 5
-_START_S = 90.0
-"""Several processes may start at once on a busy machine; one that ends at its start is noticed at once."""
 
 
 def write_tokens(table: Path, **roles: str) -> None:
@@ -110,7 +108,7 @@ class Replicas:
         self.launch(*names)
         for name in names:
             process = self.running[name]
-            wait_until(lambda n=name: self.ready(n), timeout_s=_START_S, what=f"replica {name}",
+            wait_until(lambda n=name: self.ready(n), what=f"replica {name}",
                                  alive=lambda p=process: p.poll() is None)
         self.leader()
 
@@ -135,7 +133,7 @@ class Replicas:
                     return str(found)
             return ""
 
-        return str(wait_until(look, timeout_s=_START_S, what="a leader"))
+        return str(wait_until(look, what="a leader"))
 
     def kill(self, name: str, sig: signal.Signals = signal.SIGKILL) -> None:
         """Signals a replica; after SIGKILL it is gone when this returns."""

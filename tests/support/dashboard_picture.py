@@ -32,11 +32,11 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
-from elastic_rl.runtime.waiting import wait_until
 from support.api_cluster import ApiCluster
 from support.browser import FLAGS, LONG_MS, dashboard_link, find_chromium, is_live, sync_api
 from support.coordinators import AUTH
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 STEP, STEPS = 64, 400
 _IDLE = {"generate": 0.05, "train": 0.09, "publish": 0.02}
@@ -149,7 +149,7 @@ def _operator_and_faults(cluster: ApiCluster) -> None:
         alerts = httpx.get(f"{api}/v1/alerts", headers=AUTH, timeout=20).json()["items"]
         return len([a for a in alerts if a["phase"] == "firing"]) >= 2
 
-    wait_until(firing, timeout_s=60, what="the alerts")
+    wait_until(firing, what="the alerts")
 
 
 def _picture(cluster: ApiCluster, target: Path, width: int, scheme: str) -> None:

@@ -29,9 +29,9 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Version, VersionState
-from elastic_rl.runtime.waiting import wait_until
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 CHUNK = 64 << 10
 
@@ -117,11 +117,11 @@ class DcsCluster(Nodes):
         """SIGSTOP; returns when the kernel has stopped it."""
         process = self.processes[node]
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=60,
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED,
                    what="the stop")
 
     def await_unregistered(self, node: str) -> None:
-        wait_until(lambda: node not in [n.id for n in self.registered()], timeout_s=30, what=f"the end of node {node}")
+        wait_until(lambda: node not in [n.id for n in self.registered()], what=f"the end of node {node}")
 
     def registered(self) -> list[DcsNode]:
         return [DcsNode.decode(kv.value) for kv in self.etcd.range(self.keys.dcs_nodes_prefix())[0]]
@@ -134,7 +134,7 @@ class DcsCluster(Nodes):
             client.close()
 
     def await_stat(self, node: str = "a", **expected: int) -> None:
-        wait_until(lambda: expected.items() <= self.stat(node).items(), timeout_s=20, what=f"node {node} at {expected}")
+        wait_until(lambda: expected.items() <= self.stat(node).items(), what=f"node {node} at {expected}")
 
     # -- clients -----------------------------------------------------------------------------------------------------
     @property
@@ -203,7 +203,7 @@ class DcsCluster(Nodes):
 
     def await_unpinned(self, stream: str = "policy") -> None:
         """Nodes unpin what no reader has open any more, soon after its release."""
-        wait_until(lambda: not pins.pinned(self.etcd, self.keys, stream), timeout_s=30, what="the end of the pins")
+        wait_until(lambda: not pins.pinned(self.etcd, self.keys, stream), what="the end of the pins")
 
     def states(self, stream: str = "policy") -> dict[int, VersionState]:
         return {v.number: v.state for v in reads.list_versions(self.etcd, self.keys, stream)}

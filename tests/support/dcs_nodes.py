@@ -12,8 +12,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime.waiting import wait_until
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 
 def spawn_node(etcd_servers: Sequence[str], keys: Keys, node_id: str, folder: Path,
@@ -39,7 +39,7 @@ def await_node(etcd: EtcdClient, keys: Keys, process: subprocess.Popen[bytes]) -
         records = (DcsNode.decode(kv.value) for kv in etcd.range(keys.dcs_nodes_prefix())[0])
         return next((r for r in records if r.pid == process.pid), None)
 
-    return wait_until(registered, timeout_s=120, what="the DCS node", alive=lambda: process.poll() is None)
+    return wait_until(registered, what="the DCS node", alive=lambda: process.poll() is None)
 
 
 @dataclass(kw_only=True)

@@ -17,8 +17,8 @@ from elastic_rl.dcs import protocol
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.records import DcsNode
-from elastic_rl.runtime.waiting import wait_until
 from support.dcs_nodes import Nodes
+from support.waiting import wait_until
 
 MIB = 1 << 20
 CHUNK = 64 << 10
@@ -110,7 +110,7 @@ class Dcs(Nodes):
             return [*pulled.manifest.chunks, pulled.version.manifest]
 
     def await_saved(self, wire: Wire) -> None:
-        wait_until(lambda: not wire.call(op="stat")["unsaved"], timeout_s=20, what="the copies on disk")
+        wait_until(lambda: not wire.call(op="stat")["unsaved"], what="the copies on disk")
 
     def file(self, digest: str, node_id: str = "a") -> Path:
         return self.folder / "disk" / node_id / digest[:2] / digest

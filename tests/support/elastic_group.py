@@ -23,10 +23,10 @@ from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag, remove_files
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 from support.dcs_nodes import await_node, spawn_node
 from support.otlp_collector import Collector, collecting
+from support.waiting import wait_until
 
 START_S = 400.0
 TOKEN = "token of the test"

@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 from elastic_rl.errors import DeadlineExceeded
-from elastic_rl.runtime.waiting import wait_until
+from support.waiting import wait_until
 
 _MOST_BYTES = 16 << 20
 """Several times what the socket's buffers hold: a server that takes so much takes everything."""

@@ -38,9 +38,9 @@ from elastic_rl.host.leftovers import SHM, TAG_ENV, file_tag, sweep
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.net.addresses import free_port
 from elastic_rl.net.engine_key import create_key, read_key
-from elastic_rl.runtime.waiting import wait_until
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 PROMPT = [5, 6, 3, 4, 7]
 
@@ -154,7 +154,7 @@ class EngineTestbed:
             r = self.record(engine_id)
             return r if r and r.state in states else None
 
-        return wait_until(there, timeout_s=60, what=f"{engine_id} to be {' or '.join(states)}", poll_s=0.01)
+        return wait_until(there, what=f"{engine_id} to be {' or '.join(states)}", poll_s=0.01)
 
     def events(self, engine_id: str) -> list[Event]:
         """Of one engine, the newest last."""
@@ -221,7 +221,7 @@ class EngineTestbed:
         return RouterClient(self.router.url, key=self.key).workers()
 
     def await_unrouted(self, url: str) -> None:
-        wait_until(lambda: url not in self.workers(), timeout_s=20, what=f"the removal of {url} from the router")
+        wait_until(lambda: url not in self.workers(), what=f"the removal of {url} from the router")
 
     def close(self) -> None:
         for runner in self.runners.values():
@@ -255,7 +255,7 @@ class ForeignServer:
 
 def await_gone(pids: list[int]) -> None:
     """Waits until no process has one of the pids; orphans are reaped a moment after they ended."""
-    wait_until(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=20, what="the end of every process")
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), what="the end of every process")
 
 
 @contextlib.contextmanager
@@ -263,7 +263,7 @@ def suspended(pid: int) -> Iterator[None]:
     """SIGSTOP, seen to work, and SIGCONT at the end if the process still exists."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="the stop")
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, what="the stop")
         yield
     finally:
         if psutil.pid_exists(pid):

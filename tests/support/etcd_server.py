@@ -18,8 +18,8 @@ from elastic_rl.config import EtcdConfig
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host.processes import spawn
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 from support.certificates import Identity
+from support.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ class EtcdServers:
     def wait(self) -> EtcdServers:
         """Until every member answers and knows a leader."""
         with self.connect() as etcd:
-            wait_until(lambda: all(not s.error for s in etcd.statuses()), timeout_s=30, what="etcd",
+            wait_until(lambda: all(not s.error for s in etcd.statuses()), what="etcd",
                        alive=lambda: all(p.poll() is None for p in self.processes))
             etcd.get("/elastic_rl/")
         return self
@@ -99,7 +99,7 @@ class EtcdServers:
         """Index of the leading member, by its own status; ``besides``: a member that is left out."""
         with self.connect() as etcd:
             return wait_until(lambda: [i for i, s in enumerate(etcd.statuses()) if s.is_leader and i != besides],
-                              timeout_s=60, what="an etcd leader")[0]
+                              what="an etcd leader")[0]
 
     def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
         """A call of etcd's HTTP gateway, for what our client does not offer. Needs ``gateway``."""
@@ -122,7 +122,7 @@ class EtcdServers:
         """SIGSTOP; returns when the kernel has stopped it."""
         process = self.processes[i]
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="SIGSTOP")
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, what="SIGSTOP")
 
     def cont(self, i: int) -> None:
         self.processes[i].send_signal(signal.SIGCONT)

@@ -15,7 +15,7 @@ from elastic_rl.coordinator.reconciler import Reconciler
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Operation
-from elastic_rl.runtime.waiting import wait_until
+from support.waiting import wait_until
 
 
 class Leader:

@@ -30,10 +30,10 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag, remove_files
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
-from elastic_rl.runtime.waiting import wait_until
 from support.actor_runs import ThreadedJob
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 WAIT_S = 400.0
 TOKEN = "token of the test"

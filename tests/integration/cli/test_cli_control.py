@@ -22,6 +22,7 @@ import httpx
 import pytest
 from support.coordinators import Replicas, write_tokens
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
@@ -39,7 +40,6 @@ from elastic_rl.etcd.records import (
     RestartRequest,
     SampleRecord,
 )
-from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
 _LIMIT_S = 120.0
@@ -91,7 +91,7 @@ class Control:
 
     def begun(self, before: int) -> Operation:
         """The operation that comes after the first ``before`` ones."""
-        return wait_until(lambda: self.operations()[before:], timeout_s=_LIMIT_S, what="the operation")[0]
+        return wait_until(lambda: self.operations()[before:], what="the operation")[0]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ class Lines:
             self.seen.append(line.decode().rstrip("\n"))
 
     def until(self, check: Callable[[list[str]], Any], what: str) -> Any:
-        return wait_until(lambda: check(list(self.seen)), timeout_s=_LIMIT_S, what=f"{what} among {self.seen}")
+        return wait_until(lambda: check(list(self.seen)), what=f"{what} among {self.seen}")
 
 
 def interrupted(process: subprocess.Popen[bytes]) -> int:
@@ -188,9 +188,9 @@ def test_scale_with_wait_shows_progress_until_the_last_engine_is_ready(
 
     def driver() -> None:
         op = control.begun(before)
-        wait_until(lambda: control.operations()[before].phase == "starting", timeout_s=_LIMIT_S, what=op.id)
+        wait_until(lambda: control.operations()[before].phase == "starting", what=op.id)
         control.engine("e1")
-        wait_until(lambda: control.operations()[before].done == 2, timeout_s=_LIMIT_S, what=op.id)
+        wait_until(lambda: control.operations()[before].done == 2, what=op.id)
         control.engine("e2")
 
     acting = meanwhile(driver)
@@ -244,7 +244,7 @@ def test_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control: 
     def driver() -> None:
         control.begun(before)
         control.etcd.delete(control.keys.engine("e1"))
-        wait_until(lambda: control.operations()[before].phase == "replacing", timeout_s=_LIMIT_S, what="replacing")
+        wait_until(lambda: control.operations()[before].phase == "replacing", what="replacing")
         control.engine("e2")
 
     acting = meanwhile(driver)
@@ -463,7 +463,7 @@ def _completed(control: Control, line: str) -> list[str]:
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
 
-    return list(wait_until(ask, timeout_s=_LIMIT_S, what=f"completions of {line!r}"))
+    return list(wait_until(ask, what=f"completions of {line!r}"))
 
 
 def test_names_are_completed_from_the_running_cluster(control: Control) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -31,7 +32,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime.waiting import wait_until
 
 
 @dataclass
@@ -129,7 +129,7 @@ def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCom
     collector = GarbageCollector(command.etcd, command.keys, RetentionPolicy(1))
     assert collector.sweep([]) == []
     assert command.json("ls")[0]["pins"]  # type: ignore[index]
-    wait_until(lambda: any("released policy version 1" in line for line in collector.sweep([])), timeout_s=20,
+    wait_until(lambda: any("released policy version 1" in line for line in collector.sweep([])),
                what="the end of the pin", poll_s=0.3)
     assert command.run("pin", "policy/2", "--for", "1h")[0] == 0
     assert command.run("unpin", "policy/2")[0] == 0

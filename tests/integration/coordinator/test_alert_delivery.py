@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.coordinator.alerts import alert_test, receivers, silences
@@ -33,7 +34,6 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, JobStatus, Version, VersionState
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Service:
@@ -85,7 +85,7 @@ class Leader:
         self.election = Election(etcd, keys, "a", "http://a", 3).start()
         self.reconciler = Reconciler(etcd, keys, self.cfg, self.election, self.notifier)
         self.reconciler.start()
-        wait_until(lambda: self.election.is_leader, timeout_s=60, what="the leadership")
+        wait_until(lambda: self.election.is_leader, what="the leadership")
 
     def close(self) -> None:
         self.election.stop()
@@ -101,7 +101,7 @@ def registered(etcd: EtcdClient, keys: Keys, name: str) -> str:
     """Registers a DCS node and waits until the leader knows it. Returns the key to delete for the node to be dead."""
     node = DcsNode(id=name, host="h", port=1, pid=1, arena_path="/x", arena_bytes=100)
     etcd.put(keys.dcs_node(name), node.encode())
-    wait_until(lambda: etcd.get(keys.registry_entry("dcs", name)), timeout_s=60, what="the registry entry")
+    wait_until(lambda: etcd.get(keys.registry_entry("dcs", name)), what="the registry entry")
     return keys.dcs_node(name)
 
 
@@ -117,17 +117,17 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
         lease, names = etcd.grant(60), [f"n{i:02}" for i in range(12)]
         for name in names:
             etcd.put(keys.dcs_node(name), node.replace(id=name).encode(), lease=lease)
-        wait_until(lambda: etcd.count(f"{keys.registry_prefix()}dcs/") == 12, timeout_s=20,
+        wait_until(lambda: etcd.count(f"{keys.registry_prefix()}dcs/") == 12,
                            what="the registry entries")
         etcd.revoke(lease)
         for path in ("chat", "pager"):
-            wait_until(lambda p=path: service.about(p, "FIRING", "dcs.dead"), timeout_s=60, what="the alerts")
+            wait_until(lambda p=path: service.about(p, "FIRING", "dcs.dead"), what="the alerts")
         old = replicas.leader()
         replicas.kill(old)
         for name in names:
             etcd.put(keys.dcs_node(name), node.replace(id=name, pid=2).encode())
         for path in ("chat", "pager"):
-            wait_until(lambda p=path: service.about(p, "RESOLVED", "dcs.dead"), timeout_s=60, what="the ends")
+            wait_until(lambda p=path: service.about(p, "RESOLVED", "dcs.dead"), what="the ends")
             got = service.got[path]
             # A leader that died before it wrote the delivery down sends the same message again.
             fired = {m for m in got if m.startswith("[FIRING]") and "dcs.dead" in m}
@@ -135,7 +135,7 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
             assert len(set(ids.split(","))) == 12 and len({re.search(r"message=(\w+)", m)[1] for m in fired}) == 1
             ends = "\n".join(service.about(path, "RESOLVED", "dcs.dead"))
             assert set(re.findall(r"[0-9a-f]{12}", re.search(r"ids=(\S+)", ends)[1])) == set(ids.split(","))
-        wait_until(lambda: service.about("chat", "FIRING", f"coordinator.dead {old}"), timeout_s=20,
+        wait_until(lambda: service.about("chat", "FIRING", f"coordinator.dead {old}"),
                              what="the dead leader's own")
         assert "coordinator.dead" not in "".join(service.got["pager"]) and not service.got.get("none")
     finally:
@@ -149,11 +149,11 @@ def test_finished_job_is_notified_once_over_passes_and_a_change_of_the_leader(
     for n in range(3):
         leader = Leader(etcd, keys, urls=[service.url("chat")])
         try:
-            wait_until(lambda: service.about("chat", "EVENT", "job.finished"), timeout_s=60, what="the event")
+            wait_until(lambda: service.about("chat", "EVENT", "job.finished"), what="the event")
             for _ in range(2):  # each takes several passes from its event to its notification
                 name = f"queue-{n}-{len(service.got['chat'])}"
                 events.emit(etcd, keys, event_kinds.QUEUE_REPLACED, name, "m")
-                wait_until(lambda x=name: service.about("chat", "EVENT", x), timeout_s=60, what="the next")
+                wait_until(lambda x=name: service.about("chat", "EVENT", x), what="the next")
         finally:
             leader.close()
     assert len(service.about("chat", "EVENT", "job.finished")) == 1
@@ -175,7 +175,7 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
         assert silences.list_silences(etcd, keys) == [silence]
         for name in ("n0", "m0"):
             etcd.delete(registered(etcd, keys, name))
-        wait_until(lambda: service.about("chat", "FIRING", "dcs.dead m0"), timeout_s=60, what="the other")
+        wait_until(lambda: service.about("chat", "FIRING", "dcs.dead m0"), what="the other")
         assert {a.subject: a.silenced_by for a in known(etcd, keys)} == {"n0": silence.id, "m0": ""}
 
         test_id = alert_test.begin(etcd, keys, leader.election, by="ada")
@@ -184,7 +184,7 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
             found = alert_test.result(etcd, keys, receivers.names(leader.cfg.alerts), test_id)
             return {r.receiver: (r.status, bool(r.detail)) for r in found.receivers}
 
-        wait_until(lambda: all(s is not DeliveryStatus.WAITING for s, _ in delivery().values()), timeout_s=60,
+        wait_until(lambda: all(s is not DeliveryStatus.WAITING for s, _ in delivery().values()),
                            what="an attempt for each receiver")
         quiet, chat = receiver_name(service.url("quiet")), receiver_name(service.url("chat"))
         assert delivery() == {
@@ -194,7 +194,7 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
 
         assert not service.about("chat", "FIRING", "n0")
         silences.delete_silence(etcd, keys, leader.election, silence.id, by="ada")
-        wait_until(lambda: service.about("chat", "FIRING", "dcs.dead n0"), timeout_s=60, what="the alert")
+        wait_until(lambda: service.about("chat", "FIRING", "dcs.dead n0"), what="the alert")
         with pytest.raises(Problem) as e:
             silences.delete_silence(etcd, keys, leader.election, silence.id)
         assert e.value.status == 404
@@ -230,9 +230,9 @@ def test_lagging_engine_and_durable_store_are_read_from_etcd(
     etcd.put(keys.engine("e1"), engine.encode())
     leader = Leader(etcd, keys, urls=[service.url("chat")])
     try:
-        wait_until(lambda: service.about("chat", "FIRING", "engine.lagging e1"), timeout_s=60, what="alert")
+        wait_until(lambda: service.about("chat", "FIRING", "engine.lagging e1"), what="alert")
         etcd.put(keys.engine("e1"), engine.replace(version=3).encode())
-        wait_until(lambda: service.about("chat", "RESOLVED", "engine.lagging e1"), timeout_s=60, what="end")
+        wait_until(lambda: service.about("chat", "RESOLVED", "engine.lagging e1"), what="end")
     finally:
         leader.close()
 
@@ -241,7 +241,7 @@ def test_leader_deletes_a_silence_that_has_ended(etcd: EtcdClient, keys: Keys) -
     leader = Leader(etcd, keys)
     try:
         silences.create_silence(etcd, keys, leader.election, duration_s=0.5)
-        wait_until(lambda: not silences.list_silences(etcd, keys), timeout_s=60, what="its end")
+        wait_until(lambda: not silences.list_silences(etcd, keys), what="its end")
     finally:
         leader.close()
 
@@ -252,7 +252,7 @@ def test_next_leader_reports_how_long_there_was_none_unless_the_last_one_closed(
     def lead(name: str) -> Election:
         """One pass of a leader, which then vanishes."""
         with_it = Election(etcd, keys, name, "", 3).start()
-        wait_until(lambda: with_it.is_leader, timeout_s=60, what="the leadership")
+        wait_until(lambda: with_it.is_leader, what="the leadership")
         LeaderGap(etcd, keys, with_it, 15.0, lambda c, ops: etcd.txn(c, ops).succeeded, lambda: now[0]).update()
         with_it.stop()
         return with_it
@@ -282,18 +282,18 @@ def test_probe_finds_a_silent_member_and_a_full_etcd(tmp_path: Path) -> None:
         with EtcdClient(servers.endpoints, call_timeout_s=2.0) as etcd:
             probe = EtcdProbe(etcd, Keys("t"))
             try:
-                wait_until(lambda: probe.health().members, timeout_s=60, what="the first probe")
+                wait_until(lambda: probe.health().members, what="the first probe")
                 assert not [m for m in probe.health().members if m.error or m.alarms]
                 with pytest.raises(EtcdFull, match="space"):
                     for n in range(1000):  # its size is known a moment late
                         etcd.put(f"/fill/{n}", bytes(50_000))
-                wait_until(lambda: max(m.db_bytes for m in probe.health().members) > 300_000, timeout_s=30,
+                wait_until(lambda: max(m.db_bytes for m in probe.health().members) > 300_000,
                                      what="the size")
-                wait_until(lambda: any("NOSPACE" in m.alarms for m in probe.health().members), timeout_s=30,
+                wait_until(lambda: any("NOSPACE" in m.alarms for m in probe.health().members),
                                      what="the alarm")
                 servers.kill(1)
                 wait_until(lambda: [m.endpoint for m in probe.health().members if m.error]
-                                     == [servers.endpoints[1]], timeout_s=60, what="the silence")
+                                     == [servers.endpoints[1]], what="the silence")
             finally:
                 probe.close()
     finally:

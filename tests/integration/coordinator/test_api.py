@@ -15,6 +15,7 @@ import pytest
 from support.api_cluster import ApiCluster, Reader, items, problem, running, walk
 from support.coordinators import AUTH, OPERATOR
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import Op
@@ -33,7 +34,6 @@ from elastic_rl.etcd.records import (
     VersionState,
 )
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max_streams": 3, "max_requests": 12}
 
@@ -320,7 +320,7 @@ def test_alert_test_is_sent_once_per_key_and_can_be_followed(cluster: ApiCluster
         assert receiver["receiver"] == planned["receiver"]
         return "" if receiver["status"] == "waiting" else str(receiver["status"])
 
-    assert wait_until(ended, timeout_s=60, what="the receiver's answer") == "failed", "no server listens there"
+    assert wait_until(ended, what="the receiver's answer") == "failed", "no server listens there"
     problem(api.get("/v1/alerts/tests/none"), 404, "not-found")
 
 
@@ -462,9 +462,9 @@ def test_requests_beyond_the_limit_are_refused_and_probes_are_not(cluster: ApiCl
             assert api.get("/healthz").status_code == 200
         return next((a for a in answers if a.status_code != 200), None)
 
-    overloaded = wait_until(refused, timeout_s=20, what="a refused request")
+    overloaded = wait_until(refused, what="a refused request")
     problem(overloaded, 503, "overloaded")
-    wait_until(lambda: api.get("/v1/pools").status_code == 200, timeout_s=60, what="a free slot")
+    wait_until(lambda: api.get("/v1/pools").status_code == 200, what="a free slot")
 
 
 def test_unfinished_requests_without_a_token_take_no_slots(cluster: ApiCluster, api: httpx.Client) -> None:

@@ -12,9 +12,9 @@ import pytest
 from support.api_cluster import ApiCluster, problem, running
 from support.coordinators import AUTH, OPERATOR, VIEWER
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_request_cut_off_before_its_body_is_complete_changes_nothing(cluster: Ap
     with socket.create_connection((host, int(port)), timeout=10) as cut:
         cut.sendall((f"POST /v1/engines/{engine}/drain HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer "
                      f"{OPERATOR}\r\nContent-Type: application/json\r\n{body}").encode())
-    wait_until(lambda: changes_answered(cluster) > before, timeout_s=30, what="the end of the request")
+    wait_until(lambda: changes_answered(cluster) > before, what="the end of the request")
     assert state_of(cluster, engine) is EngineState.READY
     assert cluster.operations(engine) == []
 

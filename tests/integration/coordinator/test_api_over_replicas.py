@@ -16,6 +16,7 @@ from support.api_cluster import ApiCluster, Reader, problem
 from support.certificates import Authority
 from support.coordinators import AUTH, write_tokens
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.api import idempotency, tls
 from elastic_rl.coordinator.api.idempotency import Done
@@ -23,7 +24,6 @@ from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, Not
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
 from elastic_rl.etcd.records import Engine, EngineState, Leader, Member
-from elastic_rl.runtime.waiting import wait_until
 
 Build = Callable[..., ApiCluster]
 
@@ -65,7 +65,7 @@ def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(buil
         last = reader.until(lambda f: f.data["kind"] == "operation" and f.data["id"] == first.json()["id"]).id
     cluster.replicas.kill(old)
     assert cluster.replicas.leader(not_=old) == new
-    wait_until(lambda: scale(new, 4).status_code == 202, timeout_s=60, what="the new leader's answer")
+    wait_until(lambda: scale(new, 4).status_code == 202, what="the new leader's answer")
     again = scale(new, 4)
     assert again.headers["location"] == first.headers["location"]
     assert again.headers["idempotency-replayed"] == "true"
@@ -120,7 +120,7 @@ def test_leader_deletes_keys_after_a_day(build: Build) -> None:
 
     cluster = build("a", before=write)
     prefix = cluster.keys.idempotency_prefix()
-    wait_until(lambda: cluster.etcd.count(prefix) < 2, timeout_s=60, what="the trimming")
+    wait_until(lambda: cluster.etcd.count(prefix) < 2, what="the trimming")
     assert [kv.key for kv in cluster.etcd.range(prefix)[0]] == [cluster.keys.idempotency("young")]
 
 
@@ -194,10 +194,10 @@ def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Bu
                 return False
 
         for replica in ("a", "b"):  # the follower's connection to the leader is new as well
-            wait_until(lambda r=replica: renewed(r), timeout_s=60, what=f"the new certificate of {replica}")
+            wait_until(lambda r=replica: renewed(r), what=f"the new certificate of {replica}")
         with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
             httpx.get(f"{cluster.replicas.urls[follower]}/healthz", verify=tls.trust(str(old.cert)), timeout=20)
-        wait_until(lambda: _answers(client), timeout_s=60, what="the client, which follows its file too")
+        wait_until(lambda: _answers(client), what="the client, which follows its file too")
         reader.until(lambda f: f.data["kind"] == "pool" and f.data["object"]["desired"] == 4)
 
 
@@ -215,7 +215,7 @@ def test_client_applies_a_change_once_over_the_death_of_the_leader(build: Build)
     old = cluster.replicas.leader()
     threading.Timer(0.2, cluster.replicas.kill, (old,)).start()
     done = [client.scale("rollout", n)["id"] for n in range(3, 9)]
-    wait_until(lambda: old not in cluster.replicas.running, timeout_s=60, what="the leader's end")
+    wait_until(lambda: old not in cluster.replicas.running, what="the leader's end")
     done.append(client.scale("rollout", 9)["id"])
     assert sorted(op.id for op in cluster.operations("rollout")) == sorted(done), "each one exists once"
     assert client.get("/v1/pools/rollout")["desired"] == 9

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from support.coordinators import AUTH, Replicas, write_tokens
+from support.waiting import wait_until
 
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
@@ -23,7 +24,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, Event, PoolSpec, PoolStatus, Severity
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 Start = Callable[..., Replicas]
 
@@ -139,7 +139,7 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
                                  headers={**AUTH, "If-Match": etag}, timeout=60)
             return answer if answer.status_code < 500 else None
 
-        return wait_until(answered, timeout_s=120, what="an answer of the leader")
+        return wait_until(answered, what="an answer of the leader")
 
     answer = patch(5)
     assert answer.status_code == 200 and answer.headers["etag"], answer.text
@@ -147,14 +147,14 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     problem(patch(6, '"1"'), 412, "precondition-failed")
     replicas.kill(old)
     assert replicas.leader(not_=old) == new
-    wait_until(lambda: events_of(etcd, keys, "coordinator.dead", old), timeout_s=60, what="the death's event")
-    wait_until(lambda: len(events_of(etcd, keys, "leader.elected", new)) == 1, timeout_s=60, what="its event")
+    wait_until(lambda: events_of(etcd, keys, "coordinator.dead", old), what="the death's event")
+    wait_until(lambda: len(events_of(etcd, keys, "leader.elected", new)) == 1, what="its event")
     assert len(events_of(etcd, keys, "leader.elected", old)) == 1
     assert patch(2).status_code == 200
     assert [(a["kind"], a["subject"], a["phase"]) for a in alerts(replicas, new)] == [
         ("coordinator.dead", old, "firing")]
     replicas.start(old)
-    wait_until(lambda: not alerts(replicas, new), timeout_s=60, what="the end of the alert")
+    wait_until(lambda: not alerts(replicas, new), what="the end of the alert")
     assert len(events_of(etcd, keys, "coordinator.returned", old)) == 1
     assert len(events_of(etcd, keys, "coordinator.dead")) == 1
 
@@ -169,7 +169,7 @@ def test_stopped_replica_hands_over_the_leadership_without_an_alert(start: Start
     del replicas.running[old]
     assert etcd.get(keys.member("coordinator", old)) is None, "it waits for the end of its lease"
     replicas.leader(not_=old)
-    wait_until(lambda: len(events_of(etcd, keys, "leader.elected")) == 2, timeout_s=60, what="the new leader")
+    wait_until(lambda: len(events_of(etcd, keys, "leader.elected")) == 2, what="the new leader")
     replicas.close()
     assert not events_of(etcd, keys, "coordinator.dead")
 
@@ -216,16 +216,16 @@ def test_death_without_a_leader_is_reported_and_resolved_once(start: Start, etcd
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
     lease = etcd.keepalive(2)
     etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
-    wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=60, what="the registry entry")
+    wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), what="the registry entry")
     replicas.kill("a")
     lease.close()
     assert etcd.get(keys.dcs_node("n0")) is None
     replicas.start("a")
-    wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=60, what="the alert")
+    wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), what="the alert")
     assert len(events_of(etcd, keys, "dcs.dead")) == 1
     etcd.put(keys.dcs_node("n0"), node.replace(pid=2).encode())
     wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
-                         timeout_s=60, what="the end")
+                         what="the end")
     about = [g for g in receiver.got if "dcs.dead" in g["title"]]
     assert [g["title"].split()[0] for g in about] == ["[FIRING]", "[RESOLVED]"]
     told_of = [re.search(r"dcs\.dead n0.*?id=(\w+)", f"{g['title']}\n{g['message']}", re.DOTALL) for g in about]
@@ -245,24 +245,24 @@ def test_closed_members_are_not_dead_and_a_dead_engine_is_reported_once(start: S
     from elastic_rl.etcd.records import Member
     etcd.put(keys.member("engine", "e1"), Member(role="engine", id="e1", pid=7, host="h", incarnation="i").encode(),
               lease=lease.id)
-    wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.registry_entry("engine", "e1")), timeout_s=60,
+    wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.registry_entry("engine", "e1")),
                          what="both sightings")
     clean.close()
     assert etcd.get(clean_seen) is None
     lease.close()
-    wait_until(lambda: events_of(etcd, keys, "engine.dead"), timeout_s=60, what="the death's event")
+    wait_until(lambda: events_of(etcd, keys, "engine.dead"), what="the death's event")
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
     events.emit(etcd, keys, event_kinds.ENGINE_REPLACED, "e1", "its driver saw it too", severity=Severity.WARNING,
                 incarnation="i")
-    wait_until(lambda: len(alerts(replicas)) == 1, timeout_s=60, what="the alert")
+    wait_until(lambda: len(alerts(replicas)) == 1, what="the alert")
     assert len(events_of(etcd, keys, "engine.dead")) == 1 and not events_of(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
-    wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=60, what="the registry entry")
+    wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), what="the registry entry")
     events.emit(etcd, keys, event_kinds.ENGINE_DEAD, "e2", "server died", severity=Severity.ERROR,
                 incarnation=runner.incarnation)
     runner.close()
-    wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, timeout_s=60, what="its alert")
+    wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, what="its alert")
     assert len(events_of(etcd, keys, "engine.dead", "e2")) == 1
 
 
@@ -278,12 +278,12 @@ def test_engine_with_outlier_weights_is_quarantined_and_reported_once(start: Sta
     put("e1", "aa")
     put("e2", "bb")
     start("a")
-    wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="a leader")
+    wait_until(lambda: events_of(etcd, keys, "leader.elected"), what="a leader")
     put("e3", "aa")
-    wait_until(lambda: events_of(etcd, keys, "engine.quarantined"), timeout_s=60, what="the event")
+    wait_until(lambda: events_of(etcd, keys, "engine.quarantined"), what="the event")
     assert states() == {"e1": EngineState.READY, "e2": EngineState.QUARANTINED, "e3": EngineState.READY}
     put("e4", "aa")
-    wait_until(lambda: etcd.get(keys.event_cursor()), timeout_s=60, what="another look")
+    wait_until(lambda: etcd.get(keys.event_cursor()), what="another look")
     assert [e.subject for e in events_of(etcd, keys, "engine.quarantined")] == ["e2"]
 
 
@@ -306,7 +306,7 @@ def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> 
 
 def test_event_stream_resumes_from_a_revision_on_another_replica(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     replicas = start("a", "b")
-    wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="the first event")
+    wait_until(lambda: events_of(etcd, keys, "leader.elected"), what="the first event")
     kinds = [event_kinds.POOL_SCALED, event_kinds.POOL_REMOVED, event_kinds.ALERTS_SILENCED,
              event_kinds.ALERTS_UNSILENCED]
     for kind in kinds[:3]:
@@ -323,7 +323,7 @@ def test_events_beyond_max_events_are_deleted(start: Start, etcd: EtcdClient, ke
     for n in range(130):
         events.emit(etcd, keys, event_kinds.POOL_SCALED, str(n), "m")
     start("a", coordinator={"max_events": 20})
-    wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=60, what="the trimming")
+    wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, what="the trimming")
     assert any(e.subject == "129" for e in events.recent(etcd, keys, 100))
 
 
@@ -359,7 +359,7 @@ def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any
         assert "elastic_rl_etcd_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
         for i in range(3):
             etcd3_cluster.cont(i)
-        wait_until(lambda: replicas.ready("a"), timeout_s=20, what="readiness")
+        wait_until(lambda: replicas.ready("a"), what="readiness")
         replicas.leader()
     finally:
         replicas.close()

@@ -12,6 +12,7 @@ from support.api_cluster import ApiCluster
 from support.browser import Open, Page, browser, expect, is_live, needs_chromium, pages, sync_api  # noqa: F401
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
+from support.waiting import wait_until
 
 from elastic_rl.coordinator import dashboard
 from elastic_rl.etcd import event_kinds, events
@@ -30,7 +31,6 @@ from elastic_rl.etcd.records import (
     StepMetrics,
 )
 from elastic_rl.host import processes
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: bash ops/setup.sh")
@@ -72,7 +72,7 @@ def show(cluster: ApiCluster, browser: sync_api.Browser) -> Iterator[Open]:  # n
 
 
 def until(check: Callable[[], object], what: str) -> None:
-    wait_until(check, timeout_s=40, what=what)
+    wait_until(check, what=what)
 
 
 def desired(cluster: ApiCluster, pool: str = "rollout") -> int:

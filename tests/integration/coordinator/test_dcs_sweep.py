@@ -11,6 +11,7 @@ import pytest
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.leader import Leader
+from support.waiting import wait_until
 
 from elastic_rl.config import parse
 from elastic_rl.coordinator.alerts.state_machine import Alert
@@ -19,7 +20,6 @@ from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, OperationState, PoolSpec, PoolStatus
-from elastic_rl.runtime.waiting import wait_until
 
 IO_TIMEOUT_S = 40.0
 """What a stopped node costs a sweep: longer than all that the leader has to do meanwhile."""
@@ -64,7 +64,7 @@ def test_leader_decides_while_a_sweep_waits_for_stopped_nodes(etcd_servers: Etcd
 
 def test_failing_sweeps_give_an_alert(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that this release cannot read must stop the collection of its chunks."""
-    monkeypatch.setattr("elastic_rl.coordinator.reconciler._SWEEP_HOLD_S", 0.5)
+    monkeypatch.setattr("elastic_rl.coordinator.alerts.conditions._SWEEP_HOLD_S", 0.5)
     cfg = parse({"job": "x", "coordinator": {"lease_ttl_s": 5, "reconcile_interval_s": 0.1}})
     collector = GarbageCollector(etcd, keys, RetentionPolicy(2))
     etcd.put(keys.version("policy", 1), b'{"stream":"policy","number":1,"state":"mirrored","epoch":1}')
@@ -74,9 +74,9 @@ def test_failing_sweeps_give_an_alert(etcd: EtcdClient, keys: Keys, monkeypatch:
             found = (Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix() + "dcs.maintenance_failing")[0])
             return next((a for a in found if a.phase == "firing"), None)
 
-        assert "cannot be decoded" in wait_until(alert, timeout_s=60, what="the alert").message
+        assert "cannot be decoded" in wait_until(alert, what="the alert").message
         etcd.delete(keys.version("policy", 1))
-        wait_until(lambda: alert() is None, timeout_s=30, what="the end of the alert")
+        wait_until(lambda: alert() is None, what="the end of the alert")
     finally:
         leader.close()
         collector.close()

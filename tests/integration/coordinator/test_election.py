@@ -14,13 +14,13 @@ import pytest
 from support import replica_process
 from support.etcd_server import EtcdServers
 from support.tcp_link import Links
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Compacted, Fenced
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = 3
 Replicas = Callable[[str], subprocess.Popen[bytes]]
@@ -62,12 +62,12 @@ def _wait_writes(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 45)
 
 
 def _wait_candidate(etcd: EtcdClient, keys: Keys, name: str) -> None:
-    wait_until(lambda: etcd.get(keys.leader(name)), timeout_s=45, what=f"candidacy of {name}")
+    wait_until(lambda: etcd.get(keys.leader(name)), what=f"candidacy of {name}")
 
 
 def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Keys) -> None:
     a = Election(etcd, keys, "a", "http://a", 60).start()
-    wait_until(lambda: a.is_leader, timeout_s=60, what="a")
+    wait_until(lambda: a.is_leader, what="a")
     b = Election(etcd, keys, "b", "http://b", 60).start()
     try:
         _wait_candidate(etcd, keys, "b")
@@ -78,13 +78,13 @@ def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Ke
         assert etcd.txn(old, [Op.put(keys.root + "x", b"a")]).succeeded
         a.resign()
         assert not a.is_leader
-        wait_until(lambda: b.is_leader, timeout_s=30, what="b")  # at once, not after the lease
+        wait_until(lambda: b.is_leader, what="b")  # at once, not after the lease
         assert not etcd.txn(old, [Op.put(keys.root + "x", b"late")]).succeeded
         current = b.current()
         assert current is not None and current.replica == "b" and current.url == "http://b"
         _wait_candidate(etcd, keys, "a")  # it campaigns again
         b.stop()
-        wait_until(lambda: a.is_leader, timeout_s=30, what="a again")
+        wait_until(lambda: a.is_leader, what="a again")
         assert not etcd.txn(old, []).succeeded  # its new term does not make the old token valid
     finally:
         a.stop()
@@ -95,12 +95,12 @@ def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Ke
 def test_leader_with_a_revoked_lease_stops_leading_and_campaigns_again(etcd: EtcdClient, keys: Keys) -> None:
     a = Election(etcd, keys, "a", "", TTL_S).start()
     try:
-        wait_until(lambda: a.is_leader, timeout_s=60, what="a")
+        wait_until(lambda: a.is_leader, what="a")
         old, mine = a.guard, etcd.get(keys.leader("a"))
         assert mine is not None
         etcd.revoke(mine.lease)
         assert not etcd.txn(old, []).succeeded
-        wait_until(lambda: a.is_leader and a.guard != old, timeout_s=TTL_S + 60, what="a second term")
+        wait_until(lambda: a.is_leader and a.guard != old, what="a second term")
     finally:
         a.stop()
 
@@ -128,7 +128,7 @@ def test_killed_and_stopped_leaders_are_succeeded_within_the_ttl_and_write_nothi
 
     with etcd.watch(keys.job_status(), start_revision=etcd.revision() + 1) as watch:
         second.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="SIGSTOP")
+        wait_until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED, what="SIGSTOP")
         _wait_writes(etcd, keys, "one")
         second.send_signal(signal.SIGCONT)
         _wait_candidate(etcd, keys, "two")  # it runs again and waits
@@ -160,10 +160,10 @@ def test_leader_keeps_its_term_when_its_watch_meets_a_compaction(etcd_servers: E
         with WatchCounter(f"127.0.0.1:{link.port}") as far:
             election = Election(far, keys, "a", "", 60).start()
             try:
-                wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
+                wait_until(lambda: election.is_leader, what="the leader")
                 token = election.guard
                 for interruption in (1, 2):
-                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n, timeout_s=60,
+                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n,
                                what="the election's watch")
                     with far.watch(keys.root + "witness", start_revision=etcd.range(keys.root)[1] + 1) as witness:
                         assert witness.get(0.2) is None
@@ -172,7 +172,7 @@ def test_leader_keeps_its_term_when_its_watch_meets_a_compaction(etcd_servers: E
                         with pytest.raises(Compacted):
                             while True:
                                 witness.get(30)
-                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n + 1, timeout_s=60,
+                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n + 1,
                                what="the election's next watch")
                     assert election.guard == token, "the term is another one"
                     assert far.txn(token, [Op.put(keys.root + "led", b"")]).succeeded

@@ -12,6 +12,7 @@ import pytest
 from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.leader import Leader
+from support.waiting import wait_until
 
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
@@ -20,7 +21,6 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, Operation, OperationKind, OperationState, PoolSpec, PoolStatus
-from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
 Lead = Callable[..., Leader]
@@ -60,7 +60,7 @@ def scale(leader: Leader, etcd: EtcdClient, keys: Keys) -> None:
     n = etcd.count(keys.engines_prefix())
     op = leader.operations.scale(POOL, 2, by="ann")
     etcd.put(keys.engine(f"new-{n}"), Engine(id=f"new-{n}", pool=POOL, state=EngineState.READY, epoch=1).encode())
-    wait_until(lambda: leader.operation(op.id).state is OperationState.SUCCEEDED, timeout_s=20,
+    wait_until(lambda: leader.operation(op.id).state is OperationState.SUCCEEDED,
                what="the end of the operation")
 
 
@@ -76,11 +76,11 @@ def test_unreadable_records_are_skipped_with_an_alert_each(lead: Lead, etcd: Etc
     scale(leader, etcd, keys)
     subjects = {key.removeprefix(keys.root) for key in [*bad, misplaced]}
     wait_until(lambda: alerts_of(etcd, keys, "record.unreadable") == dict.fromkeys(subjects, Phase.FIRING),
-               timeout_s=20, what="an alert for each record")
+               what="an alert for each record")
     for key in bad:
         etcd.delete(key)
     etcd.put(misplaced, Engine(id="elsewhere", pool=POOL, state=EngineState.DEAD, epoch=1).encode())
-    wait_until(lambda: Phase.FIRING not in alerts_of(etcd, keys, "record.unreadable").values(), timeout_s=20,
+    wait_until(lambda: Phase.FIRING not in alerts_of(etcd, keys, "record.unreadable").values(),
                what="the end of the alerts")
     assert leader.health.problem() == ""
 
@@ -94,7 +94,7 @@ def test_unreadable_records_of_the_leader_itself_are_replaced(lead: Lead, etcd: 
     leader = lead("a")
     scale(leader, etcd, keys)
     wait_until(lambda: alerts_of(etcd, keys, "record.unreadable") == {"events/999999999999999-zz": Phase.FIRING},
-               timeout_s=20, what="the alert about the event")
+               what="the alert about the event")
     assert all(etcd.get(key).value != b"garbage" for key in own[:3])
 
 
@@ -106,7 +106,7 @@ def test_values_of_a_newer_release_are_tolerated_and_kept(lead: Lead, etcd: Etcd
                                                  params={"desired": "many"}, deadline_at=1e12).encode())
     leader = lead("a")
     scale(leader, etcd, keys)
-    assert "parameters" in wait_until(lambda: leader.operation("op-odd").error, timeout_s=20, what="its end")
+    assert "parameters" in wait_until(lambda: leader.operation("op-odd").error, what="its end")
     assert leader.operation("op-future").kind == "defragment"
     assert not leader.operation("op-future").state.ended
     assert Engine.decode(etcd.get(keys.engine("future")).value).state == "hibernating"
@@ -125,8 +125,8 @@ def test_failing_stage_gives_an_alert_and_the_others_run(lead: Lead, etcd: EtcdC
         patch.setattr(failures, "act", broken)
         scale(leader, etcd, keys)
         wait_until(lambda: alerts_of(etcd, keys, "reconcile.failing") == {"failure_policy": Phase.FIRING},
-                   timeout_s=40, what="the alert about the stage")
-    wait_until(lambda: Phase.FIRING not in alerts_of(etcd, keys, "reconcile.failing").values(), timeout_s=20,
+                   what="the alert about the stage")
+    wait_until(lambda: Phase.FIRING not in alerts_of(etcd, keys, "reconcile.failing").values(),
                what="the end of the alert")
 
 
@@ -183,14 +183,14 @@ def test_leader_is_not_ready_while_etcd_takes_no_writes_and_keeps_its_term(keys:
                 answer = httpx.get(f"{url}/readyz", timeout=15)
                 return str(answer.json()["detail"]) if "not-reconciling" in answer.text else ""
 
-            assert "EtcdFull" in wait_until(refused, timeout_s=60, what="a replica that is not ready")
+            assert "EtcdFull" in wait_until(refused, what="a replica that is not ready")
             assert httpx.get(f"{url}/healthz", timeout=15).status_code == 200
 
             def failures() -> str:
                 text = httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
                 return text if "EtcdFull" in text else ""
 
-            failed = wait_until(failures, timeout_s=60, what="the failures in the metrics")
+            failed = wait_until(failures, what="the failures in the metrics")
             assert "elastic_rl_is_leader 1.0" in failed
             assert etcd.get(keys.leader("a")).create_revision == term
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.leader import Leader
 from support.tiers import parametrize
+from support.waiting import wait_until
 
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.election.election import Election
@@ -36,7 +37,6 @@ from elastic_rl.etcd.records import (
     RestartRequest,
     Severity,
 )
-from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
 
@@ -117,7 +117,7 @@ def until(leader: Leader, op: Operation, check: Callable[[Operation], Any]) -> O
         seen[:] = [leader.operation(op.id)]
         return bool(check(seen[0]))
 
-    wait_until(look, timeout_s=20, what=f"operation {op.kind} of {op.target}")
+    wait_until(look, what=f"operation {op.kind} of {op.target}")
     return seen[0]
 
 
@@ -246,7 +246,7 @@ def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
     hung = plane.member("trainer", "rank-0", "train")
-    request = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the restart request")
+    request = wait_until(lambda: open_requests(etcd, keys).get("trainer"), what="the restart request")
     assert request.by == "failure_policy" and "hung" in request.reason
     assert [e.subject for e in events_of(etcd, keys, "trainer.hung")] == ["rank-0"]
     op = Operation.decode(etcd.range(keys.operations_prefix())[0][0].value)
@@ -310,23 +310,23 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
 
     def die(n: int) -> None:
         member = plane.member("advantages", f"advantages-{n}", "idle")
-        wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")), timeout_s=20,
+        wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")),
                    what="its registry entry")
         end_heartbeats(member)
         etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not deregister
         wait_until(lambda: any(e.subject == f"advantages-{n}" for e in events_of(etcd, keys, "advantages.dead")),
-                   timeout_s=20, what="the event of the death")
+                   what="the event of the death")
 
     def pause() -> None:
         """Faults within ``fault_merge_s`` count once."""
         seen = time.monotonic()
-        wait_until(lambda: time.monotonic() > seen + 0.2, timeout_s=60, what="the faults to be apart")
+        wait_until(lambda: time.monotonic() > seen + 0.2, what="the faults to be apart")
 
     die(0)
     assert not open_requests(etcd, keys)
     pause()
     die(1)
-    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), what="the global restart")
     assert "2 faults of roles/advantages" in request.reason
     assert len(events_of(etcd, keys, "run.global_restart")) == 1
     acknowledge(etcd, keys, request)
@@ -336,7 +336,7 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
     pause()
     die(3)
     job = wait_until(lambda: (s := JobStatus.decode(etcd.get(keys.job_status()).value)).phase == "failed" and s,
-                     timeout_s=20, what="the end of the run")
+                     what="the end of the run")
     assert "crash loop" in job.message and job.step == 7
     assert len(events_of(etcd, keys, "run.crash_loop")) == 1
     assert len(events_of(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
@@ -354,7 +354,7 @@ def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_b
         revision = log_revision()
         events.emit(etcd, keys, event_kinds.GROUPS["trainer"].agent_ended, "trainer",
                     "the trainer agent ended (exit code 2)")
-        wait_until(lambda: log_revision() > revision, timeout_s=20, what="the fault in the log")
+        wait_until(lambda: log_revision() > revision, what="the fault in the log")
 
     def log_revision() -> int:
         found = etcd.get(keys.fault("trainer"))
@@ -362,10 +362,10 @@ def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_b
 
     agent_ends()
     seen = time.monotonic()
-    wait_until(lambda: time.monotonic() > seen + 0.5, timeout_s=60, what="further passes, and the faults to be apart")
+    wait_until(lambda: time.monotonic() > seen + 0.5, what="further passes, and the faults to be apart")
     assert not open_requests(etcd, keys), "one report counts once, in however many passes"
     agent_ends()
-    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), what="the global restart")
     assert "2 faults of trainer" in request.reason
     leader.close()
 
@@ -405,7 +405,7 @@ def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, pl
             found = etcd.get(keys.leader_clock())
             return found is not None and LeaderTime.decode(found.value).seconds == seconds
 
-        wait_until(reached, timeout_s=20, what="the leader clock")
+        wait_until(reached, what="the leader clock")
 
     plane.engine("e0")
     first_clock, second_clock = [500.0], [9.0]
@@ -420,7 +420,7 @@ def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, pl
     await_pass(second)
     assert "trainer" not in open_requests(etcd, keys), "10 s of the backoff are left"
     second_clock[0] += 10.5
-    wait_until(lambda: "trainer" in open_requests(etcd, keys), timeout_s=20, what="the restart request")
+    wait_until(lambda: "trainer" in open_requests(etcd, keys), what="the restart request")
 
 
 def test_failed_restart_withdraws_its_request(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config,
@@ -446,7 +446,7 @@ def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
     etcd.put(keys.fault("trainer"), FaultLog(target="trainer", pending=RecoveryAction.RESTART, reason="r").encode())
     engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
     leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
-    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), what="the global restart")
     assert "was not carried out" in request.reason and request.by == "failure_policy"
     assert "trainer" not in open_requests(etcd, keys)
     operations = [Operation.decode(kv.value) for kv in etcd.range(keys.operations_prefix())[0]]
@@ -464,7 +464,7 @@ def test_fault_logs_and_requests_of_engines_that_are_gone_are_deleted(lead: Any,
     plane.engine("e0")
     lead("a")
     wait_until(lambda: etcd.get(keys.fault("engines/e1")) is None and etcd.get(keys.restart("engines/e1")) is None,
-               timeout_s=20, what="the end of what is left of e1")
+               what="the end of what is left of e1")
     assert all(map(etcd.get, (keys.fault("engines/e0"), keys.restart("engines/e0"), keys.fault("trainer"))))
 
 
@@ -497,14 +497,14 @@ def test_late_report_about_an_earlier_incarnation_changes_nothing(lead: Any, pla
         found = etcd.get(keys.event_cursor())
         return EventCursor.decode(found.value).statistics.events.get("engine.dead", 0) if found else 0
 
-    wait_until(entry, timeout_s=20, what="the registry entry")
+    wait_until(entry, what="the registry entry")
     events.emit(etcd, keys, event_kinds.ENGINE_DEAD, "e1", "its server died", severity=Severity.ERROR,
                 incarnation="earlier")
-    wait_until(lambda: counted() == 1, timeout_s=20, what="the leader to have read the event")
+    wait_until(lambda: counted() == 1, what="the leader to have read the event")
     assert entry() is not None and not entry().dead
     events.emit(etcd, keys, event_kinds.ENGINE_DEAD, "e1", "its server died", severity=Severity.ERROR,
                 incarnation=member.incarnation)
-    wait_until(lambda: entry() and entry().reported, timeout_s=20, what="the death of the registered incarnation")
+    wait_until(lambda: entry() and entry().reported, what="the death of the registered incarnation")
     assert leader.health.problem() == ""
 
 
@@ -513,12 +513,12 @@ def test_death_of_an_earlier_runner_leaves_the_record_of_the_next_one_alone(lead
     lead("a")
     for name, incarnation in (("e1", "of the next runner"), ("e2", "")):
         member = plane.member("engine", name, "follow")
-        wait_until(lambda n=name: etcd.get(keys.registry_entry("engine", n)), timeout_s=20, what="the registry entry")
+        wait_until(lambda n=name: etcd.get(keys.registry_entry("engine", n)), what="the registry entry")
         etcd.put(keys.engine(name), Engine(id=name, pool=POOL, state=EngineState.READY, epoch=1,
                                            incarnation=incarnation or member.incarnation).encode())
         end_heartbeats(member)
         etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not deregister
-        wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n], timeout_s=20,
+        wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n],
                    what="the event of the death")
     states = {n: Engine.decode(etcd.get(keys.engine(n)).value).state for n in ("e1", "e2")}
     assert states == {"e1": EngineState.READY, "e2": EngineState.DEAD}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.config import AlertConfig
 from elastic_rl.coordinator.alerts.notifier import NOT_LEADING, Notification, Notifier, NotifyType
@@ -21,7 +22,6 @@ from elastic_rl.coordinator.alerts.receivers import receiver_name
 from elastic_rl.coordinator.alerts.sender_process import REFUSED, SenderProcess, SendRequest
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Service:
@@ -94,7 +94,7 @@ def notification(attempt: int = 1, *, leads: bool = True) -> Notification:
 
 
 def result(notifier: Notifier, name: str) -> AttemptResult:
-    return wait_until(lambda: notifier.last_result(name), timeout_s=60, what="the result")
+    return wait_until(lambda: notifier.last_result(name), what="the result")
 
 
 def children(pid: int | None) -> list[psutil.Process]:
@@ -168,7 +168,7 @@ def test_helper_that_is_killed_fails_what_it_sends_and_is_started_again(
     os.kill(helper, signal.SIGKILL)
     sending.join(30)
     assert found == ["the sender process ended"]
-    wait_until(lambda: ended(child.pid), timeout_s=30, what="the end of the orphan")
+    wait_until(lambda: ended(child.pid), what="the end of the orphan")
     assert sender.send(request(service.url("ok")), 10.0) == "" and sender.pid != helper
 
 
@@ -201,7 +201,7 @@ def test_nothing_outlives_a_coordinator_that_is_killed(service: Service) -> None
         owner.kill()
         owner.wait()
     for process in family:
-        wait_until(lambda p=process: ended(p.pid), timeout_s=30, what="the end of an orphan")
+        wait_until(lambda p=process: ended(p.pid), what="the end of an orphan")
 
 
 # -- the notifier -------------------------------------------------------------------------------------------------
@@ -228,10 +228,10 @@ def test_etcd_that_refuses_writes_is_notified_once_and_its_recovery_too(service:
         for _ in range(10):
             failures.failed("etcd refused: mvcc: database space exceeded")
             now[0] += 2.0
-            wait_until(lambda: not notifier.busy(receiver_name(service.url("ok"))), timeout_s=60,
+            wait_until(lambda: not notifier.busy(receiver_name(service.url("ok"))),
                                what="the delivery")
         failures.succeeded()
-        wait_until(lambda: len(service.titles) == 2, timeout_s=60, what="the recovery's notification")
+        wait_until(lambda: len(service.titles) == 2, what="the recovery's notification")
         failures.succeeded()
         assert [t.split()[0] for t in service.titles] == ["[FIRING]", "[RESOLVED]"]
     finally:

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from support.api_cluster import ApiCluster, items, running
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def alerts(api: httpx.Client) -> dict[str, str]:
 
 
 def until(check: Callable[[], Any], what: str) -> None:
-    wait_until(check, timeout_s=40, what=what)
+    wait_until(check, what=what)
 
 
 def test_wait_is_an_alert_until_the_run_goes_on_and_so_is_a_run_without_an_actor(cluster: ApiCluster) -> None:

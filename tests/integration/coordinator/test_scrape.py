@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.coordinators import AUTH, LEASE_TTL_S, Replicas
 from support.etcd_server import EtcdServers
 from support.monitoring import expressions, metrics_of, promtool
+from support.waiting import wait_until
 
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -29,7 +30,6 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
-from elastic_rl.runtime.waiting import wait_until
 
 OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_etcd", "alert_deliveries", "etcd_up")
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "operating" / "metrics.md"
@@ -93,7 +93,7 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported(
     replicas.start("a")
     with Membership(etcd, keys, "rollout", "r1", ttl_s=5).start() as member:
         member.progress(1, "generate", in_flight=7)
-        wait_until(lambda: scrape(replicas, "a").get(("rollout_groups_in_flight", ())) == 7, timeout_s=20,
+        wait_until(lambda: scrape(replicas, "a").get(("rollout_groups_in_flight", ())) == 7,
                    what="the member's queue")
         text = text_of(replicas, "a")
         there = exported(text)
@@ -123,13 +123,13 @@ def test_every_replica_shows_the_same_job_and_counters_survive_the_leader(
     def counted() -> bool:
         return scrape(replicas, "a").get(("faults_total", (("part", "engine"),))) == 1
 
-    wait_until(counted, timeout_s=20, what="the leader's count of the events")
+    wait_until(counted, what="the leader's count of the events")
 
     def of_the_job(name: str) -> Scraped:
         return {key: value for key, value in scrape(replicas, name).items()
                 if not key[0].startswith((*OF_A_REPLICA, "python_", "process_")) and not key[0].endswith(AGES)}
 
-    wait_until(lambda: of_the_job("a") == of_the_job("b"), timeout_s=20, what="two replicas with the same metrics")
+    wait_until(lambda: of_the_job("a") == of_the_job("b"), what="two replicas with the same metrics")
     shown = of_the_job("a")
     assert shown["leader_elections_total", ()] == 1
     assert shown["fault_recovery_seconds_count", (("part", "engine"),)] == 1
@@ -140,7 +140,7 @@ def test_every_replica_shows_the_same_job_and_counters_survive_the_leader(
     replicas.kill(old)
     assert replicas.leader(not_=old) == other
     died = ("faults_total", (("part", "coordinator"),))
-    wait_until(lambda: scrape(replicas, other).get(died) == 1, timeout_s=20, what="the count of the replica's death")
+    wait_until(lambda: scrape(replicas, other).get(died) == 1, what="the count of the replica's death")
     after = scrape(replicas, other)
     assert after["leader_elections_total", ()] == 2 and after["faults_open", (("part", "coordinator"),)] == 1
     for key, value in shown.items():

@@ -20,6 +20,7 @@ from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.leader import Leader
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.alerts.state_machine import Alert
@@ -30,12 +31,9 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import LEASE_HEARTBEATS, deregister, members
 from elastic_rl.etcd.records import Event
 from elastic_rl.etcd.witness import HostWitness
-from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = 1
 NAME = ("actor", "a")
-LONG_S = 60.0
-"""Far beyond what is waited for here, so that a busy machine fails no test."""
 
 
 @pytest.fixture
@@ -97,7 +95,7 @@ class View:
         return self.etcd.get(self.keys.member(*NAME)) is not None
 
     def until(self, check: Callable[[], Any], what: str) -> None:
-        wait_until(check, timeout_s=LONG_S, what=what)
+        wait_until(check, what=what)
 
     def until_watched(self) -> None:
         """Until the leader knows the member, and its witness has had the time to see it alive."""
@@ -229,15 +227,15 @@ def test_killed_and_stopped_processes_of_the_durable_plane_are_dead_by_the_word_
     nodes = Nodes(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path)
 
     def death(kind: str) -> str:
-        found = wait_until(lambda: [e for e in events.recent(etcd, keys, 1000) if e.kind == kind], timeout_s=LONG_S,
+        found = wait_until(lambda: [e for e in events.recent(etcd, keys, 1000) if e.kind == kind],
                            what=kind)
         return found[0].message
 
     try:
         replicas.start("a", "b")
         nodes.start_node("n0")
-        wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=LONG_S, what="its registry entry")
-        wait_until(lambda: etcd.count(keys.witnesses_prefix()) == 3, timeout_s=LONG_S, what="three witnesses")
+        wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), what="its registry entry")
+        wait_until(lambda: etcd.count(keys.witnesses_prefix()) == 3, what="three witnesses")
         time.sleep(3.0)  # each of them lists the processes once a second
         nodes.processes["n0"].send_signal(signal.SIGSTOP)
         assert "its process is stopped" in death("dcs.dead")
@@ -248,7 +246,7 @@ def test_killed_and_stopped_processes_of_the_durable_plane_are_dead_by_the_word_
         assert f"coordinator {leader}" in death("coordinator.dead") and "its process is gone" in death(
             "coordinator.dead")
         nodes.kill("n0")
-        wait_until(lambda: sum(e.kind == "dcs.dead" for e in events.recent(etcd, keys, 1000)) == 2, timeout_s=LONG_S,
+        wait_until(lambda: sum(e.kind == "dcs.dead" for e in events.recent(etcd, keys, 1000)) == 2,
                    what="the second death")
     finally:
         nodes.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import fencing
@@ -17,7 +18,6 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.runtime.waiting import wait_until
 
 
 def point(step: int, total_s: float = 2.0) -> StepMetrics:
@@ -82,7 +82,7 @@ def test_leader_downsamples_step_metrics(etcd_servers: EtcdServers, etcd: EtcdCl
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"max_step_metrics": 100}})
     try:
         replicas.start("a")
-        wait_until(lambda: etcd.count(keys.steps_prefix()) <= 100, timeout_s=30, what="fewer points")
+        wait_until(lambda: etcd.count(keys.steps_prefix()) <= 100, what="fewer points")
         kept = [p.step for p in points(etcd, keys)]
         assert kept[0] == 1 and kept[-50:] == list(range(251, 301)) and 75 <= len(kept) <= 100
     finally:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.dcs_cluster import CHUNK, DcsCluster, assert_same, flip_a_byte, model
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog.pairs import BEGINNING
@@ -35,7 +36,6 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_publisher_killed_during_publish_leaves_nothing_visible(dcs: DcsCluster)
     dcs.await_stat(pending=0, held=0)
     lines: list[str] = []
     wait_until(lambda: lines.extend(collector.sweep([])) or "aborted policy version 2: its publisher is gone" in lines,
-               timeout_s=20, what="the abort")
+               what="the abort")
     collector.sweep([])
     assert dcs.stat()["used_bytes"] == used
     assert dcs.states()[2] is VersionState.ABORTED

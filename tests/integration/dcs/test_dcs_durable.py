@@ -13,6 +13,7 @@ import torch
 from support.dcs_cluster import CHUNK, DcsCluster
 from support.etcd_server import EtcdServers
 from support.shared_fixtures import small_disk
+from support.waiting import wait_until
 
 from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.errors import ChunkCorrupt, Conflict
@@ -21,7 +22,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn, stop
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 BUCKET = "elastic-rl-test"
 
@@ -54,7 +54,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except httpx.HTTPError:
                 return False
 
-        wait_until(answers, timeout_s=60, what="the S3 server", alive=lambda: server.poll() is None)
+        wait_until(answers, what="the S3 server", alive=lambda: server.poll() is None)
         fsspec.filesystem("s3", skip_instance_cache=True).mkdir(BUCKET)
         yield f"s3://{BUCKET}/checkpoints"
     finally:
@@ -79,10 +79,10 @@ class DurableCluster(DcsCluster):
                 return 0
 
         for seed in seeds:
-            self.await_durable(wait_until(lambda seed=seed: published(seed), timeout_s=90, what="a publish"))
+            self.await_durable(wait_until(lambda seed=seed: published(seed), what="a publish"))
 
     def await_durable(self, number: int, stream: str = "policy") -> None:
-        wait_until(lambda: self.etcd.get(self.keys.durable(stream, number)) is not None, timeout_s=90,
+        wait_until(lambda: self.etcd.get(self.keys.durable(stream, number)) is not None,
                    what=f"the durable copy of {stream} version {number}")
 
     def kinds(self) -> list[str]:
@@ -105,7 +105,7 @@ def test_versions_are_read_from_the_durable_store_when_every_node_is_lost(dcs: D
     dcs.copy_to(url, "a")
     dcs.publish_durably(1, 2, 3, 4, 5)
     durable = DurableStore(url, dcs.keys.job)
-    wait_until(lambda: durable.numbers("policy") == [4, 5], timeout_s=60, what="that only the newest two are kept")
+    wait_until(lambda: durable.numbers("policy") == [4, 5], what="that only the newest two are kept")
     assert [durable.mark("policy", n).anchor for n in (4, 5)] == [4, 4], "the last one is deltas against the anchor"
     assert [b for b in durable.part("policy", 5, 0).objects.values() if b], "no chunk was stored as a delta"
     dcs.kill("a")  # its memory was all it had
@@ -122,7 +122,7 @@ def test_copied_states_of_two_groups_belong_together(dcs: DurableCluster, url: s
         critic.publish(weights(seed).items(), meta={"pair": pair})
     policy.publish(weights(2).items(), meta={"pair": "6/c"})
     durable = DurableStore(url, dcs.keys.job)
-    wait_until(lambda: durable.numbers("critic_state")[-1:] == [2], timeout_s=90, what="the copy of the newest pair")
+    wait_until(lambda: durable.numbers("critic_state")[-1:] == [2], what="the copy of the newest pair")
     assert durable.numbers("trainer_state")[-1:] == [2], "the newer one has no counterpart"
 
 
@@ -152,7 +152,7 @@ def test_reference_policy_of_a_state_stays_as_long_as_that_is_kept(dcs: DurableC
         dcs.await_durable(number, "trainer_state")
 
     def await_policies(*numbers: int) -> None:
-        wait_until(lambda: durable.numbers("policy") == list(numbers), timeout_s=60, what=f"policies {numbers}")
+        wait_until(lambda: durable.numbers("policy") == list(numbers), what=f"policies {numbers}")
 
     dcs.publish_durably(1)
     publish_state(1, reference=1)
@@ -219,7 +219,7 @@ def test_node_killed_during_a_copy_leaves_no_version_and_the_next_one_completes_
     dcs.copy_to(url, "a")
     many = {f"w{i}": torch.randn(400_000) for i in range(3)}
     dcs.publisher(chunk_bytes=4096).publish(many.items(), meta={})
-    wait_until(lambda: any(folder.glob("chunks/*/*")), timeout_s=60, what="the first object", poll_s=0.001)
+    wait_until(lambda: any(folder.glob("chunks/*/*")), what="the first object", poll_s=0.001)
     dcs.processes["a"].kill()
     dcs.processes["a"].wait(60)
     assert not list(folder.glob("versions/*/*")), "it was killed too late: this test has shown nothing"
@@ -235,9 +235,9 @@ def test_full_durable_store_is_reported_once_and_copying_resumes(dcs: DurableClu
         filler.write_bytes(bytes(500 << 10))
         dcs.copy_to(f"file://{small}/durable", "a", "b")
         version = dcs.publisher("a").publish(weights(1).items(), meta={})
-        wait_until(dcs.kinds, timeout_s=60, what="the report of a full store")
+        wait_until(dcs.kinds, what="the report of a full store")
         assert dcs.etcd.get(dcs.keys.durable("policy", version.number)) is None
         filler.unlink()
         dcs.await_durable(version.number)
-        wait_until(lambda: len(dcs.kinds()) > 1, timeout_s=60, what="the report of its recovery")
+        wait_until(lambda: len(dcs.kinds()) > 1, what="the report of its recovery")
         assert dcs.kinds() == ["dcs.durable_failed", "dcs.durable_recovered"]

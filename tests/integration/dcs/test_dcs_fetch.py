@@ -16,6 +16,7 @@ import torch
 from support.dcs_nodes import await_node
 from support.etcd_server import EtcdServers
 from support.tcp_link import Link, Links, Tamper
+from support.waiting import wait_until
 
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.tensors import checksum
@@ -30,7 +31,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Version
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 MIB = 1 << 20
 CHUNK = 128 << 10
@@ -179,7 +179,7 @@ def test_pull_survives_a_node_killed_while_it_sends(fleet: Fleet) -> None:
     fleet.puller("a").pull("policy").close()
     before = fleet.sent("a")
     pull = InBackground(fleet.puller("b"))
-    wait_until(lambda: fleet.sent("a") > before + 2 * CHUNK, timeout_s=20, what="a to send to b")
+    wait_until(lambda: fleet.sent("a") > before + 2 * CHUNK, what="a to send to b")
     fleet.kill("a")
     assert not pull.over, "the fault came too late"
     with pull.result() as pulled:
@@ -195,9 +195,9 @@ def test_chunks_of_a_stalled_node_come_from_another(fleet: Fleet) -> None:
     fleet.puller("a").pull("policy").close()
     before = fleet.sent("a")
     pull = InBackground(fleet.puller("b"))
-    wait_until(lambda: fleet.sent("a") > before + 2 * CHUNK, timeout_s=20, what="a to send to b")
+    wait_until(lambda: fleet.sent("a") > before + 2 * CHUNK, what="a to send to b")
     fleet.link["a"].pause()
-    wait_until(lambda: fleet.link["a"].held, timeout_s=20, what="bytes that are held back")
+    wait_until(lambda: fleet.link["a"].held, what="bytes that are held back")
     assert not pull.over, "the fault came too late"
     with pull.result() as pulled:  # long before the node gives up on a, after 30 s
         assert_same(pulled, tensors)
@@ -211,9 +211,9 @@ def test_pull_after_a_restart_of_its_node_fetches_only_what_is_missing(fleet: Fl
     nbytes = fleet.publish(tensors).nbytes
     before = fleet.sent(SOURCE)
     pull = InBackground(fleet.puller("a"))
-    wait_until(lambda: fleet.sent(SOURCE) - before > nbytes // 2, timeout_s=20, what="half of the version")
+    wait_until(lambda: fleet.sent(SOURCE) - before > nbytes // 2, what="half of the version")
     fleet.link[SOURCE].pause()
-    wait_until(lambda: _saved(fleet, "a") > nbytes // 4, timeout_s=20, what="chunks on disk")
+    wait_until(lambda: _saved(fleet, "a") > nbytes // 4, what="chunks on disk")
     fleet.kill("a")
     fleet.link[SOURCE].resume()
     assert isinstance(pull.error(), NodeUnavailable)
@@ -248,7 +248,7 @@ def test_concurrent_pulls_of_one_version_make_one_transfer_and_one_pin(fleet: Fl
     for pulled in found:
         pulled.confirm()
         pulled.close()
-    wait_until(lambda: not fleet.etcd.range(prefix)[0], timeout_s=60, what="the end of the pin")
+    wait_until(lambda: not fleet.etcd.range(prefix)[0], what="the end of the pin")
     assert fleet.stat("a")["pending"] == 0
 
 
@@ -302,7 +302,7 @@ def test_refused_part_ends_the_pull_and_the_next_one_continues(fleet: Fleet) -> 
     with puller.pull("policy") as pulled:
         assert_same(pulled, tensors)
     assert fleet.sent(SOURCE) < 1.3 * nbytes
-    wait_until(lambda: fleet.stat("a")["located"] == 0, timeout_s=60, what="the end of the reading")
+    wait_until(lambda: fleet.stat("a")["located"] == 0, what="the end of the reading")
 
 
 def test_tensor_of_several_chunks_is_contiguous_after_a_pull(fleet: Fleet) -> None:

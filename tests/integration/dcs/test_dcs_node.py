@@ -14,6 +14,7 @@ from support.dcs_nodes import spawn_node
 from support.dcs_wire import CHUNK, MIB, Dcs, publish, weights
 from support.etcd_server import EtcdServers
 from support.shared_fixtures import small_disk
+from support.waiting import wait_until
 
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
@@ -35,7 +36,6 @@ from elastic_rl.errors import (
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime.waiting import wait_until
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_corrupt_file_is_never_served_and_another_copy_is_found(dcs: Dcs) -> Non
     with pytest.raises(ChunkCorrupt, match=digest):
         dcs.assert_pulls([1])
     assert f"chunk {digest} on disk is dropped" in dcs.log()
-    wait_until(lambda: not dcs.file(digest).exists(), timeout_s=60, what="the removal")
+    wait_until(lambda: not dcs.file(digest).exists(), what="the removal")
     offset = int(wire.call(op="alloc", nbytes=1)["offset"])  # its region in the arena was freed
     assert offset >= 0 and wire.call(op="stat")["pending"] == 1
     tensor = next(t for t in weights(1).values() if digest_of(t.numpy().tobytes()) == digest)
@@ -98,7 +98,7 @@ def test_node_serves_more_versions_than_its_arena_holds(dcs: Dcs) -> None:
     wire = dcs.wire(dcs.start(arena_bytes=1 * MIB))
     publish(dcs.publisher(), range(1, 16))
     # saved in the background, so a moment later
-    wait_until(lambda: wire.call(op="stat")["unsaved"] == 0, timeout_s=20, what="all chunks to be on disk")
+    wait_until(lambda: wire.call(op="stat")["unsaved"] == 0, what="all chunks to be on disk")
     stat = wire.call(op="stat")
     assert stat["disk_used_bytes"] > 2 * stat["arena_bytes"] and stat["resident"] < stat["chunks"]
     reported = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
@@ -107,7 +107,7 @@ def test_node_serves_more_versions_than_its_arena_holds(dcs: Dcs) -> None:
         return DcsNode.decode(dcs.etcd.range(dcs.keys.dcs_nodes_prefix())[0][0].value)
 
     wait_until(lambda: [getattr(record(), name) for name in reported] == [stat[name] for name in reported],
-               timeout_s=20, what="the node's record to say the same")
+               what="the node's record to say the same")
     dcs.assert_pulls([*range(1, 16), *range(15, 0, -1)])
 
 
@@ -135,7 +135,7 @@ def test_open_version_stays_in_place_while_others_come_and_go(dcs: Dcs) -> None:
         assert unmoved()
         second.confirm()
         puller.close()
-        wait_until(lambda: not wire.call(op="stat")["located"], timeout_s=60, what="the end of the reading")
+        wait_until(lambda: not wire.call(op="stat")["located"], what="the end of the reading")
         publish(publisher, range(20, 30))
         assert not unmoved(), "nothing was spilled: this test shows nothing"
     dcs.assert_pulls([1])
@@ -148,7 +148,7 @@ def test_version_larger_than_the_arena_is_refused_and_occupies_nothing(dcs: Dcs)
     dcs.publisher("b").publish(big.items(), meta={})
     with pytest.raises(ArenaFull):
         dcs.puller().pull("policy", 1)
-    wait_until(lambda: not wire.call(op="stat")["pending"], timeout_s=60, what="regions to be freed")
+    wait_until(lambda: not wire.call(op="stat")["pending"], what="regions to be freed")
     assert wire.call(op="stat")["located"] == 0
     publish(dcs.publisher("b"), [2])
     dcs.assert_pulls([2])
@@ -180,9 +180,9 @@ def assert_full_then_room(dcs: Dcs) -> None:
     assert not list((dcs.folder / "disk").rglob("*.partial"))
     collector = GarbageCollector(dcs.etcd, dcs.keys, RetentionPolicy(2))
     dcs.closing.append(collector.close)
-    wait_until(lambda: any("dropped" in line for line in collector.sweep([])), timeout_s=20, what="the drop")
+    wait_until(lambda: any("dropped" in line for line in collector.sweep([])), what="the drop")
     dcs.assert_pulls(committed[-2:])
-    number = wait_until(lambda: try_publish(publisher, committed[-1]), timeout_s=30, what="room", poll_s=0.5)
+    number = wait_until(lambda: try_publish(publisher, committed[-1]), what="room", poll_s=0.5)
     with contextlib.closing(dcs.puller()) as puller:
         assert puller.pull("policy", number).version.number == number
     dcs.assert_pulls(committed[-1:])
@@ -209,7 +209,7 @@ def test_garbage_collector_removes_dropped_chunks_from_disk(dcs: Dcs) -> None:
         collector.sweep([])
         return not any(dcs.file(d).exists() for d in old)
 
-    wait_until(swept, timeout_s=20, what="the removal of version 1")
+    wait_until(swept, what="the removal of version 1")
     assert all(dcs.file(d).exists() for d in new)
     dcs.assert_pulls([2])
 
@@ -238,7 +238,7 @@ def test_node_whose_record_was_deleted_registers_again(dcs: Dcs) -> None:
     publish(dcs.publisher(), [1])
     before = dcs.etcd.get(dcs.keys.dcs_node("a"))
     dcs.etcd.delete(dcs.keys.dcs_node("a"))
-    after = wait_until(lambda: dcs.etcd.get(dcs.keys.dcs_node("a")), timeout_s=20, what="the record")
+    after = wait_until(lambda: dcs.etcd.get(dcs.keys.dcs_node("a")), what="the record")
     assert before is not None and after.create_revision > before.create_revision, "it counts as another registration"
     assert DcsNode.decode(after.value).pid == node.pid and after.lease
     dcs.assert_pulls([1])
@@ -310,18 +310,18 @@ def test_peer_that_stops_reading_blocks_no_other_and_is_disconnected(dcs: Dcs) -
     stuck = dcs.wire(node, hello=False, buffer_bytes=64 << 10)
     stuck.call(op="hello", job=dcs.keys.job, id="slow")
     stuck.send(op="get", digest=digest)
-    wait_until(lambda: owner.call(op="has", digests=[])["load"] == 1, timeout_s=60, what="the send that is stuck")
+    wait_until(lambda: owner.call(op="has", digests=[])["load"] == 1, what="the send that is stuck")
     second = dcs.wire(node, hello=False)
     second.call(op="hello", job=dcs.keys.job, id="slow")
     second.send(op="get", digest=digest)  # the same peer's second: it is queued
-    wait_until(lambda: owner.call(op="has", digests=[])["load"] == 2, timeout_s=60, what="the send that is queued")
+    wait_until(lambda: owner.call(op="has", digests=[])["load"] == 2, what="the send that is queued")
     other = dcs.wire(node, hello=False)
     other.call(op="hello", job=dcs.keys.job, id="quick")
     assert other.get(digest)[1] == data
     assert owner.call(op="has", digests=[])["load"] == 2, "the slow peer was gone by itself: this shows nothing"
     with pytest.raises(NodeUnavailable, match="busy"):
         second.answer()
-    wait_until(lambda: not owner.call(op="has", digests=[])["load"], timeout_s=20, what="the end of the stuck send")
+    wait_until(lambda: not owner.call(op="has", digests=[])["load"], what="the end of the stuck send")
     assert second.get(digest)[1] == data, "the freed slot is not used"
     with pytest.raises((OSError, protocol.Closed)):
         while stuck.sock.recv(1 << 20):

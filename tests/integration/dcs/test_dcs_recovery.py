@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.dcs_cluster import DcsCluster, Tensors, model
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog.repair import Repairer
 from elastic_rl.dcs.durable.store import DurableStore
@@ -20,7 +21,6 @@ from elastic_rl.errors import CatalogMismatch, VersionNotFound
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.runtime.waiting import wait_until
 
 SWEEPS = 5
 DISK = {"disk_bytes": 64 << 20}
@@ -51,7 +51,7 @@ class LossyCluster(DcsCluster):
 
     def await_nodes(self) -> None:
         living = {n: p.pid for n, p in self.processes.items() if p.poll() is None}
-        wait_until(lambda: {n.id: n.pid for n in self.registered()} == living, timeout_s=60, what="the nodes")
+        wait_until(lambda: {n.id: n.pid for n in self.registered()} == living, what="the nodes")
 
     def chunks(self) -> dict[str, int]:
         return {n: self.stat(n)["chunks"] for n, p in self.processes.items() if p.poll() is None}
@@ -178,7 +178,7 @@ def test_everything_but_the_durable_store_is_lost(dcs: LossyCluster) -> None:
     url = f"file://{dcs.folder}/durable"
     dcs.start("a", "b", durable_url=url)
     _, spread = dcs.publish_from("ab")
-    wait_until(lambda: dcs.etcd.get(dcs.keys.durable("policy", 1)) is not None, timeout_s=90, what="the durable copy")
+    wait_until(lambda: dcs.etcd.get(dcs.keys.durable("policy", 1)) is not None, what="the durable copy")
     for node in ("a", "b"):
         dcs.kill(node)
     dcs.lose_etcd()

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from support.dcs_cluster import DcsCluster, model
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.errors import ChunkMissing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_chunk_that_a_running_node_lost_is_copied_again(dcs: DcsCluster) -> None
     with pytest.raises(ChunkMissing):
         dcs.client().connect("b").get(lost)
     assert dcs.client().connect("b").has([lost]) == [lost]
-    wait_until(lambda: {n.id: n.lost_chunks for n in dcs.registered()} == {"a": 0, "b": 1}, timeout_s=20,
+    wait_until(lambda: {n.id: n.lost_chunks for n in dcs.registered()} == {"a": 0, "b": 1},
                what="its record")
     assert repairing.round([]) == ["copied policy version 1 to node b"]
     assert sorted(require_placement(dcs, 1)[0]) == ["a", "b"] and repairing.round([]) == []
@@ -140,7 +140,7 @@ def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> Non
     thread = RepairThread(repairer(dcs))
     thread.start()
     thread.request([])
-    wait_until(lambda: dcs.parts(1) == [["a", "c"]], timeout_s=60, what="the repair")
+    wait_until(lambda: dcs.parts(1) == [["a", "c"]], what="the repair")
     thread.close()
     assert not thread.is_alive()
     require_placement(dcs, 1)
@@ -162,7 +162,7 @@ def test_repair_thread_survives_an_unexpected_error(dcs: DcsCluster) -> None:
     thread = RepairThread(Failing(dcs.etcd, dcs.keys, dcs.client(), replicas=2))
     thread.start()
     try:
-        wait_until(lambda: thread.request([]) or dcs.parts(1) == [["a", "c"]], timeout_s=60, what="the repair",
+        wait_until(lambda: thread.request([]) or dcs.parts(1) == [["a", "c"]], what="the repair",
                    poll_s=0.3)
         assert failed, "the error did not happen"
     finally:
@@ -174,7 +174,7 @@ def test_node_of_another_catalog_is_given_no_copies(dcs: DcsCluster) -> None:
     dcs.publish(1, replicas=2)
     dcs.start("c", disk_bytes=64 << 20)
     dcs.client().connect("c").call({"op": "note_versions", "catalog": "other", "commits": 3, "versions": []})
-    wait_until(lambda: any(n.catalog == "other" for n in dcs.registered()), timeout_s=20, what="its record")
+    wait_until(lambda: any(n.catalog == "other" for n in dcs.registered()), what="its record")
     dcs.kill("b")
     assert "has 1 of 2 copies" in repairer(dcs).round([])[0]
     assert dcs.stat("c")["chunks"] == 0

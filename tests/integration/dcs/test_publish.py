@@ -17,6 +17,7 @@ from publish_rank import STREAMS, TENSORS, tensor
 from support.dcs_cluster import CHUNK, DcsCluster
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
+from support.waiting import wait_until
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import failpoints
@@ -31,7 +32,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
 from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
 from elastic_rl.trainer.megatron.parallel import ParallelDims
@@ -115,7 +115,7 @@ def test_rank_killed_during_publish_leaves_nothing_visible_and_the_next_group_pu
         collector.sweep([])
         return all(dcs.states(s).get(1) is not VersionState.STAGING for s in STREAMS)
 
-    wait_until(cleaned, timeout_s=30, what="the abort of the unfinished versions")
+    wait_until(cleaned, what="the abort of the unfinished versions")
     found = dcs.pull("trainer_state", 2, "n1")
     assert torch.equal(found["w3"], tensor(1, 3)) and len(found) == 2 * TENSORS
 
@@ -174,7 +174,7 @@ def test_hanging_node_drops_one_version_with_an_event_and_the_next_one_is_publis
         trainer.submit(3)
         return trainer.async_publisher.join()
 
-    wait_until(again, timeout_s=30, what="a publish after the node continued")
+    wait_until(again, what="a publish after the node continued")
     committed = [n for n, state in dcs.states("policy").items() if state is VersionState.COMMITTED]
     assert committed[0] == 1 and 2 not in committed and len(committed) == 2
     assert torch.equal(dcs.pull("policy", committed[-1], "n1")["w1"], tensor(3, 1))

@@ -13,6 +13,7 @@ import ray
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.stub_actors import StubEngine, StubTrainer
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.driver.pool import EnginePool
@@ -24,7 +25,6 @@ from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime.waiting import wait_until
 
 POOL, GPUS, RANKS = "rollout", 4, 2
 
@@ -63,7 +63,7 @@ class ColocatedPlane:
             self.trainer.reconcile()
             return check()
 
-        wait_until(passed, timeout_s=120, what=what, poll_s=0.1)
+        wait_until(passed, what=what, poll_s=0.1)
 
     def engines(self) -> dict[str, Engine]:
         return {e.id: e for e, _ in readable(self.etcd.range(self.keys.engines_prefix())[0], Engine)}

@@ -16,6 +16,7 @@ import pytest
 from support.etcd_server import EtcdServers
 from support.stub_actors import FAIL, StubEngine, StubRole, StubTrainer
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.driver import __main__ as driver
@@ -32,7 +33,6 @@ from elastic_rl.etcd.records import Engine, EngineState, JobStatus, PoolSpec, Po
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.base import RoleSpec
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Plane:
@@ -73,7 +73,7 @@ class Plane:
             except EtcdUnavailable:
                 return None
 
-        return wait_until(looked, timeout_s=120, what=what, poll_s=0.2, alive=self.thread.is_alive)
+        return wait_until(looked, what=what, poll_s=0.2, alive=self.thread.is_alive)
 
     def engines(self, etcd: EtcdClient) -> dict[str, int]:
         found = readable(etcd.range(self.keys.engines_prefix())[0], Engine)
@@ -109,14 +109,14 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     plane.ctx.config.cluster_dir.mkdir(parents=True, exist_ok=True)
     broken = plane.ctx.config.cluster_dir / FAIL
     plane.thread.start()
-    wait_until(lambda: plane.planes, timeout_s=60, what="the plane's start")
+    wait_until(lambda: plane.planes, what="the plane's start")
     plane.servers.stop(0)
-    wait_until(lambda: plane.planes[0].trainers, timeout_s=120, what="Ray", alive=plane.thread.is_alive)
+    wait_until(lambda: plane.planes[0].trainers, what="Ray", alive=plane.thread.is_alive)
     threading.Event().wait(4.0)  # several times the retry budget of a call
     assert plane.thread.is_alive()
     plane.servers.cont(0)
     before = plane.until(lambda etcd: len(found := plane.engines(etcd)) == 2 and found, "two engines")
-    wait_until(lambda: plane.planes[0].waiting == {}, timeout_s=120, what="the role and the trainer")
+    wait_until(lambda: plane.planes[0].waiting == {}, what="the role and the trainer")
 
     # Both engines and the router end at once.
     router = plane.planes[0].routers["rollout"]

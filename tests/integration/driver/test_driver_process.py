@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from support.etcd_server import EtcdServers
 from support.stub_actors import HungTrainer, KilledTrainer, StubTrainer
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
@@ -25,7 +26,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import JobStatus, Member, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime.waiting import wait_until
 
 
 class StubPlane:
@@ -82,7 +82,7 @@ class RunningDriver:
 
     def await_pass(self) -> None:
         passes = StubPlane.passes
-        wait_until(lambda: StubPlane.passes > passes, timeout_s=60, what="a pass", alive=self.thread.is_alive)
+        wait_until(lambda: StubPlane.passes > passes, what="a pass", alive=self.thread.is_alive)
 
     def finish(self) -> int:
         with self.servers.connect() as etcd:
@@ -142,14 +142,14 @@ def test_outage_of_etcd_does_not_look_like_a_hang_of_the_driver(running: Running
 
         monkeypatch.setattr(StubPlane, "unavailable", True)
         began = entry().beat_at
-        wait_until(lambda: entry().beat_at > began + 6.0, timeout_s=60, what="heartbeats")
+        wait_until(lambda: entry().beat_at > began + 6.0, what="heartbeats")
         assert entry().progress_at > began + 3.0
 
 
 def test_bug_in_a_pass_does_not_end_the_driver(running: RunningDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StubPlane, "bugs", 3)
     running.thread.start()
-    wait_until(lambda: not StubPlane.bugs, timeout_s=60, what="the bugs")
+    wait_until(lambda: not StubPlane.bugs, what="the bugs")
     running.await_pass()
     assert running.finish() == 0
 
@@ -165,7 +165,7 @@ def test_driver_reports_what_fails_and_what_waits(running: RunningDriver, monkey
         with running.servers.connect() as etcd:
             return next((m.info for m in members(etcd, running.keys, "driver") if m.info), None)
 
-    assert wait_until(info, timeout_s=60, what="the report") == {
+    assert wait_until(info, what="the report") == {
         "faults": {"router": "it ended"}, "waiting": {"trainer": "no room"}}
 
 
@@ -201,7 +201,7 @@ def reports(etcd: EtcdClient, keys: Keys) -> list[str]:
 
 
 def until(group: TrainerGroup, check: Callable[[], object], what: str, request: RestartRequest | None = None) -> None:
-    wait_until(lambda: group.reconcile(request) or check(), timeout_s=120, what=what, poll_s=0.1)
+    wait_until(lambda: group.reconcile(request) or check(), what=what, poll_s=0.1)
 
 
 def starts(group: TrainerGroup) -> list[str]:

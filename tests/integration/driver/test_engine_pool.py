@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from support.etcd_server import EtcdServers
 from support.stub_actors import FAIL, StubEngine
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.driver.pool import EnginePool
@@ -24,7 +25,6 @@ from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("on_ray")
 POOL = "rollout"
@@ -54,7 +54,7 @@ class PoolOfTwo:
             self.pool.reconcile({})
             return check()
 
-        wait_until(passed, timeout_s=120, what=what, poll_s=0.1)
+        wait_until(passed, what=what, poll_s=0.1)
 
     def until_ready(self, count: int, *, without: frozenset[str] = frozenset()) -> dict[str, int]:
         self.until(lambda: len(self.ready()) == count and not self.ready().keys() & without and
@@ -81,7 +81,7 @@ def two(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
 def full_cluster() -> Iterator[PlacementGroup]:
     """Takes two of the cluster's four CPUs until it is removed."""
     taken = placement_group([{"CPU": 2}])
-    wait_until(lambda: placement_group_table(taken)["state"] == "CREATED", timeout_s=60, what="the room")
+    wait_until(lambda: placement_group_table(taken)["state"] == "CREATED", what="the room")
     yield taken
     remove_placement_group(taken)
 

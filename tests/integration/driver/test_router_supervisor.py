@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import EngineFailed
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.net.engine_key import create_key, read_key
-from elastic_rl.runtime.waiting import wait_until
 
 EPOCH = 3
 
@@ -75,7 +75,7 @@ class Supervised:
                                     for url, state in self.states.items())
             return check()
 
-        wait_until(observed, timeout_s=90, what=what, poll_s=0.2)
+        wait_until(observed, what=what, poll_s=0.2)
 
     def until_listed(self, *urls: str) -> None:
         self.until(lambda: self.listed() == set(urls), f"the workers {urls}")
@@ -132,7 +132,7 @@ def test_list_of_workers_follows_the_records(router: Supervised, urls: list[str]
     router.states = {kept: EngineState.READY}
     router.until(lambda: True, "a reading")
     router.supervisor.unroute(lost)
-    wait_until(lambda: router.listed() == {kept}, timeout_s=60, what="the removal")
+    wait_until(lambda: router.listed() == {kept}, what="the removal")
 
 
 def test_worker_that_is_no_engine_of_the_pool_is_taken_out_and_reported(router: Supervised, urls: list[str]) -> None:

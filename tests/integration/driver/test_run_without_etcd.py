@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from support.etcd_server import EtcdServers
 from support.tiers import parametrize
+from support.waiting import wait_until
 
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus
-from elastic_rl.runtime.waiting import wait_until
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 _STEPS = [{"kind": "step", "at": 1.0 + n, "step": n, "reward_mean": 0.5, "samples": 8, "policy_version": n + 1,
@@ -41,7 +41,7 @@ class Run:
     def start(self) -> None:
         self._thread.start()
         with self.servers.connect() as etcd:
-            wait_until(lambda: self._driver_holds(etcd), timeout_s=60, what="the driver")
+            wait_until(lambda: self._driver_holds(etcd), what="the driver")
         self.cfg.job_dir.joinpath("steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in _STEPS))
 
     def _driver_holds(self, etcd: EtcdClient) -> bool:
@@ -61,7 +61,7 @@ class Run:
 
     def await_ticks(self, number: int) -> None:
         goal = self.ticks + number
-        wait_until(lambda: self.ticks >= goal, timeout_s=120, what=f"{number} refreshes of the view")
+        wait_until(lambda: self.ticks >= goal, what=f"{number} refreshes of the view")
 
     def finish(self) -> None:
         with self.servers.connect() as etcd:

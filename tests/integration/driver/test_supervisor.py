@@ -12,6 +12,7 @@ import psutil
 import pytest
 from support.etcd_server import EtcdServers
 from support.tiers import parametrize
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.coordinator.targets import JOB
@@ -22,7 +23,6 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime.waiting import wait_until
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 
@@ -70,7 +70,7 @@ class SupervisedJob:
             holds = found and len(started) >= number and Epoch.decode(found.value).holder == started[number - 1]
             return found.version if holds else 0
 
-        return wait_until(begun, timeout_s=60, what=f"driver {number}")
+        return wait_until(begun, what=f"driver {number}")
 
     def driver(self) -> psutil.Process:
         [process] = [p for p in psutil.process_iter(["cmdline"]) if self.starts()[-1] in (p.info["cmdline"] or [])]
@@ -129,7 +129,7 @@ def test_requested_restart_of_the_job_is_carried_out_once(job: SupervisedJob, be
     second = job.await_driver(2)
     assert second == first + 2, "the request began one epoch, the new driver another"
     assert not before.is_running()
-    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=60, what="the acknowledgement")
+    wait_until(lambda: not open_requests(job.etcd, job.keys), what="the acknowledgement")
     await_polls()
     assert len(job.starts()) == 2 and job.driver().is_running()
     assert job.events() == [], "the leader has reported this restart"
@@ -141,7 +141,7 @@ def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: S
     job.start("works")
     job.await_driver(1)
     job.etcd.put(job.keys.restart(JOB), RestartRequest(target=JOB, generation=1, epoch=epoch - 1).encode())
-    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=60, what="the acknowledgement")
+    wait_until(lambda: not open_requests(job.etcd, job.keys), what="the acknowledgement")
     await_polls()
     assert len(job.starts()) == 1 and job.finish() == 0
 
@@ -173,7 +173,7 @@ def test_run_whose_driver_crashes_without_progress_ends_by_the_rule_for_crash_lo
 def test_driver_that_crashes_and_makes_progress_in_between_is_restarted_without_end(job: SupervisedJob) -> None:
     job.start("crashes-later")
     for step in range(1, 8):
-        wait_until(lambda step=step: len(job.starts()) >= step, timeout_s=60, what=f"driver {step}")
+        wait_until(lambda step=step: len(job.starts()) >= step, what=f"driver {step}")
         job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=step).encode())
     assert job.code is None
 

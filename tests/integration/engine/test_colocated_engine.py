@@ -12,6 +12,7 @@ import httpx
 import pytest
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.engine.client import Sampling, finish_reason
@@ -20,7 +21,6 @@ from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.net.engine_key import key_headers
-from elastic_rl.runtime.waiting import wait_until
 
 GROUP = "formation-1"
 
@@ -117,7 +117,7 @@ def test_request_that_nobody_waits_for_does_not_keep_the_memory_from_the_trainer
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: testbed.in_flight("rollout-busy"), timeout_s=60, what="requests in flight", poll_s=0.005)
+    wait_until(lambda: testbed.in_flight("rollout-busy"), what="requests in flight", poll_s=0.005)
     assert turns.begin(Side.TRAINER)
     released(testbed, "rollout-busy")
     asking.join(60)
@@ -159,5 +159,5 @@ def test_engine_that_is_killed_with_its_memory_keeps_the_trainer_waiting_until_i
     testbed.etcd.put(key, b"?")
     assert "rollout-gone to release memory" in turns.take(), "what it says is not known"
     testbed.etcd.delete(key)
-    wait_until(lambda: turns.take() == "", timeout_s=20, what="the trainer's memory")
+    wait_until(lambda: turns.take() == "", what="the trainer's memory")
     turns.give_up()

@@ -20,6 +20,7 @@ import torch
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files
 from support.otlp_collector import Collector, Span, collecting
 from support.tiers import parametrize
+from support.waiting import wait_until
 from transformers import PreTrainedModel
 
 from elastic_rl.dcs.fetch.puller import Puller
@@ -28,7 +29,6 @@ from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.host.leftovers import file_tag, tagged_files
 from elastic_rl.net.engine_key import key_headers
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry import traces
 
 
@@ -110,7 +110,7 @@ def test_one_trace_covers_a_version_from_publish_to_first_sample(testbed: Engine
             found = {s.name: s for s in collector.trace_with("dcs.publish")}
             return found if names <= set(found) else {}
 
-        spans = wait_until(complete, timeout_s=20, what="every span of the trace")
+        spans = wait_until(complete, what="every span of the trace")
     parents = {name: next((other for other, s in spans.items() if s.id == spans[name].parent), "") for name in names}
     assert parents == {"dcs.publish": "", "dcs.store": "dcs.publish", "dcs.commit": "dcs.publish",
                        "engine.sync": "dcs.publish", "engine.pull": "engine.sync", "dcs.pull": "engine.pull",
@@ -129,7 +129,8 @@ def asking(testbed: EngineTestbed, engine_id: str, *, resume: bool = False) -> t
     thread = threading.Thread(target=lambda: answers.extend(testbed.ask(
         n=16, temperature=1.0, tokens=50, resume=resume)))
     thread.start()
-    wait_until(lambda: answers or testbed.in_flight(engine_id), timeout_s=20, what="a request in flight", poll_s=0.005)
+    wait_until(lambda: answers or testbed.in_flight(engine_id), what="a request in flight",
+               poll_s=0.005, alive=thread.is_alive)
     return thread, answers
 
 
@@ -199,7 +200,7 @@ def test_engine_rejects_a_version_with_a_missing_tensor_retries_with_backoff_and
     def reports() -> list[str]:
         return [e.message for e in testbed.events(engine_id) if e.kind == "engine.cannot_fetch"]
 
-    wait_until(reports, timeout_s=60, what="the event of a version that does not fit")
+    wait_until(reports, what="the event of a version that does not fit")
     assert StagingFailed.__name__ in reports()[-1] and "model.norm.weight" in reports()[-1]
     found = testbed.record(engine_id)
     assert (found.state, found.version, found.applying) == (EngineState.READY, testbed.published, 0)

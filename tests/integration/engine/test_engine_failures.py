@@ -11,13 +11,13 @@ import psutil
 import pytest
 from support.engine_testbed import EngineTestbed, await_gone, sglang_files, suspended
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.dcs import failpoints
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.host.leftovers import file_tag, remove_files, sweep, tagged_files
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime.waiting import wait_until
 
 
 @full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/engine/test_engine_failures.py",
@@ -137,5 +137,5 @@ def test_files_of_an_engine_killed_with_its_runner_are_swept_by_its_tag(testbed:
     remove_files(file_tag(cluster_dir, "lost"))
     assert not [f for f in files if f.exists()] and not tagged_files(file_tag(cluster_dir, "lost"))
     assert living and sorted(tagged_files(file_tag(cluster_dir, alive))) == sorted(living)
-    wait_until(lambda: not testbed.workers().get(engine.url), timeout_s=20, what="the router to see the death")
+    wait_until(lambda: not testbed.workers().get(engine.url), what="the router to see the death")
     testbed.assert_serves()

@@ -18,13 +18,13 @@ import psutil
 import pytest
 from support.engine_testbed import EngineTestbed, await_gone, suspended
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
 from elastic_rl.engine.server.health import Health
 from elastic_rl.errors import NodeUnavailable
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.runtime.waiting import wait_until
 
 QUICK = {"probe_interval_s": 0.5, "frozen_after_s": 6.0}
 """Settings with which a frozen engine is found soon."""
@@ -39,7 +39,7 @@ def probed_again(testbed: EngineTestbed, engine_id: str) -> None:
     """Waits for a sign of life that is younger than this call."""
     monitor = testbed.runners[engine_id]._monitor
     seen = monitor.health
-    wait_until(lambda: monitor.health is not seen and monitor.health.state is Health.HEALTHY, timeout_s=60,
+    wait_until(lambda: monitor.health is not seen and monitor.health.state is Health.HEALTHY,
                what="a probe that is answered")
 
 
@@ -111,7 +111,7 @@ def test_busy_or_starved_engine_is_not_taken_for_frozen(testbed: EngineTestbed) 
     with starved(testbed.server_pids("busy")):
         thread, answers = asking(testbed, n=8, tokens=50)
         # Silent for longer than a stopped engine lives.
-        wait_until(lambda: monitor.health.starved_s > QUICK["frozen_after_s"], timeout_s=100, what="a starved engine")
+        wait_until(lambda: monitor.health.starved_s > QUICK["frozen_after_s"], what="a starved engine")
         assert testbed.record("busy").state is EngineState.READY
     thread.join(60)
     probed_again(testbed, "busy")
@@ -146,7 +146,7 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
     nodes.cut_off = set(names)
     before, after = testbed.published, testbed.publish(seed=31)
     failures = [testbed.runners[name]._fetch_failures for name in names]
-    wait_until(lambda: all(f.count > 6 and f.overdue(time.monotonic()) for f in failures), timeout_s=120,
+    wait_until(lambda: all(f.count > 6 and f.overdue(time.monotonic()) for f in failures),
                what="engines that are overdue")
     for name in names:
         found = testbed.record(name)
@@ -171,7 +171,7 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
 def test_engine_waits_for_a_router_that_is_away_and_follows_the_head_meanwhile(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
     os.kill(testbed.router.pid, signal.SIGKILL)
-    wait_until(lambda: not testbed.router.alive(), timeout_s=60, what="the router's end")
+    wait_until(lambda: not testbed.router.alive(), what="the router's end")
     name = f"unrouted-{secrets.token_hex(2)}"
     testbed.start_engine(name)
 
@@ -182,7 +182,7 @@ def test_engine_waits_for_a_router_that_is_away_and_follows_the_head_meanwhile(t
     wait_until(lambda: waits(testbed.published), timeout_s=400, what="an engine that waits for the router")
     assert testbed.record(name).state is EngineState.SYNCING
     second = testbed.publish(seed=41)
-    wait_until(lambda: waits(second), timeout_s=60, what="the next version")
+    wait_until(lambda: waits(second), what="the next version")
     testbed.router.start()
     engine = testbed.wait_ready(name)
     assert testbed.workers() == {engine.url: True} and engine.version == second

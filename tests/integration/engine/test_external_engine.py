@@ -11,6 +11,7 @@ import pytest
 import ray
 from support.engine_testbed import EngineTestbed, ForeignServer
 from support.ray_cluster import start_ray
+from support.waiting import wait_until
 
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.placement import stop_all
@@ -19,7 +20,6 @@ from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
 
@@ -143,7 +143,7 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
         driver.reconcile({}, testbed.records())
         return not driver._served
 
-    wait_until(detached, timeout_s=60, what="the end of the drain")
+    wait_until(detached, what="the end of the drain")
     assert foreign.url not in testbed.workers() and testbed.record("x1") is None
     assert kinds(testbed, "x1")[-1] == "engine.stopped"
     assert version(foreign) == str(testbed.published) and answers(foreign), "it serves others after the drain"
@@ -159,7 +159,7 @@ def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: Engi
     """An external engine keeps its id and its server over drivers, so two runners of it can meet."""
     def await_ready_event(runner: EngineRunner) -> None:
         wait_until(lambda: runner._member.incarnation in {
-            e.data["incarnation"] for e in testbed.events("x3") if e.kind == "engine.ready"}, timeout_s=60,
+            e.data["incarnation"] for e in testbed.events("x3") if e.kind == "engine.ready"},
             what="the runner's event engine.ready, which follows its record")
 
     stale = testbed.start_engine("x3", external_url=foreign.url)
@@ -169,7 +169,7 @@ def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: Engi
     testbed.raise_epoch()
     successor = testbed.start_engine("x3", external_url=foreign.url)
     testbed.publish(seed=5)
-    wait_until(lambda: testbed.record("x3").incarnation == successor._member.incarnation, timeout_s=60,
+    wait_until(lambda: testbed.record("x3").incarnation == successor._member.incarnation,
                what="the successor's record")
     testbed.wait_ready("x3")
     await_ready_event(successor)

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.etcd.client import EtcdClient
@@ -14,7 +15,6 @@ from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.runtime.waiting import wait_until
 
 ENGINES = [Engine(id=f"rollout-{i}", pool=ROLLOUT_POOL, state=EngineState.READY, epoch=1, holds_device=True)
            for i in range(3)]
@@ -35,12 +35,12 @@ def test_engines_hold_memory_until_all_have_released_it_and_their_records_are_re
     with contextlib.closing(DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=1)) as claims:
         for left in ([0, 1, 2], [1, 2], [2]):
             wait_until(lambda: sorted(claims.holding()) == [ENGINES[i].id for i in left],  # noqa: B023
-                       timeout_s=30, what="the release")
+                       what="the release")
             for _ in range(10):
                 assert claims.holding()
             gone = ENGINES[left[0]]
             etcd.put(keys.engine(gone.id), gone.replace(holds_device=False).encode())
-        wait_until(lambda: not claims.holding(), timeout_s=30, what="the release of the last one")
+        wait_until(lambda: not claims.holding(), what="the release of the last one")
     assert len(reads) == 2, "once at first, and once to know that none is left"
 
 
@@ -51,7 +51,7 @@ def test_record_that_cannot_be_read_counts_until_it_is_gone(etcd: EtcdClient, ke
     assert claims.begin_turn(Side.TRAINER, writer, 1)
     assert "rollout-bad to release memory" in claims.take_for_trainer("group")
     etcd.delete(keys.engine("rollout-bad"))
-    wait_until(lambda: not claims.take_for_trainer("group"), timeout_s=30, what="the trainer's memory")
+    wait_until(lambda: not claims.take_for_trainer("group"), what="the trainer's memory")
     assert etcd.get(keys.device_holder()) is not None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.certificates import Authority, Identity
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.config import Config
@@ -28,7 +29,6 @@ from elastic_rl.etcd.keys import ROOT, Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.transaction import range_end
 from elastic_rl.host import preflight
-from elastic_rl.runtime.waiting import wait_until
 
 
 @dataclass
@@ -171,7 +171,7 @@ def test_auth_token_lost_by_etcd_is_renewed_under_watch_lease_and_leader(guarded
             second = watch.get(30)
             assert second is not None and second.kv.value == b"2"
         assert kept.alive
-        wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
+        wait_until(lambda: election.is_leader, what="the leader")
         assert etcd.txn(election.guard, [Op.put(keys.root + "led", b"")]).succeeded
         election.stop()
 
@@ -321,7 +321,7 @@ def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tm
     try:
         with servers.start().connect() as etcd, Membership(etcd, keys, "worker", "w", ttl_s=3).start() as member:
             election = Election(etcd, keys, "a", "", 3).start()
-            wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
+            wait_until(lambda: election.is_leader, what="the leader")
             with ThreadPoolExecutor(8) as threads:  # several on their way at once: some are applied *and* refused
                 refused = dict(threads.map(lambda n: _fill(etcd, f"{keys.root}fill/{n}/"), range(8)))
             assert len(refused) == 8 and all("compact and defragment" in str(e) for e in refused.values())
@@ -339,7 +339,7 @@ def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tm
             for alarm in servers.ask("maintenance/alarm", {"action": "GET"})["alarms"]:
                 servers.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
             member.progress(99, "again")
-            wait_until(lambda: members(etcd, keys)[0].phase == "again", timeout_s=60, what="the member's next beat")
+            wait_until(lambda: members(etcd, keys)[0].phase == "again", what="the member's next beat")
             assert etcd.txn(election.guard, [Op.put(keys.root + "led", b"")]).succeeded
             election.stop()
     finally:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import psutil
 import pytest
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.errors import Compacted, EtcdRefused, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 
 def test_put_get_range_and_delete(etcd: EtcdClient, keys: Keys) -> None:
@@ -101,7 +101,7 @@ def test_key_expires_with_its_lease_unless_kept_alive(etcd: EtcdClient, keys: Ke
         left = etcd.grant(2)
         etcd.put(keys.root + "left", b"", lease=left)
         assert etcd.lease_left(left) <= 2
-        wait_until(lambda: etcd.get(keys.root + "left") is None, timeout_s=60, what="the end of the lease")
+        wait_until(lambda: etcd.get(keys.root + "left") is None, what="the end of the lease")
         assert etcd.lease_left(left) == 0
         assert etcd.get(keys.root + "kept") is not None and kept.alive and not kept.lost.is_set()
     assert etcd.get(keys.root + "kept") is None
@@ -156,7 +156,7 @@ def test_closed_watch_ends_its_iteration(etcd: EtcdClient, keys: Keys) -> None:
     seen: list[str] = []
     reader = threading.Thread(target=lambda: seen.extend(e.kv.key for e in watch))
     reader.start()
-    wait_until(lambda: seen, timeout_s=60, what="the first event")
+    wait_until(lambda: seen, what="the first event")
     watch.close()
     reader.join(60)
     assert not reader.is_alive() and seen == [keys.root + "a"]
@@ -220,11 +220,11 @@ def _survives(servers: EtcdServers, keys: Keys, fault: Callable[[int], None], wi
         revision = etcd.put(keys.root + "warm", b"")
         with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
             traffic = Traffic(etcd, keys.root + "n")
-            wait_until(lambda: traffic.sent > 20, timeout_s=60, what="traffic")
+            wait_until(lambda: traffic.sent > 20, what="traffic")
             fault(victim)
             assert witness(victim)
             at_fault = traffic.sent
-            wait_until(lambda: traffic.sent > at_fault + 50, timeout_s=60, what="traffic after the fault")
+            wait_until(lambda: traffic.sent > at_fault + 50, what="traffic after the fault")
             sent = traffic.finish()
             assert etcd.endpoint != servers.endpoints[victim]
             assert _values(watch, str(sent - 1).encode()) == [str(i).encode() for i in range(sent)]
@@ -241,12 +241,12 @@ def test_writes_and_watches_survive_kill_of_the_leading_member(etcd3_cluster: Et
 def test_writes_and_watches_survive_stop_of_the_leading_member(etcd3_cluster: EtcdServers, keys: Keys) -> None:
     def is_stopped(i: int) -> bool:
         return bool(wait_until(lambda: psutil.Process(etcd3_cluster.processes[i].pid).status()
-                               == psutil.STATUS_STOPPED, timeout_s=60, what="SIGSTOP"))
+                               == psutil.STATUS_STOPPED, what="SIGSTOP"))
 
     _survives(etcd3_cluster, keys, etcd3_cluster.stop, is_stopped)
     victim = next(p for p in etcd3_cluster.processes if psutil.Process(p.pid).status() == psutil.STATUS_STOPPED)
     with EtcdClient(etcd3_cluster.endpoints) as etcd:
         before = etcd.get(keys.root + "n")
         etcd3_cluster.cont(etcd3_cluster.processes.index(victim))
-        wait_until(lambda: all(not s.error for s in etcd.statuses()), timeout_s=60, what="the member's return")
+        wait_until(lambda: all(not s.error for s in etcd.statuses()), what="the member's return")
         assert etcd.get(keys.root + "n") == before  # requests of ours that it still held changed nothing

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.etcd_server import EtcdServers
 from support.tcp_link import Link, Links
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import ChangeStream
@@ -23,7 +24,6 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
-from elastic_rl.runtime.waiting import wait_until
 
 VICTIM = 0
 
@@ -47,7 +47,7 @@ class Outage:
         self.near.compact(self.near.put(keys.root + "last", b""))
         self.servers.restart(VICTIM)
         with self.servers.connect_at(VICTIM) as back:
-            wait_until(lambda: back.get(keys.root + "last"), timeout_s=60, what="the member's return")
+            wait_until(lambda: back.get(keys.root + "last"), what="the member's return")
         self.link.cut()
         self.link.resume()
 
@@ -71,7 +71,7 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
     far, near = outage.far, outage.near
     _head(near, keys, 1)
     first = Election(near, keys, "first", "", 60).start()
-    wait_until(lambda: first.is_leader, timeout_s=60, what="the first leader")
+    wait_until(lambda: first.is_leader, what="the first leader")
     woken = threading.Event()
     waker, second = WatchTrigger(far, keys, woken.set), Election(far, keys, "second", "", 60)
     client = Client(ChangeStream(far, keys, "far", max_subscribers=4))
@@ -81,14 +81,14 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
         cleanup.callback(waker.stop)
         second.start()
         cleanup.callback(second.stop)
-        wait_until(lambda: near.get(keys.leader("second")), timeout_s=60, what="the second candidate")
+        wait_until(lambda: near.get(keys.leader("second")), what="the second candidate")
         heads = cleanup.enter_context(HeadWatch(far, keys, "policy"))
         assert getattr(heads.get(30), "number", 0) == 1
         witness = cleanup.enter_context(far.watch(keys.root, start_revision=near.range(keys.root)[1] + 1))
         stream = background.submit(asyncio.run, client.run())
         assert client.open.wait(60)
         events.emit(near, keys, event_kinds.POOL_SCALED, "before", "m")
-        wait_until(lambda: client.saw("before"), timeout_s=60, what="the first event")
+        wait_until(lambda: client.saw("before"), what="the first event")
 
         outage.begin()
         _head(near, keys, 2)
@@ -101,12 +101,12 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
             while True:
                 witness.get(20)
         assert getattr(heads.get(20), "number", 0) == 3
-        wait_until(lambda: second.is_leader, timeout_s=20, what="the second leader")
+        wait_until(lambda: second.is_leader, what="the second leader")
         assert client.open_again.wait(20), "the stream did not end"
         assert client.missed is None, "changes that were compacted cannot be replayed: it needs a snapshot"
         events.emit(near, keys, event_kinds.POOL_SCALED, "after", "m")
-        wait_until(lambda: client.saw("after"), timeout_s=20, what="an event after the compaction")
-        wait_until(lambda: _wakes(near, keys, woken), timeout_s=20, what="the waker", poll_s=0.2)
+        wait_until(lambda: client.saw("after"), what="an event after the compaction")
+        wait_until(lambda: _wakes(near, keys, woken), what="the waker", poll_s=0.2)
         client.stopping.set()
         stream.result(timeout=20)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from support.etcd_server import EtcdServers
 from support.tcp_link import Link, Links
+from support.waiting import wait_until
 
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.waiting import wait_until
 
 
 # -- no quorum ---------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_calls_without_quorum_end_in_their_budget_and_resume_with_it(etcd3_clust
         assert etcd.get(keys.root + "long") is not None and long.alive and not long.lost.is_set()
         patients = etcd.get(keys.root + "patient")
         assert patients is not None and patients.version == 1
-        wait_until(lambda: etcd.get(keys.root + "short") is None, timeout_s=20, what="the end of the short lease")
+        wait_until(lambda: etcd.get(keys.root + "short") is None, what="the end of the short lease")
 
 
 # -- lost answers and late copies --------------------------------------------------------------------------------------
@@ -75,13 +75,13 @@ def test_write_with_a_lost_answer_is_known_to_be_applied(etcd: EtcdClient, link:
         sent = link.received.nbytes
         write = background.submit(far.txn, [Compare.absent(key)], [Op.put(key, b"once"), Op.get(keys.root + "warm")],
                                   [Op.get(key)])
-        wait_until(lambda: etcd.get(key), timeout_s=60, what="the write's effect")
-        wait_until(lambda: link.held, timeout_s=60, what="its answer, which is held back")
+        wait_until(lambda: etcd.get(key), what="the write's effect")
+        wait_until(lambda: link.held, what="its answer, which is held back")
         assert not write.done()
         if breaks:
             link.cut()
         else:
-            wait_until(lambda: link.received.nbytes > sent + 1000, timeout_s=60, what="further attempts")
+            wait_until(lambda: link.received.nbytes > sent + 1000, what="further attempts")
         link.resume()
         done = write.result(timeout=30)
         assert done.succeeded and done.get(keys.root + "warm") is not None
@@ -106,7 +106,7 @@ def test_refused_write_does_not_apply_when_a_stopped_member_resumes(etcd3_cluste
         assert not any(said) and all(etcd.endpoint != servers.endpoints[victim] for etcd in stores)
         near.delete_prefix(keys.root + "busy/")
         servers.cont(victim)
-        wait_until(lambda: all(not s.error for s in near.statuses()), timeout_s=60, what="the member's return")
+        wait_until(lambda: all(not s.error for s in near.statuses()), what="the member's return")
         at_victim = cleanup.enter_context(servers.connect_at(victim))
         at_victim.put(keys.root + "after", b"")  # it serves again
         assert near.range(keys.root + "x/")[0] == []
@@ -157,11 +157,11 @@ def test_client_leaves_a_leading_member_with_a_frozen_disk(tmp_path: Path, keys:
             pid = servers.processes[victim].pid
             for n in range(10):
                 etcd.put(keys.root + "n", str(n).encode())
-            wait_until(lambda: _hangs_on_disk(pid), timeout_s=60, what="a thread of the member that hangs on its disk")
+            wait_until(lambda: _hangs_on_disk(pid), what="a thread of the member that hangs on its disk")
             assert servers.processes[victim].poll() is None
             assert servers.leader(besides=victim) != victim
             thaw(disks[victim])
-            wait_until(lambda: all(not s.error for s in etcd.statuses()), timeout_s=20, what="the member's return")
+            wait_until(lambda: all(not s.error for s in etcd.statuses()), what="the member's return")
             etcd.put(keys.root + "n", b"after")
             seen = []
             while not seen or seen[-1] != b"after":

@@ -14,6 +14,7 @@ import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator import etcd_maintenance
@@ -25,7 +26,6 @@ from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import preflight
-from elastic_rl.runtime.waiting import wait_until
 
 QUOTA = 4 << 20
 
@@ -55,7 +55,7 @@ def _free(etcd: EtcdClient, keys: Keys) -> None:
         etcd.put(keys.root + "written", b"")
         return max(m.db_in_use_bytes for m in etcd.statuses()) < QUOTA / 4
 
-    wait_until(freed, timeout_s=20, what="the freed space")
+    wait_until(freed, what="the freed space")
 
 
 def _alarms(etcd: EtcdClient) -> set[str]:
@@ -107,7 +107,7 @@ def test_coordinator_compacts_an_external_etcd(
     try:
         replicas.start("a", "b")
         revision = etcd.put(keys.root + "n", b"")
-        wait_until(lambda: _compacted(etcd, revision - 1), timeout_s=20, what="the compaction")
+        wait_until(lambda: _compacted(etcd, revision - 1), what="the compaction")
         assert etcd.get(keys.root + "n") is not None and replicas.leader()
     finally:
         replicas.close()
@@ -118,7 +118,7 @@ def test_full_etcd_recovers_and_its_leader_keeps_the_term(small: EtcdServers, ke
     with small.connect() as etcd:
         election = Election(etcd, keys, "a", "", 3).start()
         try:
-            wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
+            wait_until(lambda: election.is_leader, what="the leader")
             token = election.guard
             _overwrite(etcd, keys)
             assert _alarms(etcd) == {NO_SPACE}
@@ -149,7 +149,7 @@ def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys,
             cleanup.callback(election.stop)
             maintenance = EtcdMaintenance(etcd, small.config(history_s=1.0), is_leader=lambda e=election: e.is_leader)
             cleanup.callback(maintenance.start().close)
-        wait_until(lambda: any(e.is_leader for e in elections), timeout_s=30, what="a leader")
+        wait_until(lambda: any(e.is_leader for e in elections), what="a leader")
         assert _alarms(etcd) == set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
@@ -13,7 +14,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.transaction import Compare, Relation
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.runtime.waiting import wait_until
 
 
 def test_job_status_of_an_old_epoch_is_refused(etcd: EtcdClient, keys: Keys) -> None:
@@ -56,7 +56,7 @@ def test_event_of_an_old_epoch_is_refused_with_its_change(etcd: EtcdClient, keys
 def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -> None:
     election = Election(etcd, keys, "a", "", 60).start()
     try:
-        wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
+        wait_until(lambda: election.is_leader, what="the leader")
         assert election.writer.emit(event_kinds.POOL_SCALED, "rollout", "m") is not None
         held = election.guard
         etcd.delete(keys.leader("a"))  # its lease ended by etcd's clock, and not yet by its own

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from support import member_process
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -20,7 +21,6 @@ from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Evidence, Member, ProcessFinding
 from elastic_rl.etcd.transaction import Op
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = 3
 
@@ -45,7 +45,7 @@ def _wait_step(etcd: EtcdClient, keys: Keys, above: int) -> Member:
         member = _rank0(etcd, keys)
         return member if member and member.step > above else None
 
-    return wait_until(seen, timeout_s=45, what=f"a step above {above}")
+    return wait_until(seen, what=f"a step above {above}")
 
 
 def test_member_reports_progress_and_deregisters_on_close(etcd: EtcdClient, keys: Keys) -> None:
@@ -56,10 +56,10 @@ def test_member_reports_progress_and_deregisters_on_close(etcd: EtcdClient, keys
     assert (seen.role, seen.id, seen.url, seen.epoch, seen.info) == ("rollout", "engine-1", "http://e", 4, {"gpu": 0})
     assert seen.incarnation == member.incarnation and members(etcd, keys, "trainer") == []
     member.progress(7, "pulling", version=3)
-    wait_until(lambda: members(etcd, keys)[0].step == 7, timeout_s=60, what="the step")
+    wait_until(lambda: members(etcd, keys)[0].step == 7, what="the step")
     moved = members(etcd, keys)[0]
     assert (moved.phase, moved.info) == ("pulling", {"gpu": 0, "version": 3})
-    wait_until(lambda: members(etcd, keys)[0].beat_at > moved.beat_at, timeout_s=60, what="another heartbeat")
+    wait_until(lambda: members(etcd, keys)[0].beat_at > moved.beat_at, what="another heartbeat")
     assert members(etcd, keys)[0].progress_at == moved.progress_at  # a heartbeat is not progress
     member.close()
     assert members(etcd, keys) == [] and etcd.get(keys.registry_entry("rollout", "engine-1")) is None
@@ -72,7 +72,7 @@ def test_member_registers_again_after_losing_its_lease(etcd: EtcdClient, keys: K
         assert first is not None
         etcd.revoke(first.lease)
         assert etcd.get(keys.member("dcs", "node-1")) is None
-        wait_until(lambda: etcd.get(keys.member("dcs", "node-1")), timeout_s=TTL_S + 60, what="the second registration")
+        wait_until(lambda: etcd.get(keys.member("dcs", "node-1")), what="the second registration")
         again = etcd.get(keys.member("dcs", "node-1"))
         assert again is not None and again.lease != first.lease
         assert Member.decode(again.value).incarnation == member.incarnation
@@ -85,7 +85,7 @@ def test_member_whose_entry_a_witness_has_ended_registers_again_without_the_evid
         evidence = Evidence(role="actor", id="a", incarnation=member.incarnation, at=1.0, by="w",
                             finding=ProcessFinding.STOPPED)
         etcd.txn([], [Op.delete(keys.member("actor", "a")), Op.put(keys.evidence("actor", "a"), evidence.encode())])
-        wait_until(lambda: members(etcd, keys, "actor"), timeout_s=TTL_S + 60, what="the second registration")
+        wait_until(lambda: members(etcd, keys, "actor"), what="the second registration")
         assert members(etcd, keys, "actor")[0].incarnation == member.incarnation
         assert etcd.count(keys.evidence_prefix()) == 0
     assert etcd.count(f"{keys.root}processes/") == 0
@@ -110,10 +110,10 @@ def test_replaced_member_registers_again_once_the_other_is_gone(etcd: EtcdClient
         assert older.replaced.wait(TTL_S + 60)
         time.sleep(TTL_S)  # long enough for a member that did not wait for the other's end
         assert [m.incarnation for m in members(etcd, keys, "coordinator")] == [younger.incarnation]
-    (back,) = wait_until(lambda: members(etcd, keys, "coordinator"), timeout_s=TTL_S + 60, what="the older one")
+    (back,) = wait_until(lambda: members(etcd, keys, "coordinator"), what="the older one")
     assert (back.incarnation, back.url, back.step) == (older.incarnation, "http://older", 1)
     older.progress(2, "again")
-    wait_until(lambda: members(etcd, keys, "coordinator")[0].step == 2, timeout_s=20, what="its heartbeats")
+    wait_until(lambda: members(etcd, keys, "coordinator")[0].step == 2, what="its heartbeats")
     older.close()
     assert members(etcd, keys, "coordinator") == []
 
@@ -122,14 +122,14 @@ def test_killed_member_is_gone_within_its_ttl(etcd: EtcdClient, keys: Keys, work
     assert _wait_step(etcd, keys, above=3).pid == worker.pid
     worker.kill()
     assert worker.wait(60) == -signal.SIGKILL
-    wait_until(lambda: _rank0(etcd, keys) is None, timeout_s=TTL_S + 60, what="the member's end")
+    wait_until(lambda: _rank0(etcd, keys) is None, what="the member's end")
 
 
 def test_stopped_member_expires_and_returns_as_the_same(etcd: EtcdClient, keys: Keys,
                                                                    worker: subprocess.Popen[bytes]) -> None:
     before = _wait_step(etcd, keys, above=1)
     worker.send_signal(signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="SIGSTOP")
-    wait_until(lambda: _rank0(etcd, keys) is None, timeout_s=TTL_S + 60, what="the member's end")
+    wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED, what="SIGSTOP")
+    wait_until(lambda: _rank0(etcd, keys) is None, what="the member's end")
     worker.send_signal(signal.SIGCONT)
     assert _wait_step(etcd, keys, above=before.step).incarnation == before.incarnation

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host import etcd_server
 from elastic_rl.host.processes import spawn
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def endpoint(folder: Path) -> Iterator[str]:
     process = spawn(etcd_server.command(etcd_server.find_binary(), folder / "data", port, free_port()),
                     log=folder / "log")
     try:
-        wait_until(lambda: etcd_server.healthy(f"127.0.0.1:{port}"), timeout_s=60, what="etcd",
+        wait_until(lambda: etcd_server.healthy(f"127.0.0.1:{port}"), what="etcd",
                    alive=lambda: process.poll() is None)
         yield f"127.0.0.1:{port}"
     finally:

@@ -17,6 +17,7 @@ import torch
 import yaml
 from support.etcd_server import EtcdServers
 from support.tiers import parametrize
+from support.waiting import wait_until
 
 from elastic_rl.cli import main, run
 from elastic_rl.cli.exit_codes import Exit
@@ -37,7 +38,6 @@ from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, local_c
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.job import check as job_check
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 ARENA_BYTES = 32 << 20
 Make = Callable[..., Cluster]
@@ -112,7 +112,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     assert _pids(cluster) == first
 
     psutil.Process(first["coordinator-0"]).kill()
-    wait_until(lambda: "coordinator-0" not in _pids(cluster), timeout_s=60, what="the killed coordinator")
+    wait_until(lambda: "coordinator-0" not in _pids(cluster), what="the killed coordinator")
     repaired = cluster.up()
     second = _pids(cluster)
     assert second["coordinator-0"] != first["coordinator-0"], "only the killed one is restarted"
@@ -123,7 +123,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
 
     for name in first:
         rotated = cluster.cfg.log_dir / f"{name}.log.1"
-        wait_until(rotated.exists, timeout_s=60, what=f"the rotation of {name}'s log")
+        wait_until(rotated.exists, what=f"the rotation of {name}'s log")
     assert set(cluster.down()) >= set(second)
     _assert_nothing_is_left(cluster, repaired, {**first, **second})
     assert cluster.down() == [], "down again is harmless"
@@ -135,9 +135,9 @@ def test_killed_etcd_is_restarted_with_its_data_on_its_port(make: Make) -> None:
     _make_pool(info)
     AdminClient(info).post("/v1/pools/rollout/scale", {"desired": 3})
     psutil.Process(_pids(cluster)["etcd-0"]).kill()
-    wait_until(lambda: not etcd_server.healthy(info.etcd_endpoints[0]), timeout_s=60, what="etcd's end")
+    wait_until(lambda: not etcd_server.healthy(info.etcd_endpoints[0]), what="etcd's end")
     assert cluster.up().etcd_endpoints == info.etcd_endpoints
-    pools = wait_until(lambda: _pools(info), timeout_s=20, what="the coordinator to reach etcd again")
+    pools = wait_until(lambda: _pools(info), what="the coordinator to reach etcd again")
     assert next(p for p in pools if p["name"] == "rollout")["desired"] == 3
 
 
@@ -160,10 +160,10 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
                        security=security) as publisher:
             publisher.publish([("w", tensor)], meta={})
         wait_until(lambda: len([p for p in (cluster.dir / "disk").rglob("??/*") if not p.suffix]) == 2,
-                             timeout_s=60, what="the chunk and the manifest on disk")
+                             what="the chunk and the manifest on disk")
     for pid in _pids(cluster).values():
         psutil.Process(pid).kill()
-    wait_until(lambda: not _pids(cluster), timeout_s=60, what="the end of everything")
+    wait_until(lambda: not _pids(cluster), what="the end of everything")
 
     again = cluster.up()
     assert len(cluster.segments()) == 1, "the dead node's segment is still there"
@@ -239,7 +239,7 @@ def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
     info, pids = cluster.up(), _pids(cluster)
     for name in ("dcs-node-0", "etcd-0"):
         psutil.Process(pids[name]).send_signal(signal.SIGKILL)
-    wait_until(lambda: len(_pids(cluster)) == 1, timeout_s=60, what="the kills")
+    wait_until(lambda: len(_pids(cluster)) == 1, what="the kills")
     assert cluster.segments(), "a node that was killed could not unlink its arena"
     cluster.down()
     _assert_nothing_is_left(cluster, info, pids)

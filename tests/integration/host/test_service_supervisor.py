@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -25,7 +26,6 @@ from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.processes import marked
 from elastic_rl.host.restart_policy import RestartLimits
 from elastic_rl.host.service_supervisor import ServiceSupervisor
-from elastic_rl.runtime.waiting import wait_until
 
 TENSOR = torch.arange(1000.0)
 QUICK = RestartLimits(backoff_initial_s=0.2, backoff_max_s=1.0, budget=100)
@@ -53,7 +53,7 @@ class Supervised:
                        security=self.security) as publisher:
             publisher.publish([("w", TENSOR)], meta={})
         disk = self.cluster.dir / "disk"
-        wait_until(lambda: len([p for p in disk.rglob("??/*") if not p.suffix]) == 2, timeout_s=30,
+        wait_until(lambda: len([p for p in disk.rglob("??/*") if not p.suffix]) == 2,
                    what="the chunk and the manifest on disk")
 
     def pull(self) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Supervised:
         return pid
 
     def await_new(self, name: str, old: int) -> int:
-        return wait_until(lambda: self.pid(name) not in (0, old) and self.pid(name), timeout_s=60,
+        return wait_until(lambda: self.pid(name) not in (0, old) and self.pid(name),
                           what=f"another process of {name}")
 
     def services(self) -> list[int]:
@@ -109,7 +109,7 @@ def settle(supervisor: ServiceSupervisor, until: Callable[[], object], what: str
         supervisor.tick()
         return until()
 
-    wait_until(tick, timeout_s=60, what=what, poll_s=0.1)
+    wait_until(tick, what=what, poll_s=0.1)
 
 
 def test_killed_services_come_back_on_their_data_and_ports(supervised: Supervised) -> None:
@@ -122,15 +122,15 @@ def test_killed_services_come_back_on_their_data_and_ports(supervised: Supervise
                                     ("coordinator-0", "coordinator.restarted", "coordinator-0")):
             supervised.await_new(name, supervised.kill(name))
             endpoint = supervised.info.etcd_endpoints[0]
-            wait_until(lambda endpoint=endpoint: etcd_server.healthy(endpoint), timeout_s=60, what="etcd")
-            wait_until(lambda kind=kind, subject=subject: supervised.has_event(kind, subject), timeout_s=60,
+            wait_until(lambda endpoint=endpoint: etcd_server.healthy(endpoint), what="etcd")
+            wait_until(lambda kind=kind, subject=subject: supervised.has_event(kind, subject),
                        what=f"the event {kind}")
-        wait_until(lambda: answers(urls["coordinator-0"]), timeout_s=60, what="the coordinator at its old address")
+        wait_until(lambda: answers(urls["coordinator-0"]), what="the coordinator at its old address")
     assert {name: supervised.url(name) for name in urls} == urls
     assert supervised.etcd.get(f"{supervised.keys.root}mine").value == b"kept"
     node = f'"pid":{supervised.pid("dcs-node-0")}'.encode()
     wait_until(lambda: (kv := supervised.etcd.get(supervised.keys.dcs_node("node-0"))) and node in kv.value,
-               timeout_s=60, what="the registration of the new node")
+               what="the registration of the new node")
     assert torch.equal(supervised.pull(), TENSOR)
     assert len(supervised.services()) == 3
 
@@ -140,7 +140,7 @@ def test_everything_killed_at_once_comes_back_in_order(supervised: Supervised) -
     with supervised.supervisor:
         for name, pid in old.items():
             supervised.await_new(name, pid)
-        wait_until(lambda: supervised.supervisor.waiting() == {}, timeout_s=30, what="all services")
+        wait_until(lambda: supervised.supervisor.waiting() == {}, what="all services")
     assert etcd_server.healthy(supervised.info.etcd_endpoints[0], timeout_s=60)
 
 
@@ -148,7 +148,7 @@ def test_service_that_another_command_starts_is_adopted_and_never_started_twice(
     supervisor = supervised.supervisor
     supervisor.tick()
     old = supervised.kill("dcs-node-0")
-    wait_until(lambda: not supervised.pid("dcs-node-0"), timeout_s=60, what="the kill")
+    wait_until(lambda: not supervised.pid("dcs-node-0"), what="the kill")
     with cluster_lock.held(supervised.cluster.dir, timeout_s=0.0):  # as another `up` does
         for _ in range(5):
             supervisor.tick()
@@ -164,7 +164,7 @@ def test_service_that_another_command_starts_is_adopted_and_never_started_twice(
 
 def test_cluster_that_was_taken_down_stays_down(supervised: Supervised) -> None:
     with supervised.supervisor:
-        wait_until(lambda: supervised.supervisor._states, timeout_s=60, what="the first pass")
+        wait_until(lambda: supervised.supervisor._states, what="the first pass")
         supervised.cluster.down()
         time.sleep(2.0)  # several passes: what must not happen would have happened
         assert not supervised.services() and supervised.supervisor.waiting() == {}
@@ -174,7 +174,7 @@ def test_etcd_whose_data_are_gone_is_not_started_on_an_empty_folder(supervised: 
     supervisor = supervised.supervisor
     supervisor.tick()
     supervised.kill("etcd-0")
-    wait_until(lambda: not supervised.pid("etcd-0"), timeout_s=60, what="the kill")
+    wait_until(lambda: not supervised.pid("etcd-0"), what="the kill")
     data = supervised.cluster.dir / "etcd"
     data.rename(data.with_name("elsewhere"))
     settle(supervisor, lambda: any("are gone" in line for line in supervisor.waiting().values()), "the reason")

@@ -16,6 +16,7 @@ from support.etcd_server import EtcdServers
 from support.scripted_engine import Engine
 from support.simulated_job import Roles, SimulatedJob
 from support.text_model import make_tokenizer_folder
+from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.model_tokenizer import ModelTokenizer
@@ -26,7 +27,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics, Version, VersionState
 from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
-from elastic_rl.runtime.waiting import wait_until
 
 MODULE = '''
 from elastic_rl.environments.base import Message, Observation
@@ -126,7 +126,7 @@ def test_episodes_are_trained_exactly_once_and_one_with_an_old_turn_is_played_ag
 
     engine.before_turn = hold
     errors = job.start_actor()
-    wait_until(lambda: job.trainer.progress.step >= 2, timeout_s=WAIT_S, what="two steps without it")
+    wait_until(lambda: job.trainer.progress.step >= 2, what="two steps without it")
     assert held
     release.set()
     job.finish()

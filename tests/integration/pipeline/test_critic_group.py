@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.etcd_server import EtcdServers
-from support.trainer_groups import TOKEN, WAIT_S, Engines, Groups, running_groups
+from support.trainer_groups import TOKEN, Engines, Groups, running_groups
+from support.waiting import wait_until
 
 from elastic_rl.algorithms.ppo import PpoOptions, sample_rewards
 from elastic_rl.config.groups import ACTOR, CRITIC, GroupSpec
@@ -19,7 +20,6 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import Security
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import StepMetrics, Version
-from elastic_rl.runtime.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,7 +46,7 @@ def test_run_whose_critic_is_killed_and_whose_actor_is_replaced_equals_the_undis
             if name == "disturbed":
                 groups.wait_for(3)
                 groups.kill_rank(CRITIC)
-                wait_until(lambda: "critic.recovered" in groups.kinds(), timeout_s=WAIT_S, what="the recovery")
+                wait_until(lambda: "critic.recovered" in groups.kinds(), what="the recovery")
                 groups.job.start_actor()  # the first one is fenced off wherever it is
             groups.finish()
             assert_at_the_last_step(groups)

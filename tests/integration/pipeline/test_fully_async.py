@@ -13,6 +13,7 @@ from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
 from support.simulated_job import STEPS, SimulatedJob
 from support.tiers import full, parametrize
+from support.waiting import wait_until
 
 from elastic_rl.data.samples import Sample
 from elastic_rl.engine.generation import PromptRequest
@@ -21,7 +22,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
-from elastic_rl.runtime.waiting import wait_until
 
 MakeJob = Callable[..., SimulatedJob]
 
@@ -66,10 +66,10 @@ def test_groups_are_generated_during_a_step_and_trained_exactly_once_within_the_
     errors = job.start_actor()
     job.wait_for(1)
     job.trainer.frozen.set()
-    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
+    wait_until(lambda: not job.trainer.board._commands.empty(), what="a step in the trainer's queue")
     step = job.trainer.progress.step
     trained = len(job.trainer.progress.consumed.groups)
-    wait_until(lambda: len(set(job.roles.asked)) >= trained + 2 * 8, timeout_s=WAIT_S,
+    wait_until(lambda: len(set(job.roles.asked)) >= trained + 2 * 8,
                what="the groups of the step after the one that is being made")
     assert job.trainer.progress.step == step
     job.trainer.frozen.clear()
@@ -116,7 +116,7 @@ def test_gradients_of_parts_are_computed_while_other_groups_of_the_step_are_gene
     release, _ = _slow_once(job, 7)
     errors = job.start_actor()
     assert job.trainer.at_part.wait(WAIT_S), "a part is there while group 7 is generated"
-    wait_until(lambda: len(job.trainer.parts) == 2, timeout_s=WAIT_S, what="all that are whole")
+    wait_until(lambda: len(job.trainer.parts) == 2, what="all that are whole")
     assert job.trainer.progress.step == 0 and not job.trainer.trained
     release.set()
     job.finish()
@@ -137,10 +137,10 @@ def test_lost_parts_are_computed_again_and_no_group_is_trained_twice(make_job: M
     job.wait_for(2)
     if lost == "parts":
         job.trainer.loses_parts.set()
-        wait_until(lambda: not job.trainer.loses_parts.is_set(), timeout_s=WAIT_S, what="the loss of a part")
+        wait_until(lambda: not job.trainer.loses_parts.is_set(), what="the loss of a part")
     else:
         release, _ = _slow_once(job, max(job.roles.asked) + 20)
-        wait_until(lambda: job.trainer.parts, timeout_s=WAIT_S, what="a part")
+        wait_until(lambda: job.trainer.parts, what="a part")
         job.trainer.lose()
         assert "trainer" in job.wait_waiting("trainer")
         release.set()
@@ -157,7 +157,7 @@ def test_lost_trainer_is_resumed_with_the_groups_that_were_generated_meanwhile(m
     job.start_actor()
     job.wait_for(3)
     job.trainer.frozen.set()
-    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
+    wait_until(lambda: not job.trainer.board._commands.empty(), what="a step in the trainer's queue")
     job.trainer.lose()
     assert "trainer" in job.wait_waiting("trainer")
     job.trainer.frozen.clear()
@@ -185,7 +185,7 @@ def test_overtaken_group_is_generated_again_when_it_is_too_stale(make_job: MakeJ
     release, versions = _slow_once(job, 3)
     job.start_actor()
     job.wait_for(2)
-    wait_until(lambda: job.trainer.progress.step >= 2, timeout_s=WAIT_S, what="two steps without it")
+    wait_until(lambda: job.trainer.progress.step >= 2, what="two steps without it")
     release.set()
     job.finish()
     job.assert_exactly_once()
@@ -218,7 +218,7 @@ def test_actor_that_takes_over_trains_no_group_of_its_predecessor_again(make_job
     job.wait_for(2)
     second = job.start_actor()
     job.finish()
-    wait_until(lambda: first, timeout_s=WAIT_S, what="the end of the first actor")
+    wait_until(lambda: first, what="the end of the first actor")
     assert second == []
     job.assert_exactly_once()
 
@@ -228,7 +228,7 @@ def test_end_of_the_producer_ends_the_actor(make_job: MakeJob, monkeypatch: pyte
     errors = job.start_actor()
     job.wait_for(1)
     monkeypatch.setattr("elastic_rl.pipeline.flow.producer.Producer._more", lambda *_: 1 / 0)
-    wait_until(lambda: errors, timeout_s=WAIT_S, what="the end of the actor")
+    wait_until(lambda: errors, what="the end of the actor")
     assert "the producer ended: ZeroDivisionError" in str(errors[0])
     monkeypatch.undo()
     job.start_actor()
@@ -247,7 +247,7 @@ def test_version_that_engines_cannot_get_is_published_again_by_the_loop(
     key = job.keys.engine("rollout-e")
     record = Engine.decode(job.etcd.get(key).value)  # type: ignore[union-attr]
     job.etcd.put(key, record.replace(version=1).encode())
-    wait_until(lambda: job.trainer.republished > 0, timeout_s=WAIT_S, what="another publish")
+    wait_until(lambda: job.trainer.republished > 0, what="another publish")
     job.etcd.put(key, record.encode())
     job.finish()
     job.assert_exactly_once()

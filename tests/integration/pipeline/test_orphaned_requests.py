@@ -16,6 +16,7 @@ import ray
 from ray import serve
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.config import Stream
@@ -31,7 +32,6 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.role_clients import RoleClients
 from elastic_rl.roles.rollout import RolloutRole
-from elastic_rl.runtime.waiting import wait_until
 
 _AT_ONCE = 2
 """Requests that the role takes."""
@@ -136,11 +136,11 @@ def test_requests_of_a_killed_actor_end_and_let_those_of_its_successor_in(
         ctx: RunContext, etcd: EtcdClient, keys: Keys, router: Router) -> None:
     first = Actor.remote(fencing.begin_term(etcd, keys, ctx.epoch, "first"))
     ray.get(first.ask.remote())
-    wait_until(lambda: router.open == _AT_ONCE, timeout_s=60, what="the requests of the first actor")
+    wait_until(lambda: router.open == _AT_ONCE, what="the requests of the first actor")
     ray.kill(first)
     term = fencing.begin_term(etcd, keys, ctx.epoch, "second")
     [[sample]] = generate(clients(term), [_SHORT])  # all places were taken
     assert sample.response_ids == (7,)
-    wait_until(lambda: router.open == 0, timeout_s=60, what="the end of the requests at the engines")
+    wait_until(lambda: router.open == 0, what="the end of the requests at the engines")
     with pytest.raises(Fenced, match="term 1 of the actor is over"):
         generate(clients(term - 1), [_SHORT])

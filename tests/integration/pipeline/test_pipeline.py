@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
 from support.simulated_job import STEPS, SimulatedJob
 from support.tiers import full
+from support.waiting import wait_until
 
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.data.ledger import ConsumedGroups, audit
@@ -28,7 +28,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.report.build import read_records
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.progress import Progress
 
 MakeJob = Callable[..., SimulatedJob]
@@ -76,7 +75,7 @@ def test_job_is_done_through_a_lost_trainer_absent_engines_and_a_frozen_trainer(
 def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJob) -> None:
     job.roles.hanging.clear()
     job.start_actor()
-    wait_until(lambda: job.status().stage == "evaluate", timeout_s=WAIT_S, what="the first requests")
+    wait_until(lambda: job.status().stage == "evaluate", what="the first requests")
     key = job.keys.engine("rollout-e")
     record = Engine.decode(job.etcd.get(key).value)
     job.etcd.put(key, record.replace(state=EngineState.DEAD).encode())
@@ -113,7 +112,7 @@ def test_step_that_fails_again_and_again_is_a_wait_that_is_shown(job: SimulatedJ
     job.start_actor()
     assert "not finite" in job.wait_waiting("plugin")
     since = job.status().waiting_since
-    wait_until(lambda: time.time() - since > 3.0, timeout_s=WAIT_S, what="some attempts")
+    wait_until(lambda: time.time() - since > 3.0, what="some attempts")
     assert (job.status().waiting_kind, job.status().waiting_since) == ("plugin", since)
     job.roles.broken.clear()
     job.finish()
@@ -127,7 +126,7 @@ def test_state_that_is_not_committed_is_a_wait_that_is_shown_and_repeated_ever_l
     job.trainer.rejects_saves.set()
     assert "the checkpoint service to commit the last state" in job.wait_waiting("dcs")
     since = job.status().waiting_since
-    wait_until(lambda: len(job.trainer.rejected_saves) >= 4, timeout_s=WAIT_S, what="some attempts")
+    wait_until(lambda: len(job.trainer.rejected_saves) >= 4, what="some attempts")
     assert (job.status().waiting_kind, job.status().waiting_since) == ("dcs", since)
     *_, before, last = job.trainer.rejected_saves[:4]
     assert last - before > 2.5, "one second of the attempt, and a pause of at least 3 s"
@@ -177,7 +176,7 @@ def test_step_whose_loss_fails_after_an_update_is_not_repeated_before_the_traine
     job.start_actor()
     assert "algorithm.name=mine failed late" in job.wait_waiting("plugin")
     made, since = [step for step, _ in job.trainer.trained], job.status().waiting_since
-    wait_until(lambda: time.time() - since > 3.0, timeout_s=WAIT_S, what="some attempts")
+    wait_until(lambda: time.time() - since > 3.0, what="some attempts")
     assert (job.status().waiting_kind, job.status().waiting_since) == ("plugin", since)
     assert [step for step, _ in job.trainer.trained] == made == [1], "a step was made again"
     assert job.kinds("actor.") == []
@@ -220,7 +219,7 @@ def test_divergence_from_the_reference_lowers_rewards_before_advantages_are_made
     job.start_actor()
     job.wait_for(2)
     job.trainer.frozen.set()
-    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a command in the queue")
+    wait_until(lambda: not job.trainer.board._commands.empty(), what="a command in the queue")
     job.trainer.lose()
     job.trainer.frozen.clear()
     job.trainer.form()
@@ -251,8 +250,8 @@ def test_trainer_that_is_overloaded_or_not_heard_is_waited_for_and_not_lost(job:
     assert "HTTP 500" in job.wait_waiting("trainer")
     del job.trainer.board.result  # type: ignore[method-assign]
     job.trainer.frozen.clear()
-    wait_until(lambda: job.status().waiting_kind == "", timeout_s=WAIT_S, what="the answer")
-    wait_until(lambda: job.etcd.get(job.keys.member("trainer", "rank-0")), timeout_s=WAIT_S, what="a heartbeat")
+    wait_until(lambda: job.status().waiting_kind == "", what="the answer")
+    wait_until(lambda: job.etcd.get(job.keys.member("trainer", "rank-0")), what="a heartbeat")
     job.finish()
     job.assert_exactly_once()
     assert job.kinds("trainer.") == []
@@ -277,7 +276,7 @@ def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> No
     job.wait_for(2)
     second = job.start_actor()
     job.finish()
-    wait_until(lambda: first, timeout_s=WAIT_S, what="the end of the first actor")
+    wait_until(lambda: first, what="the end of the first actor")
     assert isinstance(first[0], Fenced) and second == []
     job.assert_exactly_once()
     assert job.kinds("groups.") in ([], ["groups.leased_again"]), "once, if there were any in progress"
@@ -299,11 +298,11 @@ def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_n
     job.start_actor()
     job.wait_for(2)
     job.trainer.frozen.set()
-    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
+    wait_until(lambda: not job.trainer.board._commands.empty(), what="a step in the trainer's queue")
     done = job.trainer.progress.step
     job.runs[0].stop(20)
     job.trainer.frozen.clear()
-    wait_until(lambda: job.trainer.progress.step == done + 1, timeout_s=WAIT_S, what="the step without an actor")
+    wait_until(lambda: job.trainer.progress.step == done + 1, what="the step without an actor")
     assert job.etcd.get(job.keys.step_metrics(done + 1)) is None
     job.start_actor()
     job.finish()
@@ -316,12 +315,12 @@ def test_actor_that_died_in_mid_step_is_continued(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(2)
     job.trainer.frozen.set()
-    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
+    wait_until(lambda: not job.trainer.board._commands.empty(), what="a step in the trainer's queue")
     begun = GroupLease.decode(job.etcd.get(job.keys.group_lease("actor")).value).groups
     job.runs[0].stop(20)
     assert isinstance(job.runs[0].errors[0], Fenced)
     job.start_actor()
-    wait_until(lambda: job.kinds("groups."), timeout_s=WAIT_S, what="the successor's report")
+    wait_until(lambda: job.kinds("groups."), what="the successor's report")
     job.trainer.frozen.clear()
     job.finish()
     job.assert_exactly_once()
@@ -336,7 +335,7 @@ def test_version_whose_chunks_are_lost_is_published_again(job: SimulatedJob, mon
     key = job.keys.engine("rollout-e")
     record = Engine.decode(job.etcd.get(key).value)
     job.etcd.put(key, record.replace(version=1).encode())
-    wait_until(lambda: job.trainer.republished > 0, timeout_s=WAIT_S, what="another publish")
+    wait_until(lambda: job.trainer.republished > 0, what="another publish")
     job.etcd.put(key, record.encode())
     job.finish()
     job.assert_exactly_once()
@@ -360,7 +359,7 @@ def test_loop_of_an_older_epoch_ends_and_reports_nothing(job: SimulatedJob) -> N
     errors = job.start_actor()
     job.wait_for(1)
     fencing.raise_epoch(job.etcd, job.keys, holder="global restart")
-    wait_until(lambda: errors, timeout_s=WAIT_S, what="the end of the loop")
+    wait_until(lambda: errors, what="the end of the loop")
     assert isinstance(errors[0], Fenced) and job.kinds("trainer.") == []
 
 
@@ -389,7 +388,7 @@ def test_reward_that_raises_is_shown_and_retried(
     monkeypatch.syspath_prepend(tmp_path)
     job = make_job(**{"rollout.reward": "my_reward:reward"})
     job.start_actor()
-    wait_until(lambda: "the judge is away" in job.wait_waiting("plugin"), timeout_s=WAIT_S, what="what it waits for")
+    wait_until(lambda: "the judge is away" in job.wait_waiting("plugin"), what="what it waits for")
     (tmp_path / "corrected").touch()
     job.finish()
     job.assert_exactly_once(best=1)

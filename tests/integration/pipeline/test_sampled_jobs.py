@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.actor_runs import WAIT_S, ThreadedJob
 from support.dcs_cluster import DcsCluster
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.samples import Sample, Segment
@@ -26,7 +27,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
-from elastic_rl.runtime.waiting import wait_until
 
 WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
 
@@ -97,13 +97,13 @@ def test_rejection_sampling_loses_no_prompt_when_its_actor_is_replaced(dcs: DcsC
     try:
         first = job.start_actor()
         job.roles.open(2 * 2 + 1)  # two steps, and half of the third
-        wait_until(lambda: len(job.roles.asked) == 20, timeout_s=WAIT_S, what="half of the third step")
+        wait_until(lambda: len(job.roles.asked) == 20, what="half of the third step")
         second = job.start_actor()
-        wait_until(lambda: fencing.current_term(job.etcd, job.keys) == 2, timeout_s=WAIT_S, what="the second term")
+        wait_until(lambda: fencing.current_term(job.etcd, job.keys) == 2, what="the second term")
         job.roles.open(1000)
         job.finish()
         assert not second
-        wait_until(lambda: bool(first), timeout_s=WAIT_S, what="the end of the first actor")
+        wait_until(lambda: bool(first), what="the end of the first actor")
         assert isinstance(first[0], Fenced)
         rows = job.rows("kept.jsonl")
         assert [row["ordinal"] for row in rows] == list(range(40)), "each prompt once, in order"
@@ -159,7 +159,7 @@ def test_evaluation_goes_on_where_its_actor_was_replaced_and_waits_for_engines(d
         job.wait_for(1)
         second = job.start_actor()
         job.roles.away.set()
-        wait_until(lambda: job.status().waiting_kind == "engines", timeout_s=WAIT_S, what="a wait for the engines")
+        wait_until(lambda: job.status().waiting_kind == "engines", what="a wait for the engines")
         job.roles.away.clear()
         job.roles.open(1000)
         job.finish()
@@ -186,7 +186,7 @@ def test_disk_without_room_is_waited_for(dcs: DcsCluster, tmp_path: Path) -> Non
     try:
         job.roles.open(1000)
         job.start_actor()
-        wait_until(lambda: job.status().waiting_kind == "disk", timeout_s=WAIT_S, what="a wait for the disk")
+        wait_until(lambda: job.status().waiting_kind == "disk", what="a wait for the disk")
         assert "make room" in job.status().waiting_for
         in_the_way.unlink()
         job.finish()

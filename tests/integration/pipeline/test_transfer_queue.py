@@ -21,6 +21,7 @@ from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.simulated_job import SimulatedJob
 from support.tiers import parametrize
+from support.waiting import wait_until
 
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.queue.transfer_queue import RemoteSamples
@@ -34,7 +35,6 @@ from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.flow.queues import make_queue
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
-from elastic_rl.runtime.waiting import wait_until
 
 pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
 
@@ -136,7 +136,7 @@ def test_client_that_cannot_be_made_leaves_no_threads_and_sockets(monkeypatch: p
     nobody = {"id": "nobody", "ip": "127.0.0.1", "ports": {"handshake_socket": 1, "request_handle_socket": 1}}
     with pytest.raises(QueueUnavailable, match="Handshake"):
         RemoteSamples(WAIT_S).at({"controller": nobody, "units": {"0": nobody}}).read([(0, 0)])
-    wait_until(lambda: made[0].zmq_context.closed and not made[0]._thread.is_alive(), timeout_s=WAIT_S,
+    wait_until(lambda: made[0].zmq_context.closed and not made[0]._thread.is_alive(),
                what="the end of the client")
 
 
@@ -154,7 +154,7 @@ def test_slow_call_costs_a_client_and_no_group(queue: TransferQueueQueue, monkey
     release()
     assert client is not None and actors._connection._client is None
     wait_until(lambda: not any(thread.name == "transfer-queue" for thread in threading.enumerate()),
-               timeout_s=WAIT_S, what="the end of the stuck call")
+               what="the end of the stuck call")
 
     def taken() -> bool:
         with contextlib.suppress(QueueUnavailable):
@@ -162,7 +162,7 @@ def test_slow_call_costs_a_client_and_no_group(queue: TransferQueueQueue, monkey
             return True
         return False
 
-    wait_until(taken, timeout_s=WAIT_S, what="the group")
+    wait_until(taken, what="the group")
     assert queue._actors is actors and actors._connection._client is not client and queue.take_loss() is None
     refs = [(0, 0), (1, 0), (1, 1)]
     assert queue.read(refs) == [(_group(ordinal).prompt, _group(ordinal).samples[n]) for ordinal, n in refs]
@@ -217,7 +217,7 @@ def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue:
             return True
         return False
 
-    wait_until(is_told, timeout_s=WAIT_S, what="the end of the actors")
+    wait_until(is_told, what="the end of the actors")
 
 
 def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:
@@ -249,7 +249,7 @@ def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
         found.extend(loss for loss in [queue.take_loss()] if loss is not None)
         return bool(found)
 
-    wait_until(says_so, timeout_s=WAIT_S, what="the loss")
+    wait_until(says_so, what="the loss")
     assert [loss.groups for loss in found] == [(0, 1, 2)]
     assert ("controller", "storage unit 0")[killed] in found[0].why and queue.take_loss() is None
     queue.put(_group(0))
@@ -279,7 +279,7 @@ def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_train
         job.wait_for(1)
         job.trainer.frozen.set()  # so that groups wait in the queue
         [queue] = queues
-        wait_until(lambda: len(queue._held) >= 12, timeout_s=WAIT_S, what="groups in the queue")
+        wait_until(lambda: len(queue._held) >= 12, what="groups in the queue")
         _kill(queue, killed)
         job.trainer.frozen.clear()
         job.finish()

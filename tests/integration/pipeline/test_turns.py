@@ -13,6 +13,7 @@ import pytest
 from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
 from support.simulated_job import Roles, SimulatedJob, TrainerWithoutTensors
+from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.samples import Sample
@@ -23,7 +24,6 @@ from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_turn import SeenTurn, Side
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, StepMetrics, Version, VersionState
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.commands import Command, Offload, Onload
 from elastic_rl.trainer.service.shares import Shares
 
@@ -146,7 +146,7 @@ class ColocatedJob(SimulatedJob):
 
     def wait_for_release(self, engine_id: str) -> None:
         """Until the run says that it waits for this."""
-        wait_until(lambda: f"engine {engine_id} to release memory" in self.status().waiting_for, timeout_s=WAIT_S,
+        wait_until(lambda: f"engine {engine_id} to release memory" in self.status().waiting_for,
                    what="the wait to be shown")
 
     def assert_in_turns(self) -> None:
@@ -184,7 +184,7 @@ def test_trainer_that_is_lost_in_the_engines_turn_re_forms_in_its_own(job: Coloc
     job.wait_for(1)
     job.roles.hanging.clear()
     asked = len(job.roles.holders)
-    wait_until(lambda: len(job.roles.holders) > asked, timeout_s=WAIT_S, what="a request in the engines' turn")
+    wait_until(lambda: len(job.roles.holders) > asked, what="a request in the engines' turn")
     job.trainer.lose()
     job.trainer.form()
     assert "turn of the engines" in job.trainer.epoch_claims.take_for_trainer("another"), "it could not be refused"
@@ -224,7 +224,7 @@ def test_actor_that_is_replaced_in_the_middle_of_a_change_is_continued(job: Colo
 def test_turn_that_cannot_be_read_is_written_again(job: ColocatedJob) -> None:
     job.roles.hanging.clear()
     job.start_actor()
-    wait_until(lambda: job.roles.holders, timeout_s=WAIT_S, what="a request in the engines' turn")
+    wait_until(lambda: job.roles.holders, what="a request in the engines' turn")
     job.etcd.put(job.keys.device_turn(), b"?")
     assert all(e.holds for e in job.engines), "all stay as they are"
     job.roles.hanging.set()
@@ -235,7 +235,7 @@ def test_turn_that_cannot_be_read_is_written_again(job: ColocatedJob) -> None:
 def test_group_that_takes_memory_back_before_the_turn_changes_is_never_overlooked(job: ColocatedJob) -> None:
     """A group may re-form between its offload and the turn of the engines."""
     claims, writer = job.trainer.epoch_claims, fencing.FencedWriter.of_epoch(job.etcd, job.keys, job.ctx.epoch)
-    wait_until(lambda: job.trainer.has_memory, timeout_s=WAIT_S, what="the trainer's memory")
+    wait_until(lambda: job.trainer.has_memory, what="the trainer's memory")
     assert not claims.begin_turn(Side.ENGINES, writer, 1)
     claims.give_up_for_trainer(job.trainer.member.incarnation)
     assert claims.take_for_trainer("re-formed") == ""

@@ -55,14 +55,14 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
     status = client.wait_ready()
     assert (status.step, status.cursor) == (1, {"next": 1}) and len(status.consumed.groups) == 8
 
-    with pytest.raises(Conflict, match="0 parts are accumulated"):
+    with pytest.raises(Conflict, match=": 0 are accumulated"):
         client.apply(2, 0, consumption=groups_of(2))
-    with pytest.raises(Conflict, match="0 parts are accumulated"):
+    with pytest.raises(Conflict, match=": 0 are accumulated"):
         client.accumulate(2, parts[1], 1)
     with pytest.raises(Conflict, match="does not follow"):
         client.accumulate(1, parts[0], 0)
     client.accumulate(2, parts[0], 0)
-    with pytest.raises(Conflict, match="1 parts are accumulated"):
+    with pytest.raises(Conflict, match=": 1 are accumulated"):
         client.apply(2, 2, consumption=groups_of(2))
     assert client.save("rl", 1, publish=True)["committed"]
     with pytest.raises(Conflict, match="send the parts of the step again"):
@@ -79,7 +79,7 @@ def test_parts_that_a_dead_rank_had_are_computed_again(group: Group) -> None:
             client.accumulate(2, parts[0], 0)
     again = group.ready(after=before.group)
     assert again.step == 1 and again.consumed == before.consumed
-    with pytest.raises(Conflict, match="0 parts are accumulated"):
+    with pytest.raises(Conflict, match=": 0 are accumulated"):
         client.accumulate(2, parts[1], 1)
     for number, part in enumerate(parts):
         client.accumulate(2, part, number)

@@ -19,6 +19,7 @@ from support.elastic_group import START_S, TOKEN, Group, elastic_group
 from support.etcd_server import EtcdServers
 from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
 from support.otlp_collector import Span
+from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.batch import Batch, collate
@@ -38,7 +39,6 @@ from elastic_rl.etcd.records import Engine, EngineState, Severity
 from elastic_rl.host.leftovers import file_tag, remove_files, tagged_files
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime.process import runs
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 
@@ -89,7 +89,7 @@ def assert_traced(group: Group, version: int) -> None:
         found = {s.name: s for s in group.spans.trace_with("dcs.store", stream="policy", version=version)}
         return found if names <= set(found) else {}
 
-    spans = wait_until(complete, timeout_s=30, what="every span of the publish")
+    spans = wait_until(complete, what="every span of the publish")
     root = spans["trainer.publish"]
     assert root.parent == "" and spans["trainer.commit"].parent == root.id
     assert spans["dcs.commit"].parent == spans["trainer.commit"].id
@@ -132,7 +132,7 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
 
     with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=Security(TOKEN)) as puller:
         # The step is done once its policy is being published.
-        wait_until(lambda: puller.head("policy").number == start.policy_version + 3, timeout_s=60, what="its commit")
+        wait_until(lambda: puller.head("policy").number == start.policy_version + 3, what="its commit")
         with puller.pull("policy", start.policy_version + 3) as pulled:
             published = [(t.name, t.shape) for t in pulled.manifest.tensors]
     with safe_open(Path(group.ctx.model_dir) / "model.safetensors", framework="pt") as file:
@@ -306,7 +306,7 @@ def test_actor_that_was_replaced_can_change_nothing_any_more(group: Group) -> No
 
 
 def await_end(ranks: list[psutil.Process]) -> None:
-    wait_until(lambda: all(not runs(rank) for rank in ranks), timeout_s=20, what="the end of the ranks")
+    wait_until(lambda: all(not runs(rank) for rank in ranks), what="the end of the ranks")
 
 
 def test_ranks_have_the_configured_number_of_threads(group: Group) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.waiting import wait_until
 
 from benchmarks import DCS
 from elastic_rl.bench import dcs, timing
@@ -35,7 +36,6 @@ from elastic_rl.dcs import protocol
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 
 # -- the rows' arithmetic ---------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_memory_is_parsed_from_smaps_rollup() -> None:
 def test_peak_is_recorded_though_the_memory_is_freed() -> None:
     with memory.Peak([os.getpid()]) as peak:
         block = np.ones(96 << 20, dtype=np.uint8)
-        wait_until(lambda: peak.grown >= 48 << 20, timeout_s=20, what="a sample of the watcher")
+        wait_until(lambda: peak.grown >= 48 << 20, what="a sample of the watcher")
         del block
     assert peak.grown >= 48 << 20
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.synthetic_run import records
+from support.waiting import wait_until
 
 from elastic_rl.cli import live_view
 from elastic_rl.cli.cluster_reader import ClusterReader, ClusterState
@@ -19,7 +20,6 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import KeyValue, Page
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, Event, JobStatus, Severity
-from elastic_rl.runtime.waiting import wait_until
 
 
 class _DeadStore:
@@ -183,14 +183,14 @@ def test_outage_is_counted_from_the_last_answer_and_keeps_what_was_read() -> Non
 
     reader = ClusterReader(Store(), Keys("j"), interval_s=0.01, clock=lambda: now[0])  # type: ignore[arg-type]
     try:
-        wait_until(lambda: reader.latest().status, timeout_s=30, what="the first reading")
+        wait_until(lambda: reader.latest().status, what="the first reading")
         away[0] = True
-        wait_until(lambda: reader.latest().error, timeout_s=30, what="the outage")
+        wait_until(lambda: reader.latest().error, what="the outage")
         now[0] += 3600.0
         state = reader.latest()
         assert state.away_s == pytest.approx(3600.0) and state.status == JobStatus(phase="rl")
         away[0] = False
-        wait_until(lambda: not reader.latest().error, timeout_s=30, what="the end of the outage")
+        wait_until(lambda: not reader.latest().error, what="the end of the outage")
     finally:
         reader.close()
 
@@ -256,7 +256,7 @@ def test_without_a_terminal_a_wait_is_one_line_and_its_end_another(tmp_path: Pat
     for kind, what in (("", ""), ("engines", "an engine at v2"), ("engines", "an engine at v2: e0 at v1"),
                        ("trainer", "the trainer"), ("", "")):
         store.status = JobStatus(phase="rl", stage="generate", waiting_kind=kind, waiting_for=what)
-        wait_until(lambda: view._reader.latest().status == store.status, timeout_s=30, what="the next reading")
+        wait_until(lambda: view._reader.latest().status == store.status, what="the next reading")
         view.tick()
     view.close()
     lines = [line.partition(": ")[2] or line for line in text.getvalue().splitlines()]

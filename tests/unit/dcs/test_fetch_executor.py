@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from support.tcp_link import Link, Links
+from support.waiting import wait_until
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.codecs.digests import digest_of
@@ -27,7 +28,6 @@ from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, EtcdUnavailable, NodeUnavailable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
-from elastic_rl.runtime.waiting import wait_until
 
 SIZE, COUNT = 64 << 10, 32
 _RANDOM = random.Random(0)
@@ -147,12 +147,12 @@ def test_chunks_of_a_stalled_node_come_from_another(nodes: Nodes) -> None:
         nodes.start(source, DATA, bytes_per_s=1 << 20)
     nodes.start("c")
     pull = nodes.fetch("c")
-    wait_until(lambda: nodes.link["b"].sent.nbytes > SIZE, timeout_s=60, what="b to send", poll_s=0.01)
+    wait_until(lambda: nodes.link["b"].sent.nbytes > SIZE, what="b to send", poll_s=0.01)
     nodes.link["b"].pause()
-    wait_until(lambda: nodes.link["b"].held, timeout_s=60, what="bytes that are held back", poll_s=0.01)
+    wait_until(lambda: nodes.link["b"].held, what="bytes that are held back", poll_s=0.01)
     assert not pull.done(), "the fault came too late"
     assert len(pull.result(20)) == COUNT and nodes.link["b"].held
-    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=30,
+    wait_until(lambda: not nodes.table["c"].stat()["pending"],
                what="the losers' regions to be freed")
 
 
@@ -161,7 +161,7 @@ def test_fetch_survives_the_loss_of_one_of_two_sources(nodes: Nodes) -> None:
         nodes.start(source, DATA, bytes_per_s=1 << 20)
     nodes.start("c")
     pull = nodes.fetch("c")
-    wait_until(lambda: nodes.link["b"].sent.nbytes > SIZE, timeout_s=60, what="b to send", poll_s=0.01)
+    wait_until(lambda: nodes.link["b"].sent.nbytes > SIZE, what="b to send", poll_s=0.01)
     nodes.break_link("b")
     assert not pull.done(), "the fault came too late"
     assert len(pull.result(20)) == COUNT
@@ -171,13 +171,13 @@ def test_loss_of_all_sources_is_reported_and_arrived_chunks_are_kept(nodes: Node
     nodes.start("a", DATA, bytes_per_s=1 << 20)
     nodes.start("b")
     pull = nodes.fetch("b")
-    wait_until(lambda: nodes.table["b"].stat()["chunks"], timeout_s=60, what="the first chunk", poll_s=0.01)
+    wait_until(lambda: nodes.table["b"].stat()["chunks"], what="the first chunk", poll_s=0.01)
     nodes.break_link("a")
     with pytest.raises(ChunkMissing):
         pull.result(20)
     kept = nodes.table["b"].stat()["chunks"]
     assert 0 < kept < COUNT
-    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=60, what="regions to be freed")
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], what="regions to be freed")
     nodes.start("c", DATA)
     before = nodes.sent()
     assert len(nodes.fetch("b").result(20)) == COUNT
@@ -252,7 +252,7 @@ def test_full_arena_is_reported_and_nothing_is_left_behind(nodes: Nodes) -> None
         nodes.fetch("b").result(20)
     with pytest.raises(ArenaFull):
         nodes.fetch("b", sizes=None).result(20)
-    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=60, what="regions to be freed")
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], what="regions to be freed")
 
 
 def test_fetch_that_cannot_begin_does_not_affect_others(nodes: Nodes) -> None:
@@ -298,7 +298,7 @@ def test_node_that_hangs_during_connect_occupies_no_region(nodes: Nodes) -> None
     nodes.link["b"].pause()
     pull = nodes.fetch("c")
     assert len(pull.result(20)) == COUNT and nodes.link["b"].held
-    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=60, what="all regions to be freed")
+    wait_until(lambda: not nodes.table["c"].stat()["pending"], what="all regions to be freed")
 
 
 def test_transfer_that_ends_by_an_unexpected_error_is_tried_again(
@@ -329,7 +329,7 @@ def test_fetch_whose_transfers_always_fail_unexpectedly_ends_with_an_error(
     monkeypatch.setattr(nodes.table["b"], "seal", fail)
     with pytest.raises(NodeUnavailable, match="a bug"):
         nodes.fetch("b", DIGESTS[:1]).result(20)
-    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=60, what="regions to be freed")
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], what="regions to be freed")
 
 
 def test_fetch_ends_with_an_error_when_no_thread_can_be_started(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +358,7 @@ def test_fetch_is_cancelled_by_its_tick(nodes: Nodes) -> None:
 
     with pytest.raises(NodeUnavailable, match="cancelled"):
         nodes.fetch("b", on_chunk=arrived.append, tick=tick).result(20)
-    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=60, what="regions to be freed")
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], what="regions to be freed")
     assert 0 < len(arrived) < COUNT
 
 
@@ -371,7 +371,7 @@ def test_cancelled_caller_does_not_fail_others_that_share_its_chunks(nodes: Node
         if not executor._jobs:
             return
         begun.set()
-        wait_until(lambda: all(len(j.waiters) == 2 for j in list(executor._jobs.values())), timeout_s=20,
+        wait_until(lambda: all(len(j.waiters) == 2 for j in list(executor._jobs.values())),
                    what="the other caller")
         cancelled.append(True)
         raise KeyError("the caller is gone")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.dcs.fetch.fetcher import Fetcher
 from elastic_rl.dcs.fetch.version_map import VersionMap
@@ -15,7 +16,6 @@ from elastic_rl.dcs.node.open_versions import OpenVersion, OpenVersions
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, NodeUnavailable, VersionNotFound
 from elastic_rl.etcd.records import DcsNode, Version, VersionState
-from elastic_rl.runtime.waiting import wait_until
 
 STREAM, VERIFY_EVERY_S = "policy", 60.0
 
@@ -220,7 +220,7 @@ def test_opening_is_cancelled_when_its_last_reader_leaves(node: Node, monkeypatc
     assert not ended.wait(0.05), "a reader is left"
     node.versions.release(readers[1])
     assert ended.wait(60)
-    wait_until(lambda: not node.pins.held, timeout_s=60, what="the end of the pin")
+    wait_until(lambda: not node.pins.held, what="the end of the pin")
     node.assert_nothing_open()
 
 

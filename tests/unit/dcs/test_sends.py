@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
 from elastic_rl.errors import NodeUnavailable
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Sender(threading.Thread):
@@ -38,7 +38,7 @@ def waiting(limiter: SendLimiter, peers: str, began: list[str]) -> Iterator[list
     senders = []
     for i, peer in enumerate(peers):
         senders.append(Sender(limiter, peer, began, f"{peer}{i}"))
-        wait_until(lambda n=i: limiter.load() == n + 1, timeout_s=60, what="the sender")
+        wait_until(lambda n=i: limiter.load() == n + 1, what="the sender")
     try:
         yield senders
     finally:
@@ -49,13 +49,13 @@ def waiting(limiter: SendLimiter, peers: str, began: list[str]) -> Iterator[list
 def test_sends_begin_in_order_and_within_the_limit() -> None:
     limiter, began = SendLimiter(2, 9, max_waiting=9), list[str]()
     with waiting(limiter, "abcd", began) as (a, b, _, _):
-        wait_until(lambda: len(began) == 2, timeout_s=60, what="two sends")
+        wait_until(lambda: len(began) == 2, what="two sends")
         assert began == ["a0", "b1"] and limiter.load() == 4
         assert limiter.load(excluding="a") < 4, "sends to a peer do not count for itself"
         b.end()
-        wait_until(lambda: len(began) == 3, timeout_s=60, what="the third")
+        wait_until(lambda: len(began) == 3, what="the third")
         a.end()
-        wait_until(lambda: len(began) == 4, timeout_s=60, what="the fourth")
+        wait_until(lambda: len(began) == 4, what="the fourth")
         assert began == ["a0", "b1", "c2", "d3"]
     assert limiter.load() == 0
 
@@ -63,22 +63,22 @@ def test_sends_begin_in_order_and_within_the_limit() -> None:
 def test_peer_at_its_limit_is_overtaken() -> None:
     limiter, began = SendLimiter(4, 1, max_waiting=9), list[str]()
     with waiting(limiter, "aabac", began) as senders:
-        wait_until(lambda: len(began) == 3, timeout_s=60, what="one send a peer")
+        wait_until(lambda: len(began) == 3, what="one send a peer")
         assert sorted(began) == ["a0", "b2", "c4"]
         senders[0].end()
-        wait_until(lambda: len(began) == 4, timeout_s=60, what="the next of a")
+        wait_until(lambda: len(began) == 4, what="the next of a")
         assert began[-1] == "a1"
 
 
 def test_full_or_slow_queue_is_reported() -> None:
     limiter, began = SendLimiter(1, 1, max_waiting=1), list[str]()
     with waiting(limiter, "a", began), ExitStack() as stack:
-        wait_until(lambda: bool(began), timeout_s=60, what="the send")
+        wait_until(lambda: bool(began), what="the send")
         with pytest.raises(NodeUnavailable, match="did not begin"):
             stack.enter_context(limiter.slot("b", 0.01))
         assert limiter.load() == 1, "it is still queued"
         late = Sender(limiter, "b", began, "b")
-        wait_until(lambda: limiter.load() == 2, timeout_s=60, what="one in the queue")
+        wait_until(lambda: limiter.load() == 2, what="one in the queue")
         with pytest.raises(NodeUnavailable, match="busy"):
             stack.enter_context(limiter.slot("c", 30))
         late.go.set()
@@ -106,7 +106,7 @@ def test_concurrent_callers_wait_for_one_encoding() -> None:
     callers = [threading.Thread(target=lambda: got.append(cache.get("d", "b", encode)), daemon=True) for _ in range(6)]
     for caller in callers:
         caller.start()
-    wait_until(lambda: bool(encodings), timeout_s=60, what="the encoding")
+    wait_until(lambda: bool(encodings), what="the encoding")
     go.set()
     for caller in callers:
         caller.join(60)

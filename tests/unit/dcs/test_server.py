@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority
+from support.waiting import wait_until
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import protocol
@@ -27,7 +28,6 @@ from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import AccessDenied, ConfigError
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.waiting import wait_until
 
 TOKEN = "secret"
 _START_OF_A_CLIENT_HELLO = bytes.fromhex("160301020001")
@@ -135,7 +135,7 @@ def test_caller_in_an_unfinished_tls_handshake_is_evicted_for_the_next_one(tls_s
         silent = [node.connect() for _ in range(ConnectionLimits.unauthenticated_per_host)]
         for sock in silent:
             sock.sendall(_START_OF_A_CLIENT_HELLO)
-        wait_until(lambda: node.in_handshake() == len(silent), timeout_s=20, what="the handshakes")
+        wait_until(lambda: node.in_handshake() == len(silent), what="the handshakes")
         assert tls_security.client_context is not None
         with tls_security.client_context.wrap_socket(node.connect()) as sock:
             assert call(sock, op="hello", job="job")["id"] == "n"

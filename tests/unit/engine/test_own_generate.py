@@ -17,6 +17,7 @@ from unittest.mock import AsyncMock
 import psutil
 import pytest
 import torch
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.batch import collate
@@ -28,7 +29,6 @@ from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
 from elastic_rl.plugins.process import PluginProcess, ProcessLost
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
 from elastic_rl.runtime.process import runs
-from elastic_rl.runtime.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLE = Sample((Segment((1,), (-0.5,), version=3),))
@@ -148,7 +148,7 @@ def test_groups_in_probation_have_another_process_while_they_are_tried(
     role.ctx = SimpleNamespace(model_dir="", config=config.load(overrides=[  # type: ignore[assignment]
         "--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=600"]))
     asyncio.run(both())
-    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of the process of probation")
+    wait_until(lambda: _children() <= before, what="the end of the process of probation")
 
 
 def test_process_of_probation_ends_with_the_role(role: RolloutRole) -> None:
@@ -157,7 +157,7 @@ def test_process_of_probation_ends_with_the_role(role: RolloutRole) -> None:
     of_probation = _children() - before
     assert of_probation
     role.generate_fn.close()  # type: ignore[attr-defined]
-    wait_until(lambda: not _children() & of_probation, timeout_s=60, what="the end of the process of probation")
+    wait_until(lambda: not _children() & of_probation, what="the end of the process of probation")
 
 
 def test_process_that_cannot_be_started_is_no_fault_of_the_group(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +188,7 @@ def test_process_takes_no_call_before_it_was_made(monkeypatch: pytest.MonkeyPatc
     try:
         for thread in threads:
             thread.start()
-        wait_until(begun.exists, timeout_s=60, what="the import")
+        wait_until(begun.exists, what="the import")
         with pytest.raises(ProcessLost, match="is being started"):
             asyncio.run(call())
         assert not started

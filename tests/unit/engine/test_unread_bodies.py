@@ -10,11 +10,11 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from support.endless_bodies import closes_endless_chunks, closes_slow_body
+from support.waiting import wait_until
 from uvicorn.protocols.http import auto
 
 from elastic_rl.engine.sglang import unread_bodies
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 
 async def _app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,7 +35,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     server = uvicorn.Server(uvicorn.Config(_app, port=free_port(), log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    wait_until(lambda: server.started, timeout_s=60, what="the server")
+    wait_until(lambda: server.started, what="the server")
     yield server.config.port
     server.should_exit = True
     thread.join(60)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import wait_until
 
 from elastic_rl.etcd.process_state import ProcessState, Sighting, load_per_core, look_at, machine_id, start_ticks
 from elastic_rl.etcd.records import MemberProcess, ProcessFinding
 from elastic_rl.etcd.witness import Watched, merge
-from elastic_rl.runtime.waiting import wait_until
 
 GONE_S, STOPPED_S = 2.0, 3.0
 PROCESS = MemberProcess(role="actor", id="a", incarnation="1", pid=1, started=1)
@@ -98,14 +98,14 @@ def test_process_is_seen_running_stopped_and_gone_before_its_parent_waits_for_it
     started = start_ticks(child.pid)
     assert started > 0 and look_at(child.pid, started).state is ProcessState.RUNNING
     child.send_signal(signal.SIGSTOP)
-    wait_until(lambda: look_at(child.pid, started).state is ProcessState.STOPPED, timeout_s=60, what="SIGSTOP")
+    wait_until(lambda: look_at(child.pid, started).state is ProcessState.STOPPED, what="SIGSTOP")
     stopped = look_at(child.pid, started)
     assert look_at(child.pid, started) == stopped, "it has not run in between"
     child.send_signal(signal.SIGCONT)
-    wait_until(lambda: look_at(child.pid, started).state is ProcessState.RUNNING, timeout_s=60, what="SIGCONT")
-    wait_until(lambda: look_at(child.pid, started).ran > stopped.ran, timeout_s=60, what="its run")
+    wait_until(lambda: look_at(child.pid, started).state is ProcessState.RUNNING, what="SIGCONT")
+    wait_until(lambda: look_at(child.pid, started).ran > stopped.ran, what="its run")
     child.kill()
-    wait_until(lambda: look_at(child.pid, started).state is ProcessState.GONE, timeout_s=60, what="its end")
+    wait_until(lambda: look_at(child.pid, started).state is ProcessState.GONE, what="its end")
 
 
 def test_another_process_with_the_same_pid_is_not_the_one_that_was_meant() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.faults import injector as injectors
 from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.pipeline.records.run_log import RunLog
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Etcd:
@@ -92,7 +92,7 @@ def test_injector_ends_with_the_run_also_without_etcd_and_records_what_it_did(tm
     etcd, path = Etcd(), tmp_path / "steps.jsonl"
     fault = Fault(etcd, lambda: setattr(etcd, "gone", True))
     injector = play(etcd, fault, path)
-    wait_until(lambda: fault.injected, timeout_s=60, what="the fault")
+    wait_until(lambda: fault.injected, what="the fault")
     injector.stopping.set()
     injector.join(60)
     assert not injector.is_alive()

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.cli import main, run
 from elastic_rl.cli.common import err
@@ -16,7 +17,6 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings, kept_state, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
-from elastic_rl.runtime.waiting import wait_until
 
 
 def _started(tmp_path: Path, **more: object) -> Config:
@@ -39,7 +39,7 @@ def _start_node(cfg: Config, program: str) -> None:
     child = processes.spawn(["sh", "-c", f"echo up; {program}"], log=log, service=True,
                             env={OWNER_ENV: str(cfg.cluster_dir)})
     book.add(f"dcs-{kept_state.NODE}", child.pid)
-    wait_until(lambda: "up" in log.read_text(), timeout_s=60, what="the node")
+    wait_until(lambda: "up" in log.read_text(), what="the node")
 
 
 def _run(*args: str) -> int:
@@ -138,7 +138,7 @@ def test_stop_of_a_node_that_saved_nothing_leaves_it_to_the_chunks_what_continue
     cfg = _started(tmp_path)
     if node:
         _start_node(cfg, node)
-        wait_until(lambda: "trapped" in (tmp_path / "node.log").read_text(), timeout_s=60, what="the trap")
+        wait_until(lambda: "trapped" in (tmp_path / "node.log").read_text(), what="the trap")
     for _ in range(2):
         Cluster(cfg).down()
     assert Cluster(cfg).known and kept_state.can_continue(cfg), "some were saved"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.host.process_activity import ActivityMeter, Since, listening, of_process, of_tree
 from elastic_rl.net.addresses import free_port
-from elastic_rl.runtime.waiting import wait_until
 
 BUSY = "while True: pass"
 Start = Callable[[str], subprocess.Popen[bytes]]
@@ -43,9 +43,9 @@ def test_busy_process_works_and_a_stopped_one_does_nothing(start: Start) -> None
         seen += meter.since().cpu_s
         return seen > 0.1
 
-    wait_until(worked, timeout_s=60, what="CPU time")
+    wait_until(worked, what="CPU time")
     os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="the stop")
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, what="the stop")
     meter.since()
     assert {meter.since() for _ in range(1000)} == {Since()}
 
@@ -53,7 +53,7 @@ def test_busy_process_works_and_a_stopped_one_does_nothing(start: Start) -> None
 def test_processes_that_share_a_core_are_starved(start: Start) -> None:
     pin = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
     children = [start(pin + BUSY) for _ in range(4)]
-    wait_until(lambda: all((of_process(c.pid) or of_tree(0)).starved_s > 0.2 for c in children), timeout_s=60,
+    wait_until(lambda: all((of_process(c.pid) or of_tree(0)).starved_s > 0.2 for c in children),
                what="processes to wait for the CPU")
     meter = ActivityMeter(c.pid for c in children)
     assert meter.since().ready, "three of the four wait, and the kernel has not counted that yet"

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from support.certificates import Authority
 from support.endless_bodies import closes_endless_chunks, closes_slow_body
+from support.waiting import wait_until
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.listening import bind, make_server
 from elastic_rl.net.http_connections import Connection, IdleConnections, Limits
 from elastic_rl.net.unread_body import UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
-from elastic_rl.runtime.waiting import wait_until
 
 _CLIENT_HELLO = bytes.fromhex("160301020001")
 
@@ -137,7 +137,7 @@ def test_idle_connections_of_an_address_are_limited(api: Api) -> None:
 def test_connection_with_an_authenticated_request_is_not_closed_for_others(api: Api) -> None:
     working = api.connect()
     working.sendall(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
-    wait_until(lambda: api.held == 1, timeout_s=20, what="the request")
+    wait_until(lambda: api.held == 1, what="the request")
     silent = [api.connect() for _ in range(30)]
     assert closed(silent[0])
     api.go.set()
@@ -226,7 +226,7 @@ def test_bodies_that_are_not_http_leave_no_traceback(api: Api, caplog: pytest.Lo
             sock.sendall(f"POST /{path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
                          + b"z\r\n" * at_once)
             if path == "held":
-                wait_until(lambda held=held: api.held == held, timeout_s=20, what="the request")  # type: ignore[misc]
+                wait_until(lambda held=held: api.held == held, what="the request")  # type: ignore[misc]
             elif not at_once:
                 assert sock.recv(1000).startswith(b"HTTP/1.1 200")
             if not at_once:
@@ -255,7 +255,7 @@ def test_failures_to_accept_are_logged_once_and_end(api: Api, monkeypatch: pytes
         raw.settimeout(20)
         raw.connect(("127.0.0.1", api.port))
         api.sockets.append(raw)
-        wait_until(lambda: refused >= 3, timeout_s=20, what="failures")
+        wait_until(lambda: refused >= 3, what="failures")
     assert len([r for r in caplog.records if "cannot be accepted" in r.message]) == 1
     assert not any(r.exc_info for r in caplog.records)
     raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.queue.group_codec import decode_group, encode_group
@@ -24,7 +25,6 @@ from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
 from elastic_rl.pipeline.flow.queues import make_queue
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
-from elastic_rl.runtime.waiting import wait_until
 
 _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -184,5 +184,5 @@ def test_hanging_start_of_actors_is_repeated_a_bounded_number_of_times(monkeypat
     with pytest.raises(RuntimeError, match="4 starts of TransferQueue hang"):  # which no wait takes for an outage
         queue.put(group)
     go_on.set()
-    wait_until(lambda: len(closed) == transfer_queue._MAX_LEFT, timeout_s=30, what="the end of what came too late")
+    wait_until(lambda: len(closed) == transfer_queue._MAX_LEFT, what="the end of what came too late")
     queue.close()

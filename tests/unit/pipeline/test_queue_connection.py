@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.data.queue import transfer_queue
 from elastic_rl.errors import QueueUnavailable
 from elastic_rl.pipeline.flow.transfer_queue import _Actors
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Client:
@@ -98,7 +98,7 @@ def test_client_that_is_made_too_late_is_closed(clients: list[Client], monkeypat
     with pytest.raises(TimeoutError):
         connection.run(lambda client: None)
     answer.set()
-    wait_until(lambda: bool(clients) and clients[0].closed.is_set(), timeout_s=60, what="the end of what came too late")
+    wait_until(lambda: bool(clients) and clients[0].closed.is_set(), what="the end of what came too late")
 
 
 def test_two_that_connect_at_once_get_one_client(clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_calls_that_never_end_leave_threads_for_others_in_bounded_number(
         except QueueUnavailable:
             return False
 
-    wait_until(answers, timeout_s=60, what="the first thread that is free again")
+    wait_until(answers, what="the first thread that is free again")
     connection.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -19,7 +20,6 @@ from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import filters, registry
 from elastic_rl.rewards.base import Reward
-from elastic_rl.runtime.waiting import wait_until
 
 RewardFn = Callable[[Prompt, Sequence[Sample]], Any]
 
@@ -165,7 +165,7 @@ def test_loop_that_is_to_end_leaves_no_reward_behind(make_loop: Callable[..., Lo
     with pytest.raises(Fenced):
         loop.groups(2)
     loop.sampler.close()
-    wait_until(lambda: not {t for t in threading.enumerate() if t.name != "ender"} - before, timeout_s=60,
+    wait_until(lambda: not {t for t in threading.enumerate() if t.name != "ender"} - before,
                what="the end of the threads")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.algorithms.registry import ALGOS
@@ -41,7 +42,6 @@ from elastic_rl.rewards import filters, registry
 from elastic_rl.rewards.base import Reward, RewardAway
 from elastic_rl.roles.advantages import AdvantagesRole
 from elastic_rl.roles.rollout import RolloutRole
-from elastic_rl.runtime.waiting import wait_until
 
 SAMPLE = Sample((Segment((1, 2), (-0.5, -0.5), version=3),))
 
@@ -233,7 +233,7 @@ def test_task_that_ignores_its_end_costs_no_reward(monkeypatch: pytest.MonkeyPat
             return True
         return False
 
-    wait_until(works, timeout_s=60, what="the end of an earlier call")
+    wait_until(works, what="the end of an earlier call")
 
 
 def test_blocking_rewards_far_below_the_limit_each_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

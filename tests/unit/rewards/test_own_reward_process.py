@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -27,7 +28,6 @@ from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.process import CallLost, PluginProcess
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
 from elastic_rl.runtime.process import runs
-from elastic_rl.runtime.waiting import wait_until
 
 MODULE = r'''
 import asyncio, os, re, signal, subprocess, sys, threading
@@ -170,7 +170,7 @@ def test_process_of_a_call_that_does_not_end_is_killed(reward: Any, what: str) -
     pid = int(asyncio.run(_one(reward, "pid")))
     with pytest.raises(CallLost, match="did not end when it was cancelled"):
         asyncio.run(_one(reward, what, 0.2))
-    wait_until(lambda: not psutil.pid_exists(pid), timeout_s=60, what="the end of the process")
+    wait_until(lambda: not psutil.pid_exists(pid), what="the end of the process")
     start_reward(reward)
     assert asyncio.run(_one(reward, "calls")) == 1.0
 
@@ -183,7 +183,7 @@ def test_process_whose_call_was_cancelled_is_replaced(reward: Any, monkeypatch: 
         asyncio.run(_one(reward, "thread", 0.2))
     start_reward(reward)
     assert int(asyncio.run(_one(reward, "pid"))) != pid
-    wait_until(lambda: not psutil.pid_exists(pid), timeout_s=60, what="the end of the process")
+    wait_until(lambda: not psutil.pid_exists(pid), what="the end of the process")
 
 
 def test_cancelled_call_costs_those_beside_it_nothing(reward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_reward_that_cannot_be_started_is_a_wrong_setting() -> None:
         make_reward("no_such_module:f", {})
     with pytest.raises(ConfigError, match=r"rollout.reward_options.parts.0.reward='no_such_module:f'"):
         make_reward("mix", {"parts": [{"reward": "no_such_module:f"}]})
-    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of their processes")
+    wait_until(lambda: _children() <= before, what="the end of their processes")
 
 
 def test_filters_end_when_the_reward_beside_them_cannot_be_made() -> None:
@@ -262,7 +262,7 @@ def test_filters_end_when_the_reward_beside_them_cannot_be_made() -> None:
     for _ in range(3):  # as the loop tries again
         with pytest.raises(ConfigError, match="no_such_module"):
             Sampler(cfg, make_source(cfg), lambda *asked: [], _waits(threading.Event(), None))
-    wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
+    wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1,
                what="the end of their processes and threads")
 
 
@@ -287,7 +287,7 @@ def test_slow_import_is_shown_and_does_not_keep_the_loop_from_ending(
         make(config.load(overrides=[setting]), Waits(report, stopping), other=_other)
     assert shown[0].startswith("plugin: the start of ") and "slow_reward" in shown[0]
     released.touch()
-    wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
+    wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1,
                what="the end of what was made when nobody waited for it any more")
 
 
@@ -312,7 +312,7 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
     owner.kill()  # while a call is under way
     owner.wait(60)
     owner.stdout.close()
-    wait_until(lambda: all(not runs(p) for p in processes), timeout_s=60,
+    wait_until(lambda: all(not runs(p) for p in processes),
                what="the end of the process and of those that its function started")
 
 
@@ -322,7 +322,7 @@ def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() 
     kinds = ("block", "regex", "_exit", "swallow", "thread", "segv")
     assert [bool(g.failed) for g in _groups(rewarder, "ok", *kinds, "ok")] == [False, *[True] * len(kinds), False]
     rewarder.close()
-    wait_until(lambda: threading.active_count() <= before + 1, timeout_s=60, what="the end of the threads")
+    wait_until(lambda: threading.active_count() <= before + 1, what="the end of the threads")
 
 
 def test_group_that_ends_its_process_again_and_again_ends_that_of_no_other() -> None:
@@ -350,7 +350,7 @@ def test_group_that_ends_its_process_again_and_again_ends_that_of_no_other() -> 
     assert len(pids) >= 5 and len(set(pids)) == 1
     assert any("rollout.reward=poison_reward:poison died (exit status 3)" in text for text in texts)
     rewarder.close()
-    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of both processes")
+    wait_until(lambda: _children() <= before, what="the end of both processes")
 
 
 def test_process_of_probation_ends_with_the_last_group() -> None:
@@ -358,7 +358,7 @@ def test_process_of_probation_ends_with_the_last_group() -> None:
     rewarder = _rewarder(threading.Event(), "--rollout.max_failed_rewards=1")
     one = len(_children())
     assert [bool(g.failed) for g in _groups(rewarder, "ok", "_exit", "ok")] == [False, True, False]
-    wait_until(lambda: len(_children()) <= one, timeout_s=60, what="the end of the second process")
+    wait_until(lambda: len(_children()) <= one, what="the end of the second process")
     assert [bool(g.failed) for g in _groups(rewarder, "ok", "_exit")] == [False, True], "there is another one then"
     rewarder.close()
 
@@ -375,7 +375,7 @@ def test_reward_that_hangs_does_not_keep_the_loop_from_ending(tmp_path: Path) ->
     stopping, begun = threading.Event(), tmp_path / "begun"
 
     def stop() -> None:
-        wait_until(begun.exists, timeout_s=60, what="the call")
+        wait_until(begun.exists, what="the call")
         stopping.set()
 
     rewarder = _rewarder(stopping, "--rollout.reward_timeout_s=600")
@@ -400,7 +400,7 @@ def test_calls_of_many_threads_and_a_closing_owner_all_end() -> None:
     threads = [threading.Thread(target=call, args=("block" if i == 8 else "ok",)) for i in range(12)]
     for thread in threads[:8]:
         thread.start()
-    wait_until(lambda: len(ended) == 8, timeout_s=60, what="the calls before the one that blocks")
+    wait_until(lambda: len(ended) == 8, what="the calls before the one that blocks")
     for thread in threads[8:]:
         thread.start()
     process.close()
@@ -417,7 +417,7 @@ def test_filter_that_hangs_kills_or_fails_for_a_group_drops_it() -> None:
     failed = "filter failed"
     assert found == ["", "drop", failed, "", failed, failed, failed, failed, ""]
     filters.close()
-    wait_until(lambda: threading.active_count() <= before + 1, timeout_s=60, what="the end of the threads")
+    wait_until(lambda: threading.active_count() <= before + 1, what="the end of the threads")
 
 
 def test_filter_that_fails_names_its_error() -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.net.addresses import free_port
 from elastic_rl.rewards.base import Reward
 from elastic_rl.rewards.registry import close_reward, make_reward
-from elastic_rl.runtime.waiting import wait_until
 
 PROMPT = Prompt((1, 2), "1+1=", metadata={"answer": "2", "kind": "sum"})
 
@@ -100,7 +100,7 @@ def test_samples_are_posted_in_batches_and_rewarded_in_order(service: Service) -
 
 def test_no_more_requests_than_allowed_are_sent_at_once(service: Service) -> None:
     def slow(body: dict[str, Any]) -> tuple[int, bytes]:
-        wait_until(lambda: service.most_at_once >= 3, timeout_s=60, what="three requests at once")
+        wait_until(lambda: service.most_at_once >= 3, what="three requests at once")
         time.sleep(0.1)  # in which a fourth one would come
         return service.lengths(body)
 

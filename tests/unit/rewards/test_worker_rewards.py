@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
@@ -25,7 +26,6 @@ from elastic_rl.rewards.base import Reward, RewardFn
 from elastic_rl.rewards.registry import close_reward, make_reward
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.runtime.process import runs
-from elastic_rl.runtime.waiting import wait_until
 
 MODULE = '''
 import os, subprocess, sys, time
@@ -240,7 +240,7 @@ def test_slow_calls_next_to_each_other_are_spread_over_the_processes() -> None:
     pool = WorkerPool("reward_plugin:work", 2, memory_mb=1024)
     jobs = [*[["slow pid", 0.3]] * 4, *[["pid", 0]] * 4]
     try:  # again, since a process that is just being started takes none
-        wait_until(lambda: len(set(asyncio.run(pool.calls(jobs, 60.0))[:4])) == 2, timeout_s=120, what="both processes")
+        wait_until(lambda: len(set(asyncio.run(pool.calls(jobs, 60.0))[:4])) == 2, what="both processes")
     finally:
         pool.close()
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
+from support.waiting import wait_until
 
 from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused, CallTookTooLong
-from elastic_rl.runtime.waiting import wait_until
 
 
 class Held:
@@ -30,7 +30,7 @@ class Held:
 
 
 def _until(what: Callable[[], bool]) -> None:
-    wait_until(what, timeout_s=60, what="the end of a call")
+    wait_until(what, what="the end of a call")
 
 
 def test_call_gives_what_it_returns_or_raises() -> None:

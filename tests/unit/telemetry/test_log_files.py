@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from support.shared_fixtures import small_disk
+from support.waiting import wait_until
 
 from elastic_rl.host import processes
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry import log_files, logs
 from elastic_rl.telemetry.log_files import LogRotation, enforce_limits, open_log
 
@@ -53,7 +53,7 @@ def test_child_appends_from_the_start_of_its_log_after_a_rotation(folder: Path, 
     go, done = tmp_path / "go", tmp_path / "done"
     program = f"seq 10000; touch {done}; while [ ! -e {go} ]; do sleep 0.01; done; echo end"
     child = processes.spawn(["sh", "-c", program], log=folder / "child.log")
-    wait_until(done.exists, timeout_s=20, what="the child's lines")
+    wait_until(done.exists, what="the child's lines")
     written = (folder / "child.log").read_bytes()
     enforce_limits(folder, Limits())
     assert (folder / "child.log").stat().st_size == 0
@@ -66,9 +66,9 @@ def test_child_appends_from_the_start_of_its_log_after_a_rotation(folder: Path, 
 def test_log_of_a_child_that_writes_without_end_stays_bounded(folder: Path, flood: subprocess.Popen[bytes]) -> None:
     rotation = LogRotation(folder, Limits(), check_every_s=0.02)
     try:
-        wait_until((folder / "flood.log.2").exists, timeout_s=20, what="a second rotation")
+        wait_until((folder / "flood.log.2").exists, what="a second rotation")
         first = (folder / "flood.log.2").stat().st_ino
-        wait_until(lambda: (folder / "flood.log.2").stat().st_ino != first, timeout_s=20, what="a third one")
+        wait_until(lambda: (folder / "flood.log.2").stat().st_ino != first, what="a third one")
         assert flood.poll() is None
     finally:
         flood.kill()

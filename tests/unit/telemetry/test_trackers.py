@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import wait_until
 
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report.build import read_records
-from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, scalars
 
 
@@ -165,7 +165,7 @@ def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_pat
         log.write("step", step=step, loss=0.5)
     trackers.close(timeout_s=0.1)
     assert len(read_records(log.path)) == 3000
-    wait_until(lambda: len(reported) == 3, timeout_s=20, what="three reports")
+    wait_until(lambda: len(reported) == 3, what="three reports")
     assert {name: why.split(":")[0] for name, why in reported} == {
         "failing": "OSError", "absent": "ModuleNotFoundError", "hanging": "too slow"}
 
