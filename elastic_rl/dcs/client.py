@@ -19,7 +19,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.runtime.backoff import backoff_s
 
-_SUSPECT_S = (5.0, 300.0)
+_UNREACHABLE_S = (5.0, 300.0)
 """How long a node that could not be connected to is not tried again: at first, and at most; doubled each time, with
 jitter. A node that registers again is tried at once."""
 
@@ -70,7 +70,7 @@ class DcsClient:
                 self._forget(node_id)
         return found
 
-    def is_suspect(self, node_id: str) -> bool:
+    def is_unreachable(self, node_id: str) -> bool:
         """Whether the last try to connect to the node failed; no I/O."""
         with self._lock:
             kept = self._kept.get(node_id)
@@ -102,8 +102,8 @@ class DcsClient:
     def connect(self, node_id: str) -> NodeConnection:
         """The kept connection to the node of that id. Raises NodeUnavailable and AccessDenied.
 
-        A node that could not be connected to is not tried again for a while (``_SUSPECT_S``), unless it has registered
-        again: meanwhile the same error is raised at once.
+        A node that could not be connected to is not tried again for a while (``_UNREACHABLE_S``), unless it has
+        registered again: meanwhile the same error is raised at once.
         """
         slot = self._slot(node_id)
         with slot.lock:
@@ -125,7 +125,7 @@ class DcsClient:
             except NodeUnavailable as e:
                 slot.failures = slot.failures + 1 if slot.registration == found.registration else 1
                 slot.error, slot.registration = e, found.registration
-                slot.retry_at = self._clock() + backoff_s(slot.failures, *_SUSPECT_S)
+                slot.retry_at = self._clock() + backoff_s(slot.failures, *_UNREACHABLE_S)
                 raise
             slot.error, slot.failures = None, 0
             with self._lock:

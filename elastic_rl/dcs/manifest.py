@@ -2,7 +2,7 @@
 nodes and coordinators can read manifests without loading it.
 
 The chunks are divided into *parts*: what one node was given by the publisher's ranks on its host. Copies are made, kept
-track of and repaired by part (``catalog/placement.py``); readers need not know of them.
+track of and repaired by part (``catalog/replica_sets.py``); readers need not know of them.
 
 Tensors are little-endian and row-major. Within a chunk each tensor starts at a multiple of ALIGN, so that a mapped
 chunk can be viewed in any dtype without a copy; the bytes between are zero, so that equal tensors always make equal

@@ -15,7 +15,7 @@ from enum import Enum
 
 from elastic_rl.driver import routing
 from elastic_rl.driver.plan import StartBudget
-from elastic_rl.driver.routing import Routes, Suspects
+from elastic_rl.driver.routing import Routes, Unconfirmed
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import ElasticRLError, EngineFailed
 from elastic_rl.etcd.records import Engine
@@ -56,7 +56,7 @@ class RouterSupervisor:
         """Monotonic seconds of the last answer or, before the first one, of the start."""
         self._is_new = True
         """Whether no list of this process of the router has been compared yet."""
-        self._suspects = Suspects()
+        self._unconfirmed = Unconfirmed()
         self._compared = 0
         self._lock = threading.Lock()
         self._routes, self._observed = Routes(), 0  # under the lock, as all of the following
@@ -155,7 +155,7 @@ class RouterSupervisor:
             self._budget = self._budget.after_failure(now, jitter=random.random())
             self._set_fault(f"it could not be started: {e}")
             return
-        self._state, self._since, self._is_new, self._suspects = _State.STARTING, now, True, Suspects()
+        self._state, self._since, self._is_new, self._unconfirmed = _State.STARTING, now, True, Unconfirmed()
 
     def _end(self, reason: str, now: float) -> None:
         """Ends what is left of the router, and allows the next start after a backoff."""
@@ -172,7 +172,7 @@ class RouterSupervisor:
         with self._lock:
             routes, observed, ended = self._routes, self._observed, frozenset(self._ended)
         if observed and observed != self._compared:  # suspicion needs two readings of etcd, not the same one twice
-            changes, self._suspects = routing.compare(routes, listed.keys(), self._suspects, is_new=self._is_new)
+            changes, self._unconfirmed = routing.compare(routes, listed.keys(), self._unconfirmed, is_new=self._is_new)
             self._compared, self._is_new = observed, False
         elif observed and self._is_new:  # etcd is away: what was known last is the best there is
             changes, self._is_new = routing.WorkerChanges(add=routes.routable - listed.keys()), False

@@ -1,7 +1,7 @@
 """Which workers a router lacks and which it has too many of, compared with the engines in etcd. Pure.
 
 An engine adds itself to the router before its record says READY, and removes itself after its record says that it
-leaves, so record and list differ for a moment in normal work. What one comparison shows is therefore only suspected;
+leaves, so record and list differ for a moment in normal work. What one comparison shows is therefore not confirmed;
 what two in a row show is changed.
 """
 
@@ -36,7 +36,7 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Suspects:
+class Unconfirmed:
     """Differences that one comparison has shown."""
 
     missing: frozenset[str] = frozenset()
@@ -49,14 +49,14 @@ class WorkerChanges:
     remove: frozenset[str] = frozenset()
 
 
-def compare(routes: Routes, listed: Set[str], before: Suspects, *, is_new: bool = False) -> tuple[WorkerChanges,
-                                                                                                Suspects]:
+def compare(routes: Routes, listed: Set[str], before: Unconfirmed, *, is_new: bool = False
+            ) -> tuple[WorkerChanges, Unconfirmed]:
     """What to change in a router whose workers are ``listed``, and what to look at again next time.
 
-    ``before``: what the previous comparison suspected. ``is_new``: the router has just started, so nothing has removed
-    anything from it, and what is missing is added at once. What is changed is not suspected any longer: if the router
-    forgets the change, it takes two comparisons again until it is asked once more.
+    ``before``: what the previous comparison found first. ``is_new``: the router has just started, so nothing has
+    removed anything from it, and what is missing is added at once. What is changed is no longer unconfirmed: if the
+    router forgets the change, it takes two comparisons again until it is asked once more.
     """
     missing, surplus = routes.routable - listed, frozenset(listed) - routes.owned
     changes = WorkerChanges(missing if is_new else missing & before.missing, surplus & before.surplus)
-    return changes, Suspects(missing - changes.add, surplus - changes.remove)
+    return changes, Unconfirmed(missing - changes.add, surplus - changes.remove)

@@ -237,10 +237,10 @@ class Keys:
     def version(self, stream: str, number: int) -> str:
         return f"{self.versions_prefix(stream)}{number:012d}"
 
-    def placement(self, stream: str, number: int) -> str:
+    def replica_sets(self, stream: str, number: int) -> str:
         """Which nodes hold which part of a committed version. Not in the version's record, which every engine watches:
-        a version of 1,000 hosts has a placement of some 50 KB."""
-        return f"{self.root}dcs/placements/{stream}/{number:012d}"
+        those of a version of 1,000 hosts are some 50 KB."""
+        return f"{self.root}dcs/replica_sets/{stream}/{number:012d}"
 
     def staging_owner(self, stream: str, number: int) -> str:
         """Leased by the publisher; the version is aborted when it expires."""

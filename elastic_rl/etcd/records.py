@@ -370,14 +370,14 @@ class Version(Record):
     """Digest of the manifest; empty before the commit."""
     nbytes: int = 0
     sources: list[str] = []
-    """A few DCS nodes to ask first for its chunks. ``Placement`` has all of them."""
+    """A few DCS nodes to ask first for its chunks. ``ReplicaSets`` has all of them."""
     created_at: float = 0.0
     committed_at: float = 0.0
     meta: dict[str, Any] = {}
     """Set by the publisher: train step, model id, policy version of a trainer_state, trace context."""
 
 
-class Placement(Record):
+class ReplicaSets(Record):
     """Where the chunks of a committed version are, and its manifest with them."""
 
     parts: list[list[str]]

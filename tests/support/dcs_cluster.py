@@ -198,8 +198,8 @@ class DcsCluster(Nodes):
         return found
 
     def parts(self, number: int, stream: str = "policy") -> list[list[str]]:
-        """Nodes that hold each part of a version, by its placement."""
-        return reads.read_placement(self.etcd, self.keys, stream, number).placement.parts
+        """Nodes that hold each part of a version, by its replica sets."""
+        return reads.read_replica_sets(self.etcd, self.keys, stream, number).replica_sets.parts
 
     def await_unpinned(self, stream: str = "policy") -> None:
         """Nodes unpin what no reader has open any more, soon after its release."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_rl.dcs.catalog import placement as placements
-from elastic_rl.dcs.catalog.reads import Entry, PlacementEntry, head_entry
+from elastic_rl.dcs.catalog import replica_sets
+from elastic_rl.dcs.catalog.reads import Entry, ReplicaSetsEntry, head_entry
 from elastic_rl.dcs.catalog.transitions import TRANSITIONS, transition
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
 
 
 def abort_orphan(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
@@ -31,7 +31,7 @@ def mark_gone(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compar
     """RELEASING → GONE. The caller has seen, after the release, that it has no pin."""
     v = entry.version
     return _write(etcd, keys, entry, transition(v, VersionState.GONE), guard,
-                  Op.delete(keys.placement(v.stream, v.number)))
+                  Op.delete(keys.replica_sets(v.stream, v.number)))
 
 
 def delete_record(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
@@ -43,17 +43,17 @@ def delete_record(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Co
     return etcd.txn([Compare.mod(key, "==", entry.revision), *guard], [Op.delete(key)]).succeeded
 
 
-def update_placement(etcd: EtcdClient, keys: Keys, entry: Entry, found: PlacementEntry, placement: Placement,
-                     guard: Sequence[Compare]) -> bool:
+def update_replica_sets(etcd: EtcdClient, keys: Keys, entry: Entry, found: ReplicaSetsEntry, sets: ReplicaSets,
+                        guard: Sequence[Compare]) -> bool:
     """Records that other nodes hold parts of a committed version. The record's ``sources`` follow, where they name a
     node that holds nothing any more; the head's record changes with the version's, so that both stay equal."""
     v = entry.version
     key, head_key = keys.version(v.stream, v.number), keys.stream_head(v.stream)
-    placement_key = keys.placement(v.stream, v.number)
-    conditions = [Compare.mod(key, "==", entry.revision), Compare.mod(placement_key, "==", found.revision), *guard]
-    writes = [Op.put(placement_key, placement.encode())]
-    if not set(v.sources) or not set(v.sources) <= set(placements.nodes_of(placement)):
-        new = v.replace(sources=placements.sources(placement)).encode()
+    sets_key = keys.replica_sets(v.stream, v.number)
+    conditions = [Compare.mod(key, "==", entry.revision), Compare.mod(sets_key, "==", found.revision), *guard]
+    writes = [Op.put(sets_key, sets.encode())]
+    if not set(v.sources) or not set(v.sources) <= set(replica_sets.nodes_of(sets)):
+        new = v.replace(sources=replica_sets.sources(sets)).encode()
         writes.append(Op.put(key, new))
         current = head_entry(etcd, keys, v.stream)
         if current is not None and current.version.number == v.number:  # else it never becomes the head again

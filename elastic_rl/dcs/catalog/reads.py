@@ -14,7 +14,7 @@ from elastic_rl.errors import RecordUnreadable
 from elastic_rl.etcd import decoding
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, Placement, Record, Version
+from elastic_rl.etcd.records import CatalogIdentity, Record, ReplicaSets, Version
 
 R = TypeVar("R", bound=Record)
 
@@ -28,10 +28,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class PlacementEntry:
-    """The placement of a version, and its mod revision; 0 and no parts where none is recorded."""
+class ReplicaSetsEntry:
+    """The replica sets of a version, and its mod revision; 0 and no parts where none is recorded."""
 
-    placement: Placement
+    replica_sets: ReplicaSets
     revision: int
 
 
@@ -113,9 +113,11 @@ def head(etcd: EtcdClient, keys: Keys, stream: str) -> Version | None:
     return entry.version if entry else None
 
 
-def read_placement(etcd: EtcdClient, keys: Keys, stream: str, number: int) -> PlacementEntry:
-    kv = etcd.get(keys.placement(stream, number))
-    return PlacementEntry(decode(Placement, kv), kv.mod_revision) if kv else PlacementEntry(Placement(parts=[]), 0)
+def read_replica_sets(etcd: EtcdClient, keys: Keys, stream: str, number: int) -> ReplicaSetsEntry:
+    kv = etcd.get(keys.replica_sets(stream, number))
+    if kv is None:
+        return ReplicaSetsEntry(ReplicaSets(parts=[]), 0)
+    return ReplicaSetsEntry(decode(ReplicaSets, kv), kv.mod_revision)
 
 
 def read_identity(etcd: EtcdClient, keys: Keys) -> tuple[CatalogIdentity | None, int]:

@@ -10,8 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from elastic_rl.dcs.catalog import leader_writes, placement, reads
-from elastic_rl.dcs.catalog.reads import Entry, PlacementEntry
+from elastic_rl.dcs.catalog import leader_writes, reads, replica_sets
+from elastic_rl.dcs.catalog.reads import Entry, ReplicaSetsEntry
 from elastic_rl.dcs.catalog.writer import merge_acknowledged
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
@@ -21,7 +21,7 @@ from elastic_rl.dcs.registered_nodes import RegisteredNode, read_nodes, registra
 from elastic_rl.errors import ArenaFull, ChunkMissing, DiskFull, ElasticRLError, NodeUnavailable
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
 from elastic_rl.runtime.backoff import backoff_s
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class Repairer:
     """Level-triggered: each round reads every committed version and the registered nodes. A version that has all its
     copies is not examined again before a node registers, goes away, or reports a lost chunk.
 
-    A node is trusted to hold the parts that a placement lists for it if it registered before the nodes were read for
-    that placement: this very process has acknowledged them. A node that has registered since, or that has lost a chunk,
+    A node is trusted to hold the parts that the replica sets list for it if it registered before the nodes were read
+    for them: this very process has acknowledged them. A node that has registered since, or that has lost a chunk,
     is asked.
     """
 
@@ -56,7 +56,7 @@ class Repairer:
         self._examined: dict[_VersionKey, frozenset[tuple[str, _NodeState]]] = {}
         """All nodes and their states when nothing more could be done for a version."""
         self._confirmed: dict[_VersionKey, dict[str, _NodeState]] = {}
-        """Nodes that were asked and have what the placement lists for them, with their states at that time."""
+        """Nodes that were asked and have what the replica sets list for them, with their states at that time."""
         self._failed: dict[_VersionKey, tuple[int, float]] = {}
         """How often in a row a version could not be repaired, and when it is tried again."""
         self._manifests: OrderedDict[str, list[list[str]]] = OrderedDict()
@@ -99,17 +99,17 @@ class Repairer:
                 guard: Sequence[Compare]) -> list[str]:
         """``as_of``: revision at which the nodes were read. Raises ElasticRLError where a later try may do better."""
         version = entry.version
-        found = reads.read_placement(self._etcd, self._keys, version.stream, version.number)
-        holding = placement.without(found.placement, self._lost(version, found, nodes))
-        missing = placement.short_of(holding, self._replicas)
+        found = reads.read_replica_sets(self._etcd, self._keys, version.stream, version.number)
+        holding = replica_sets.without(found.replica_sets, self._lost(version, found, nodes))
+        missing = replica_sets.short_of(holding, self._replicas)
         errors: list[ElasticRLError] = []
         copies, failed = in_parallel(missing, lambda part: self._copy(version, part, holding, nodes, errors),
                                      threads=_COPIES)
         acknowledged = merge_acknowledged(copies.values())
-        now = placement.with_copies(holding, ((part, n) for part, made in copies.items() for n in made))
+        now = replica_sets.with_copies(holding, ((part, n) for part, made in copies.items() for n in made))
         try:
             registered, _ = registration_guards(self._etcd, self._keys, acknowledged, identity)
-            if now != found.placement and not leader_writes.update_placement(
+            if now != found.replica_sets and not leader_writes.update_replica_sets(
                     self._etcd, self._keys, entry, found, now.replace(as_of=as_of), [*registered, *guard]):
                 raise NodeUnavailable("its record changed meanwhile, or this replica no longer leads")
         finally:
@@ -119,13 +119,13 @@ class Repairer:
         return _report(version, now, acknowledged, self._replicas)
 
     # -- what is lost ------------------------------------------------------------------------------------------------
-    def _lost(self, version: Version, found: PlacementEntry, nodes: _Nodes) -> dict[str, set[int]]:
-        """Parts that nodes of the placement do not hold any more."""
-        listed = {n: set(parts) for n, parts in placement.parts_by_node(found.placement).items()}
+    def _lost(self, version: Version, found: ReplicaSetsEntry, nodes: _Nodes) -> dict[str, set[int]]:
+        """Parts that nodes of the replica sets do not hold any more."""
+        listed = {n: set(parts) for n, parts in replica_sets.parts_by_node(found.replica_sets).items()}
         lost = {n: parts for n, parts in listed.items() if n not in nodes}
         confirmed = self._confirmed.setdefault((version.stream, version.number), {})
         doubtful = [n for n in listed if n in nodes and confirmed.get(n) != _state(nodes[n])
-                    and (nodes[n].registration > found.placement.as_of or nodes[n].node.lost_chunks)]
+                    and (nodes[n].registration > found.replica_sets.as_of or nodes[n].node.lost_chunks)]
         if not doubtful:
             return lost
         digests = self._parts(version, nodes)
@@ -166,14 +166,14 @@ class Repairer:
         raise ChunkMissing(f"no node has a valid manifest {version.manifest}")
 
     # -- making copies -----------------------------------------------------------------------------------------------
-    def _copy(self, version: Version, part: int, holding: Placement, nodes: _Nodes, errors: list[ElasticRLError]
+    def _copy(self, version: Version, part: int, holding: ReplicaSets, nodes: _Nodes, errors: list[ElasticRLError]
               ) -> dict[str, str]:
         """Has as many nodes fetch a part as it lacks copies; which, with their incarnations. Fewer where there are no
         more nodes, or these failed: why is added to ``errors`` then."""
         digests = self._parts(version, nodes)[part]
         made: dict[str, str] = {}
         last: ElasticRLError | None = None
-        for target in sorted(placement.candidates(holding, part, list(nodes)), key=self._client.is_suspect):
+        for target in sorted(replica_sets.candidates(holding, part, list(nodes)), key=self._client.is_unreachable):
             if len(holding.parts[part]) + len(made) >= self._replicas:
                 return made
             try:
@@ -191,7 +191,7 @@ def _state(node: RegisteredNode) -> _NodeState:
     return node.registration, node.node.lost_chunks
 
 
-def _report(version: Version, now: Placement, made: Iterable[str], replicas: int) -> list[str]:
+def _report(version: Version, now: ReplicaSets, made: Iterable[str], replicas: int) -> list[str]:
     what = f"{version.stream} version {version.number}"
     fewest = min(map(len, now.parts), default=0)
     if fewest < replicas:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.dcs.catalog import placement as placements
+from elastic_rl.dcs.catalog import replica_sets
 from elastic_rl.dcs.catalog.reads import decode, decode_identity, read_identity
 from elastic_rl.dcs.catalog.transitions import transition
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT, read_nodes, registration_guards
@@ -17,7 +17,7 @@ from elastic_rl.errors import CatalogMismatch, Conflict, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
 
 _TRIES = 16
 
@@ -39,7 +39,7 @@ class PendingCommit:
     manifest: str
     """Digest of the manifest."""
     nbytes: int
-    placement: Placement
+    replica_sets: ReplicaSets
     acknowledged: Mapping[str, str]
     """Node id → incarnation, for every node that stored chunks or the manifest: the commit holds only for these very
     processes."""
@@ -157,9 +157,9 @@ class StreamWriter:
 
     def _commit_writes(self, pending: PendingCommit, version: Version, as_of: int) -> list[Op]:
         key, owner, head = self._commit_keys(pending)
-        placement = pending.placement.replace(as_of=as_of)
+        sets = pending.replica_sets.replace(as_of=as_of)
         return [Op.put(key, version.encode()), Op.put(head, version.encode()), Op.delete(owner),
-                Op.put(self.keys.placement(version.stream, version.number), placement.encode())]
+                Op.put(self.keys.replica_sets(version.stream, version.number), sets.encode())]
 
     def _committed(self, number: int, identity: CatalogIdentity, revision: int) -> None:
         self._head, self.identity, self._identity_revision = (number, revision), identity, revision
@@ -185,7 +185,7 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
     first, now = pending[0].writer, time.time()
     etcd, keys = first.etcd, first.keys
     versions = [transition(p.staged.version, VersionState.COMMITTED, manifest=p.manifest, nbytes=p.nbytes,
-                           sources=placements.sources(p.placement), committed_at=now) for p in pending]
+                           sources=replica_sets.sources(p.replica_sets), committed_at=now) for p in pending]
     acknowledged = merge_acknowledged(p.acknowledged for p in pending)
     for _ in range(_TRIES):
         if first.identity is None:

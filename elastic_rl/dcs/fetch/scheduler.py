@@ -56,9 +56,9 @@ class FetchScheduler:
         self._random = random.Random(own_id)
         self._seeding = SuperSeeding(own_id)
         self._requests: dict[str, ChunkState] = {}
-        self._suspects: dict[str, None] = {}  # chunks that may be lost: no known source, or tried before
+        self._unlocated: dict[str, None] = {}  # chunks that may be lost: no known source, or tried before
         self._recheck = False
-        """Whether something happened that may have decided a suspect."""
+        """Whether something happened that may have decided on one of them."""
         self._peers: dict[str, PeerState] = {}
         self._active: dict[str, PeerState] = {}  # of these the ones that were ever to be queried; the rest are idle
         self._preferred: set[str] = set()
@@ -78,7 +78,7 @@ class FetchScheduler:
         self._seeding.add(added)
         for digest in added:
             self._requests[digest] = ChunkState(digest, self._listings_begun + 1)
-            self._suspects[digest] = None
+            self._unlocated[digest] = None
         for peer in list(self._active.values()):
             if peer.neighbour:
                 self._enqueue(peer, added)
@@ -105,7 +105,7 @@ class FetchScheduler:
         """Forgets what only matters while there are requests."""
         if self._requests:
             return
-        self._suspects.clear()
+        self._unlocated.clear()
         self._preferred.clear()
         for peer in self._active.values():
             peer.queue.clear()
@@ -125,7 +125,7 @@ class FetchScheduler:
         """The next action that is due; None when there is none now."""
         if not self._requests:
             return None
-        return (self._expire(now) or self._resolve_suspects(now) or self._list_nodes(now) or self._query(now)
+        return (self._expire(now) or self._decide_unlocated(now) or self._list_nodes(now) or self._query(now)
                 or self._hedge(now) or self._get(now))
 
     def wake_at(self, now: float) -> float:
@@ -177,7 +177,7 @@ class FetchScheduler:
             chunk.queried &= ~peer.bit
             if chunk.sources & peer.bit:
                 chunk.sources &= ~peer.bit
-                self._suspect(chunk)
+                self._unlocate(chunk)
         del self._by_bit[peer.bit]
         self._seeding.set_complete(peer.id, False)
 
@@ -369,7 +369,7 @@ class FetchScheduler:
         if not transfer.peer:
             chunk.durable_tried = self._recheck = True
             chunk.durable_corrupt = why is Failure.CORRUPT
-            self._suspects[chunk.digest] = None
+            self._unlocated[chunk.digest] = None
             return
         if peer is not None:
             if why is Failure.CORRUPT:
@@ -386,7 +386,7 @@ class FetchScheduler:
         """Queues a chunk that is not in transfer any more."""
         if chunk.transfers:
             return
-        self._suspect(chunk)
+        self._unlocate(chunk)
         for peer in self._active.values():
             if chunk.sources & peer.bit:
                 heapq.heappush(peer.heap, (chunk.sources.bit_count(), chunk.tie, chunk.digest))
@@ -416,29 +416,29 @@ class FetchScheduler:
         if peer.failures == self.limits.failures:
             for chunk in self._requests.values():
                 if chunk.sources & peer.bit:
-                    self._suspect(chunk)
+                    self._unlocate(chunk)
         self._recheck = True
 
-    def _suspect(self, chunk: ChunkState) -> None:
+    def _unlocate(self, chunk: ChunkState) -> None:
         """The chunk was not where it was thought to be. What other nodes answered is outdated: they are queried again,
         since one may have fetched it before that one failed."""
         chunk.queried = 0
-        self._suspects[chunk.digest] = None
+        self._unlocated[chunk.digest] = None
         self._recheck = True
 
     def _back_off(self, peer: PeerState, times: int, now: float) -> None:
         pause_s = backoff_s(times + 1, self.limits.backoff_s, self.limits.backoff_max_s, self._random)
         peer.not_before = max(peer.not_before, now + pause_s)
 
-    def _resolve_suspects(self, now: float) -> ReadDurable | ChunkLost | None:
+    def _decide_unlocated(self, now: float) -> ReadDurable | ChunkLost | None:
         """Decides on a chunk that no living node has, or that was tried too often."""
-        if not self._recheck or not self._suspects:
+        if not self._recheck or not self._unlocated:
             return None
         alive = [p for p in self._peers.values() if p.failures < self.limits.failures]
         mask = sum(p.bit for p in alive)
         cleared = []
         try:
-            for digest in self._suspects:
+            for digest in self._unlocated:
                 chunk = self._requests.get(digest)
                 spent = chunk is not None and chunk.tries >= self.limits.tries
                 if chunk is None or chunk.transfers or chunk.sources & mask and not spent:
@@ -449,7 +449,7 @@ class FetchScheduler:
                     break  # too many transfers for now
         finally:
             for digest in cleared:
-                self._suspects.pop(digest, None)
+                self._unlocated.pop(digest, None)
         self._recheck = False
         return None
 
@@ -460,7 +460,7 @@ class FetchScheduler:
         unqueried = [p for p in alive if not (chunk.queried | chunk.banned) & p.bit]
         for peer in () if any(p.neighbour for p in unqueried) else unqueried:
             if not peer.unqueried and peer.query_since is None:
-                self._enqueue(peer, [d for d in self._suspects if d in self._requests])
+                self._enqueue(peer, [d for d in self._unlocated if d in self._requests])
         return bool(unqueried)
 
     def _fall_back(self, chunk: ChunkState, now: float) -> ReadDurable | ChunkLost | None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.catalog import placement as placements
+from elastic_rl.dcs.catalog import replica_sets
 from elastic_rl.dcs.catalog import writer as catalog_writer
 from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, merge_acknowledged
 from elastic_rl.dcs.client import DcsClient
@@ -42,7 +42,7 @@ from elastic_rl.errors import (
 )
 from elastic_rl.etcd.client import EtcdClient, KeptLease, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Placement, Version
+from elastic_rl.etcd.records import ReplicaSets, Version
 from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ class Publisher:
         failpoints.reach("publish.replicated")
         acknowledged = merge_acknowledged([written, {local.node.id: local.node.incarnation},
                                            *stored.values()])
-        placement = Placement(parts=[list(nodes) for nodes in stored.values()])
-        pending = PendingCommit(self._writer, staged, digest, manifest.nbytes, placement, acknowledged)
+        sets = ReplicaSets(parts=[list(nodes) for nodes in stored.values()])
+        pending = PendingCommit(self._writer, staged, digest, manifest.nbytes, sets, acknowledged)
         return StoredVersion(pending, manifest, self)
 
     def release_holds(self, stored: StoredVersion, version: Version) -> None:
@@ -266,7 +266,7 @@ class _Replication:
     def _candidates(self, source: str) -> list[str]:
         """Nodes that may be given copies, in this order: after the source in the ring of ids; those that could not be
         reached lately last, so that a publish waits for them only where there is no other."""
-        return sorted(placements.successors(source, self._ids), key=self._client.is_suspect)
+        return sorted(replica_sets.successors(source, self._ids), key=self._client.is_unreachable)
 
 
 def _within(deadline: float) -> Progress:

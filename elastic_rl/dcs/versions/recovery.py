@@ -6,7 +6,7 @@ left in etcd, ``plan`` derives the catalog, and ``recover`` writes it:
 
 1. The epoch is raised above every one under which a version was published, so that no earlier process can write, and
    the catalog is suspended.
-2. Records and placements of all versions that are whole, on nodes or in the durable store.
+2. Records and replica sets of all versions that are whole, on nodes or in the durable store.
 3. The identity of the catalog: the one that the nodes know, with more commits than any of them has seen. Publishing and
    garbage collection work again from here on.
 
@@ -23,8 +23,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic_rl.dcs.catalog import placement as placements
-from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog import reads, replica_sets
 from elastic_rl.dcs.catalog.reads import CatalogContents, Entry
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.connection import HeldVersion, NodeConnection
@@ -35,7 +34,7 @@ from elastic_rl.errors import CatalogMismatch, ConfigError, Conflict, ElasticRLE
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
 from elastic_rl.etcd.transaction import MAX_OPS, batches
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class Recovered:
     """A version that is whole."""
 
     version: Version
-    placement: Placement
+    replica_sets: ReplicaSets
     durable: bool
     revision: int
     """Revision of its record in etcd; 0 where it has none."""
@@ -150,10 +149,10 @@ def plan(sources: Sources, catalog: str = "") -> RecoveryPlan:
         known = found[key]
         missing = [i for i in range(known.parts) if not known.holders.get(i)]
         if known.durable or (known.parts and not missing):
-            placement = Placement(parts=[sorted(known.holders.get(i, ())) for i in range(known.parts)],
-                                  as_of=sources.as_of)
-            version = known.version.replace(state=VersionState.COMMITTED, sources=placements.sources(placement))
-            versions.append(Recovered(version, placement, known.durable, known.entry.revision if known.entry else 0))
+            sets = ReplicaSets(parts=[sorted(known.holders.get(i, ())) for i in range(known.parts)],
+                               as_of=sources.as_of)
+            version = known.version.replace(state=VersionState.COMMITTED, sources=replica_sets.sources(sets))
+            versions.append(Recovered(version, sets, known.durable, known.entry.revision if known.entry else 0))
         else:
             lost.append((known.version, f"{len(missing)} of {known.parts} parts are on no registered node"
                          if known.parts else "no registered node has its manifest"))
@@ -295,5 +294,5 @@ def _ops(keys: Keys, recovered: Recovered) -> list[Op]:
     v = recovered.version
     durable = keys.durable(v.stream, v.number)
     return [Op.put(keys.version(v.stream, v.number), v.encode()),
-            Op.put(keys.placement(v.stream, v.number), recovered.placement.encode()),
+            Op.put(keys.replica_sets(v.stream, v.number), recovered.replica_sets.encode()),
             Op.put(durable, b"{}") if recovered.durable else Op.delete(durable)]

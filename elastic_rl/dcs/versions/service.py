@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from elastic_rl.config import Config, durations
 from elastic_rl.config.groups import TRAINER_GROUPS
-from elastic_rl.dcs.catalog import pins, reads
-from elastic_rl.dcs.catalog import placement as placements
+from elastic_rl.dcs.catalog import pins, reads, replica_sets
 from elastic_rl.dcs.catalog.pins import pin_holders
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
@@ -27,7 +26,7 @@ from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, ElasticRL
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Placement, Version, VersionState
+from elastic_rl.etcd.records import ReplicaSets, Version, VersionState
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes."""
@@ -77,10 +76,10 @@ class VersionService:
 
     def nodes(self, version: Version) -> list[str]:
         """Ids of the nodes that hold parts of a version."""
-        return placements.nodes_of(self._placement(version))
+        return replica_sets.nodes_of(self._replica_sets(version))
 
-    def _placement(self, version: Version) -> Placement:
-        return reads.read_placement(self.etcd, self.keys, version.stream, version.number).placement
+    def _replica_sets(self, version: Version) -> ReplicaSets:
+        return reads.read_replica_sets(self.etcd, self.keys, version.stream, version.number).replica_sets
 
     def resolve(self, name: str) -> Version:
         stream, number = names.parse(name)
@@ -120,8 +119,8 @@ class VersionService:
         that no node holds is reported with node ``-``."""
         version = self.resolve(name)
         manifest = self.manifest(version)
-        digests, placement = manifest.part_digests(), self._placement(version)
-        listed = placements.parts_by_node(placement)
+        digests, sets = manifest.part_digests(), self._replica_sets(version)
+        listed = replica_sets.parts_by_node(sets)
         sizes = {version.manifest: 0, **manifest.chunks}
         wanted = [(n, d) for n, parts in listed.items()
                   for d in (version.manifest, *(d for i in parts for d in digests[i]))]
@@ -131,7 +130,7 @@ class VersionService:
                 found.append(ChunkFinding(node_id, digest, what))
             done += sizes[digest]
             progress(done, total)
-        nowhere = placements.short_of(placement, 1) if placement.parts else range(len(digests))
+        nowhere = replica_sets.short_of(sets, 1) if sets.parts else range(len(digests))
         found += [ChunkFinding("-", d, "missing") for i in nowhere for d in digests[i]]
         return found, done
 

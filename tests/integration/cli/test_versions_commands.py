@@ -200,7 +200,7 @@ def test_recover_rebuilds_a_lost_catalog(command: VersionsCommand) -> None:
     with contextlib.closing(client):
         assert client.connect("node-0").mark().versions, "the node has noted no version"
     command.etcd.delete_prefix(f"{command.keys.root}dcs/streams/")
-    command.etcd.delete_prefix(f"{command.keys.root}dcs/placements/")
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/replica_sets/")
     command.etcd.delete(command.keys.dcs_catalog())
     assert command.json("ls") == []
     assert command.run("show", "policy")[0] == 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_rl.dcs.catalog import leader_writes, placement, reads
+from elastic_rl.dcs.catalog import leader_writes, reads, replica_sets
 from elastic_rl.dcs.catalog.reads import read_identity
 from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, commit_together
 from elastic_rl.dcs.node.registration import Registration
@@ -15,7 +15,7 @@ from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import DcsNode, Placement, VersionState
+from elastic_rl.etcd.records import DcsNode, ReplicaSets, VersionState
 
 HOSTS = 1000
 
@@ -44,7 +44,7 @@ class Job:
 
     def pending(self, writer: StreamWriter, *, acknowledged: dict[str, str] | None = None) -> PendingCommit:
         nodes = acknowledged or {}
-        return PendingCommit(writer, self.begin(writer), "m", 1, Placement(parts=[[n] for n in nodes]), nodes)
+        return PendingCommit(writer, self.begin(writer), "m", 1, ReplicaSets(parts=[[n] for n in nodes]), nodes)
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_version_of_a_thousand_hosts_is_committed(job: Job) -> None:
     """etcd takes 128 operations in a transaction."""
     hosts = {f"host-{i:04d}": job.register(f"host-{i:04d}") for i in range(HOSTS)}
     writers = [job.writer(stream) for stream in ("policy", "trainer_state")]
-    parts = [[n, placement.successors(n, hosts)[0]] for n in hosts]
-    versions = commit_together([PendingCommit(w, job.begin(w), "m", 1, Placement(parts=parts), hosts)
+    parts = [[n, replica_sets.successors(n, hosts)[0]] for n in hosts]
+    versions = commit_together([PendingCommit(w, job.begin(w), "m", 1, ReplicaSets(parts=parts), hosts)
                                 for w in writers])
     assert [v.state for v in versions] == 2 * [VersionState.COMMITTED]
-    assert reads.read_placement(job.etcd, job.keys, "policy", 1).placement.parts == parts
+    assert reads.read_replica_sets(job.etcd, job.keys, "policy", 1).replica_sets.parts == parts
     record = job.etcd.get(job.keys.stream_head("policy"))
     assert record is not None and len(record.value) < 1024, "every engine watches this record"
     job.register("host-0500", start=2)
@@ -134,7 +134,7 @@ def test_node_of_another_catalog_fails_the_commit(job: Job) -> None:
     staged = job.begin(writer)
     nodes = {"a": job.register("a", catalog="other", commits=7)}
     with pytest.raises(CatalogMismatch, match="node a holds versions of catalog other"):
-        commit_together([PendingCommit(writer, staged, "m", 1, Placement(parts=[["a"]]), nodes)])
+        commit_together([PendingCommit(writer, staged, "m", 1, ReplicaSets(parts=[["a"]]), nodes)])
     assert reads.head(job.etcd, job.keys, "policy") is None
 
 
@@ -164,7 +164,7 @@ def test_node_that_noted_other_commits_meanwhile_does_not_fail_the_commit(job: J
     identity, _ = read_identity(job.etcd, job.keys)
     assert identity is not None
     nodes = {"a": job.register("a", catalog=identity.id, commits=identity.commits)}
-    [version] = commit_together([PendingCommit(late, pending.staged, "m", 1, Placement(parts=[["a"]]), nodes)])
+    [version] = commit_together([PendingCommit(late, pending.staged, "m", 1, ReplicaSets(parts=[["a"]]), nodes)])
     assert version.number == 1
 
 

@@ -27,7 +27,7 @@ from elastic_rl.errors import Conflict, Fenced, VersionNotFound
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, KeptLease
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Placement, Version, VersionState
+from elastic_rl.etcd.records import ReplicaSets, Version, VersionState
 
 STREAM = "policy"
 TTL_S = 60
@@ -127,7 +127,7 @@ class CatalogMachine(RuleBasedStateMachine):
             return
         staged, publisher.staged = publisher.staged, None
         number, model = staged.version.number, self.model
-        pending = PendingCommit(publisher.writer, staged, "m", 1, Placement(parts=[["a"]]), {})
+        pending = PendingCommit(publisher.writer, staged, "m", 1, ReplicaSets(parts=[["a"]]), {})
         may = (publisher.epoch == model.epoch and model.states.get(number) is VersionState.STAGING
                and number in model.owned and model.head < number)
         if not may:
@@ -197,7 +197,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert not leader_writes.release(self.etcd, self.keys, entry, []), "a stale entry was accepted"
             again = reads.get_entry(self.etcd, self.keys, STREAM, number)
             assert again and leader_writes.mark_gone(self.etcd, self.keys, again, [])
-            assert reads.read_placement(self.etcd, self.keys, STREAM, number).revision == 0
+            assert reads.read_replica_sets(self.etcd, self.keys, STREAM, number).revision == 0
             self.model.states[number] = VersionState.GONE
 
     @rule()
@@ -229,7 +229,7 @@ class CatalogMachine(RuleBasedStateMachine):
         if entry is not None:
             record: Version | None = reads.get_version(self.etcd, self.keys, STREAM, entry.version.number)
             assert record == entry.version
-            assert reads.read_placement(self.etcd, self.keys, STREAM, record.number).placement.parts == [["a"]]
+            assert reads.read_replica_sets(self.etcd, self.keys, STREAM, record.number).replica_sets.parts == [["a"]]
 
     @invariant()
     def identity_counts_commits(self) -> None:

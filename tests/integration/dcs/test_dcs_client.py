@@ -93,7 +93,7 @@ def test_unreachable_node_is_not_tried_again_at_once(dcs: DcsCluster) -> None:
     for _ in range(3):
         with pytest.raises(NodeUnavailable, match="silent"):
             client.connect("silent")
-    assert silent.connections() == 1 and client.is_suspect("silent")
+    assert silent.connections() == 1 and client.is_unreachable("silent")
     silent.register_again()
     with pytest.raises(NodeUnavailable):
         client.connect("silent")

@@ -27,8 +27,8 @@ def repairer(dcs: DcsCluster, replicas: int = 2) -> Repairer:
     return Repairer(dcs.etcd, dcs.keys, dcs.client(io_timeout_s=20), replicas=replicas)
 
 
-def require_placement(dcs: DcsCluster, number: int) -> list[list[str]]:
-    """The placement of a version, after every node that it lists has shown that it has its parts and the manifest."""
+def require_replica_sets(dcs: DcsCluster, number: int) -> list[list[str]]:
+    """The replica sets of a version, after every node in them has shown that it has its parts and the manifest."""
     version, client = reads.get_version(dcs.etcd, dcs.keys, "policy", number), dcs.client()
     assert version is not None
     placed = dcs.parts(number)
@@ -47,7 +47,7 @@ def test_versions_survive_the_loss_of_both_nodes_one_after_the_other(dcs: DcsClu
     dcs.kill("a")
     lines = repairing.round([])
     assert sorted(lines) == [f"copied policy version {n} to node {'c' if other == 'b' else 'b'}" for n in (1, 2)]
-    assert all(sorted(require_placement(dcs, n)[0]) == ["b", "c"] for n in (1, 2))
+    assert all(sorted(require_replica_sets(dcs, n)[0]) == ["b", "c"] for n in (1, 2))
     assert repairing.round([]) == [], "a version with all its copies was repaired again"
     assert dcs.head() == reads.get_version(dcs.etcd, dcs.keys, "policy", 2), "the head's two records differ"
     assert set(dcs.head().sources) <= {"b", "c"}
@@ -68,13 +68,13 @@ def test_only_the_parts_of_a_lost_node_are_copied(dcs: DcsCluster) -> None:
     assert dcs.stat("d")["chunks"] == 0
     dcs.kill("c")
     assert repairing.round([]) == ["copied parts of policy version 1 to node d"]
-    assert require_placement(dcs, 1) == [["a", "b"], ["b", "d"]]
+    assert require_replica_sets(dcs, 1) == [["a", "b"], ["b", "d"]]
     with dcs.puller("b").pull("policy") as pulled:
         part = pulled.manifest.part_digests()[1]
     assert dcs.stat("d")["chunks"] == len(part) + 1, "more than the lost part and the manifest was copied"
     dcs.kill("b")  # of the first part a has the last copy, of the second one d
     repairing.round([])
-    assert require_placement(dcs, 1) == [["a", "d"], ["d", "a"]]
+    assert require_replica_sets(dcs, 1) == [["a", "d"], ["d", "a"]]
     dcs.require(tensors, version.number, node="d")
 
 
@@ -83,21 +83,21 @@ def test_restarted_node_counts_with_its_disk_and_not_without(dcs: DcsCluster) ->
     dcs.start("b", disk_bytes=64 << 20)
     dcs.publish(1, replicas=2)
     repairing = repairer(dcs)
-    assert require_placement(dcs, 1) == [["a", "b"]]
+    assert require_replica_sets(dcs, 1) == [["a", "b"]]
     dcs.stop("b")  # which saves what it has
     dcs.start("b", disk_bytes=64 << 20)
-    assert repairing.round([]) == [] and require_placement(dcs, 1) == [["a", "b"]]
+    assert repairing.round([]) == [] and require_replica_sets(dcs, 1) == [["a", "b"]]
     dcs.kill("a")
     dcs.start("a")
     assert repairing.round([]) == ["copied policy version 1 to node a"]
-    assert sorted(require_placement(dcs, 1)[0]) == ["a", "b"]
+    assert sorted(require_replica_sets(dcs, 1)[0]) == ["a", "b"]
 
 
 def test_sweep_fetches_the_manifest_that_a_restarted_node_lost(dcs: DcsCluster) -> None:
     dcs.start("a")
     dcs.start("b", disk_bytes=64 << 20)
     dcs.publish(1, replicas=2)
-    [[_, _]] = require_placement(dcs, 1)
+    [[_, _]] = require_replica_sets(dcs, 1)
     manifest, chunks = dcs.head().manifest, dcs.stat("b")["chunks"]
     dcs.stop("b")
     [file] = dcs.folder.rglob(manifest)
@@ -106,7 +106,7 @@ def test_sweep_fetches_the_manifest_that_a_restarted_node_lost(dcs: DcsCluster) 
     assert dcs.client().connect("b").has([manifest]) == [manifest] and dcs.stat("b")["chunks"] == chunks - 1
     dcs.collector(io_timeout_s=20).sweep([])
     assert dcs.stat("b")["chunks"] == chunks, "chunks of a live version were dropped"
-    require_placement(dcs, 1)
+    require_replica_sets(dcs, 1)
 
 
 def test_chunk_that_a_running_node_lost_is_copied_again(dcs: DcsCluster) -> None:
@@ -127,7 +127,7 @@ def test_chunk_that_a_running_node_lost_is_copied_again(dcs: DcsCluster) -> None
     wait_until(lambda: {n.id: n.lost_chunks for n in dcs.registered()} == {"a": 0, "b": 1},
                what="its record")
     assert repairing.round([]) == ["copied policy version 1 to node b"]
-    assert sorted(require_placement(dcs, 1)[0]) == ["a", "b"] and repairing.round([]) == []
+    assert sorted(require_replica_sets(dcs, 1)[0]) == ["a", "b"] and repairing.round([]) == []
 
 
 def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> None:
@@ -143,7 +143,7 @@ def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> Non
     wait_until(lambda: dcs.parts(1) == [["a", "c"]], what="the repair")
     thread.close()
     assert not thread.is_alive()
-    require_placement(dcs, 1)
+    require_replica_sets(dcs, 1)
 
 
 def test_repair_thread_survives_an_unexpected_error(dcs: DcsCluster) -> None:

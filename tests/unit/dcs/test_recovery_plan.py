@@ -40,7 +40,7 @@ def sources(nodes: Mapping[str, NodeInventory] = {}, *, etcd: Sequence[Version] 
 
 def test_plan_takes_versions_whose_parts_are_on_some_node() -> None:
     planned = plan(sources({"a": node((1, [0, 1]), (2, [0]), (3, [0])), "b": node((2, [1]), (3, []))}))
-    assert [(r.version.number, r.placement.parts) for r in planned.versions] == [
+    assert [(r.version.number, r.replica_sets.parts) for r in planned.versions] == [
         (1, [["a"], ["a"]]), (2, [["a"], ["b"]])]
     assert [(v.number, why) for v, why in planned.lost] == [(3, "1 of 2 parts are on no registered node")]
     assert planned.catalog == "x" and planned.commits == 10
@@ -49,7 +49,7 @@ def test_plan_takes_versions_whose_parts_are_on_some_node() -> None:
 
 def test_plan_takes_versions_of_the_durable_store() -> None:
     planned = plan(sources({"a": node((4, [0]), (5, [0]))}, marks=[3, 4]))
-    assert [(r.version.number, r.durable, r.placement.parts) for r in planned.versions] == [
+    assert [(r.version.number, r.durable, r.replica_sets.parts) for r in planned.versions] == [
         (3, True, [[], []]), (4, True, [["a"], []])]
     assert [v.number for v, _ in planned.lost] == [5]
     only = plan(sources(marks=[7]))
@@ -86,7 +86,7 @@ def test_several_catalogs_must_be_chosen_from() -> None:
     with pytest.raises(ConfigError, match="2 catalogs: x .nodes a., y .nodes b."):
         plan(sources(nodes))
     chosen = plan(sources(nodes), "y")
-    assert chosen.catalog == "y" and [r.placement.parts for r in chosen.versions] == [[["b"], ["b"]]]
+    assert chosen.catalog == "y" and [r.replica_sets.parts for r in chosen.versions] == [[["b"], ["b"]]]
     with pytest.raises(ConfigError, match="no registered node belongs to catalog z"):
         plan(sources(nodes), "z")
 
@@ -130,4 +130,4 @@ def test_recovered_catalog_loses_no_whole_version_and_reuses_no_number(
         assert planned.heads["policy"].number == max(whole)
     for r in planned.versions:
         assert all(part in given_nodes[n][0][r.version.number]
-                   for part, holders in enumerate(r.placement.parts) for n in holders)
+                   for part, holders in enumerate(r.replica_sets.parts) for n in holders)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.driver.routing import Routes, Suspects, WorkerChanges, compare
+from elastic_rl.driver.routing import Routes, Unconfirmed, WorkerChanges, compare
 from elastic_rl.etcd.records import Engine, EngineState
 
 urls = st.frozensets(st.sampled_from([f"http://e{i}" for i in range(5)]))
@@ -28,53 +28,53 @@ def test_only_ready_engines_of_this_epoch_are_routable():
 
 def test_engine_that_is_missing_twice_is_added():
     ready = routes(engine("a", EngineState.READY))
-    first, suspects = compare(ready, set(), Suspects())
-    second, suspects = compare(ready, set(), suspects)
+    first, unconfirmed = compare(ready, set(), Unconfirmed())
+    second, unconfirmed = compare(ready, set(), unconfirmed)
     assert first == NOTHING and second == WorkerChanges(add=frozenset({"http://a"}))
-    assert compare(ready, {"http://a"}, suspects) == (NOTHING, Suspects())
+    assert compare(ready, {"http://a"}, unconfirmed) == (NOTHING, Unconfirmed())
 
 
 def test_engine_that_routes_itself_at_this_moment_is_left_alone():
     """It is in the router before its record says READY, and its record says DRAINING before it leaves the router."""
-    suspects = Suspects()
+    unconfirmed = Unconfirmed()
     for state in (EngineState.SYNCING, EngineState.READY, EngineState.DRAINING):
-        changes, suspects = compare(routes(engine("a", state)), {"http://a"}, suspects)
+        changes, unconfirmed = compare(routes(engine("a", state)), {"http://a"}, unconfirmed)
         assert changes == NOTHING
     # The runner has removed itself, and its record was deleted in the meantime.
-    changes, suspects = compare(routes(), {"http://a"}, suspects)
+    changes, unconfirmed = compare(routes(), {"http://a"}, unconfirmed)
     assert changes == NOTHING
-    assert compare(routes(), set(), suspects) == (NOTHING, Suspects())
+    assert compare(routes(), set(), unconfirmed) == (NOTHING, Unconfirmed())
 
 
 def test_worker_that_no_engine_owns_twice_is_removed():
-    first, suspects = compare(routes(), {"http://a"}, Suspects())
-    second, _ = compare(routes(engine("a", EngineState.DEAD)), {"http://a"}, suspects)
+    first, unconfirmed = compare(routes(), {"http://a"}, Unconfirmed())
+    second, _ = compare(routes(engine("a", EngineState.DEAD)), {"http://a"}, unconfirmed)
     assert first == NOTHING and second == WorkerChanges(remove=frozenset({"http://a"}))
 
 
 def test_new_router_gets_all_ready_engines_at_once():
     ready = routes(engine("a", EngineState.READY), engine("b", EngineState.READY), engine("c", EngineState.DRAINING))
-    changes, _ = compare(ready, set(), Suspects(), is_new=True)
+    changes, _ = compare(ready, set(), Unconfirmed(), is_new=True)
     assert changes == WorkerChanges(add=frozenset({"http://a", "http://b"}))
 
 
 @given(urls, urls, urls)
 def test_two_comparisons_make_the_list_right_and_the_third_changes_nothing(routable, others, listed):
     found = Routes(routable, routable | others)
-    suspects = Suspects()
+    unconfirmed = Unconfirmed()
     for _ in range(2):
-        changes, suspects = compare(found, listed, suspects)
+        changes, unconfirmed = compare(found, listed, unconfirmed)
         assert changes.add <= found.routable and not changes.remove & found.owned
         listed = (listed | changes.add) - changes.remove
     assert found.routable <= listed <= found.owned
-    assert compare(found, listed, suspects)[0] == NOTHING
+    assert compare(found, listed, unconfirmed)[0] == NOTHING
 
 
 @given(st.lists(st.tuples(urls, urls), max_size=8))
 def test_nothing_is_changed_that_one_comparison_alone_has_shown(readings):
-    suspects, before = Suspects(), None
+    unconfirmed, before = Unconfirmed(), None
     for routable, listed in readings:
-        changes, suspects = compare(Routes(routable, routable), listed, suspects)
+        changes, unconfirmed = compare(Routes(routable, routable), listed, unconfirmed)
         if before is None:
             assert changes == NOTHING
         else:
