@@ -7,8 +7,10 @@ product. With ``--all`` every first failure fails the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +48,7 @@ SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "3"), "--dist", 
                 "tests/gpu"]
 ALL_SEEDS = "3000"
 MAX_UNSTABLE = 3
+_LOOK_S, _END_S = 5.0, 60.0
 RECORDS = ROOT / ".pytest_cache" / "suite"
 """What the plug-ins have written of the last run."""
 
@@ -58,6 +61,8 @@ class Suite:
     cwd: Path
     records: Path
     forgiving: bool = True
+    stalled_s: float = 2400.0
+    """Without the end of any test for so long, nothing more is expected; more than any one test may take."""
     failed: list[str] = field(default_factory=list)
     """Checks that failed, and groups of tests that did not run to their end."""
     found: dict[str, outcomes.Outcome] = field(default_factory=dict)
@@ -135,11 +140,28 @@ class Suite:
         process = subprocess.Popen(command, cwd=self.cwd, env=os.environ | {"PYTHONPATH": path}, stdout=stdout,
                                    stderr=stdout)
         try:
-            code = process.wait()
+            code = self._end_of(process, record)
         except KeyboardInterrupt:  # which pytest has had too
             process.wait()
             raise
         return code, outcomes.read(record)
+
+    def _end_of(self, process: subprocess.Popen[bytes], record: Path) -> int:
+        """The exit status of pytest. It is ended when no test has ended for ``stalled_s``: xdist waits for ever when a
+        worker crashes with one test of its file left."""
+        since, size = time.monotonic(), -1
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(_LOOK_S, self.stalled_s))
+            if (now := record.stat().st_size if record.exists() else 0) != size:
+                since, size = time.monotonic(), now
+            elif time.monotonic() - since >= self.stalled_s:
+                say(f"no test has ended for {self.stalled_s:.0f} s: pytest is ended")
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                process.kill()  # of the workers, those that are left end when their connection does
+                return process.wait()
 
 
 class FullTests:

@@ -59,19 +59,28 @@ def test_passes(): pass
 """
 
 
+WAITS = """
+import time
+
+def test_passes(): pass
+
+def test_waits(): time.sleep(10000)
+"""
+
+
 @pytest.fixture(autouse=True)
 def only_the_plugins_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts of pytest are most of what these tests cost, and imports of others' plug-ins are most of such a start."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def run(folder: Path, files: dict[str, str], *args: str, forgiving: bool = True) -> int:
+def run(folder: Path, files: dict[str, str], *args: str, forgiving: bool = True, stalled_s: float = 2400.0) -> int:
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (folder / name).write_text(text)
     records = folder / "records"
     records.mkdir()
-    suite = run_tests.Suite(folder, records, forgiving=forgiving)
+    suite = run_tests.Suite(folder, records, forgiving=forgiving, stalled_s=stalled_s)
     suite.run("made-up tests", [*args, "."])
     suite.run_failed_again()
     return suite.close()
@@ -122,6 +131,12 @@ def test_test_whose_worker_crashes_is_run_again_alone(tmp_path: Path, capfd: pyt
 
 def test_run_that_ends_before_all_tests_have_run_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, {"test_ends.py": "import os\ndef test_ends(): os._exit(0)\n"}) == 1
+
+
+def test_run_in_which_no_test_ends_any_more_is_ended_and_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]
+                                                               ) -> None:
+    assert run(tmp_path, {"test_waits.py": WAITS}, stalled_s=2.0) == 1
+    assert "no test has ended for 2 s" in capfd.readouterr().out
 
 
 def test_tests_of_the_full_tier_are_listed_with_the_reason_and_the_proof_by_default(
