@@ -134,10 +134,12 @@ def _set(found: dict[str, Any], override: str) -> None:
                           hint="put text that YAML takes for something else in quotes") from e
     *path, leaf = key.split(".")
     for part in path:
-        inner = found.setdefault(part, {})
+        inner = found.get(part, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"--{key}: {part!r} is a value, not a section")
-        found = inner
+        # A copy: sections that an anchor of YAML has made equal are one object, and only this one is changed.
+        found[part] = dict(inner)
+        found = found[part]
     found[leaf] = value
 
 

@@ -25,6 +25,13 @@ def test_override_wins_in_every_form(written: list[str], read: int, tmp_path: Pa
     assert config.load(file, written).train.steps == read
 
 
+def test_override_changes_one_of_two_sections_that_an_anchor_made_equal(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("pools: {a: &judge {model: /judge}, b: *judge}\n")
+    pools = config.load(file, ["pools.a.model=/other"]).pools
+    assert (pools["a"].model, pools["b"].model) == ("/other", "/judge")
+
+
 def test_command_line_accepts_settings_apart_from_their_values() -> None:
     assert overrides(["--train.steps", "7", "--job=a"]) == ["--train.steps=7", "--job=a"]
     assert config.load(None, overrides(["--coordinator.ports", "[1, 2]"])).coordinator.ports == [1, 2]
