@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import idempotency
 from elastic_rl.coordinator.failure.statistics import EventCursor
-from elastic_rl.coordinator.step_metrics import steps_to_delete
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
@@ -56,3 +55,21 @@ class Retention:
         steps = [int(name) for name in names if name.isdecimal()]
         for batch in batches([Op.delete(self._keys.step_metrics(n)) for n in steps_to_delete(steps, limit)]):
             self._guarded([], batch)
+
+
+def steps_to_delete(steps: Sequence[int], limit: int) -> list[int]:
+    """Steps whose points are to be deleted so that at most ``limit`` remain. ``steps``: those with a point, ascending.
+
+    The newest half of ``limit`` and the first point remain. Of the older ones the multiples of a power of two remain,
+    the smallest that suffices: a later call keeps a subset of what an earlier one kept, and the old points are evenly
+    spaced however often it is called. Raises ValueError for a limit below 2.
+    """
+    if limit < 2:
+        raise ValueError(f"limit must be at least 2, not {limit}")
+    if len(steps) <= limit:
+        return []
+    newest = limit // 2
+    old, room, stride = steps[1:-newest], limit - newest - 1, 2
+    while sum(step % stride == 0 for step in old) > room:
+        stride *= 2
+    return [step for step in old if step % stride]

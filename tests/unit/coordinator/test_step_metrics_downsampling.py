@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.coordinator.step_metrics import steps_to_delete
+from elastic_rl.coordinator.retention import steps_to_delete
 
 LIMIT = 40
 
