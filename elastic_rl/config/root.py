@@ -115,7 +115,8 @@ class Config(Section):
         return min(16, max(1, (self.train.prompts_per_part or self.train.prompts_per_step) // 4))
 
     def pool_settings(self, model_dir: str) -> dict[str, PoolSettings]:
-        """What the engines of each pool of the job are, by the pool's name. ``model_dir``: of the policy's model."""
+        """What the engines of each pool of the job are, by the pool's name. ``model_dir``: the folder of the
+        policy's model."""
         if not self.uses_engines:
             return {}
         # A colocated engine gets a version when it has no weights: there is nothing that could serve meanwhile, and a

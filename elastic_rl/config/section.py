@@ -49,7 +49,7 @@ def changed(section: _Section, changes: Mapping[str, Any]) -> _Section:
 
 
 def faults_of_changes(section: Section, changes: Mapping[str, Any], key: str) -> Iterator[str]:
-    """What is wrong with changes of a section. ``key``: of the setting that holds them."""
+    """What is wrong with changes of a section. ``key``: the setting that holds them."""
     try:
         changed(section, changes)
     except ValidationError as e:
@@ -63,6 +63,6 @@ def faults_of_changes(section: Section, changes: Mapping[str, Any], key: str) ->
 
 def suggestion(unknown: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The end of an error that names an unknown key: which of the known ones may be meant, if any is like it
-    (``cutoff``: of 1)."""
+    (``cutoff``: a share of 1)."""
     near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""

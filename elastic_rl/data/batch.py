@@ -62,7 +62,7 @@ class Batch:
         self._require_valid()
 
     def _require_schema(self, sizes: dict[str, int]) -> None:
-        """``sizes``: of dimensions, as far as they are known."""
+        """``sizes``: the sizes of dimensions, as far as they are known."""
         for name, tensor in self.tensors.items():
             spec = SCHEMA.get(name)
             if spec is None:

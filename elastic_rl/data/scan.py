@@ -26,7 +26,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Rules:
-    """What is left out. ``max_tokens``: of a prompt, or None for any."""
+    """What is left out. ``max_tokens``: the most tokens of a prompt; None: any number."""
 
     max_tokens: int | None
     drop_duplicates: bool
@@ -63,9 +63,9 @@ def scan(texts: Iterator[str], is_train: Callable[[int], bool], lengths: Callabl
          held_out: np.ndarray, rules: Rules, where: Callable[[int], str]) -> tuple[np.ndarray, Dropped]:
     """Rows that are trained on, int64, ascending, and what is left out of the others.
 
-    ``texts``: of the prompts of all rows, in order; ``lengths``: tokens of texts; ``held_out``: sorted hashes of the
-    texts that are evaluated. Memory: 16 bytes a row, and 32 more for duplicates. Raises ConfigError, which names the
-    row, for a training prompt that is evaluated too, if the rules refuse that.
+    ``texts``: the texts of the prompts of all rows, in order; ``lengths``: tokens of texts; ``held_out``: sorted hashes
+    of the texts that are evaluated. Memory: 16 bytes a row, and 32 more for duplicates. Raises ConfigError, which names
+    the row, for a training prompt that is evaluated too, if the rules refuse that.
     """
     kept: list[np.ndarray] = []
     seen: list[np.ndarray] = []

@@ -55,7 +55,7 @@ def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str,
                         identity: CatalogIdentity) -> tuple[list[Compare], int]:
     """Checks that each node is registered and still the process that acknowledged chunks, and returns the conditions
     under which that holds later too, and the revision of the check. ``acknowledged``: node id → incarnation;
-    ``identity``: of the catalog written to, as the caller last read it.
+    ``identity``: the identity of the catalog written to, as the caller last read it.
 
     The conditions are a single comparison (no node has registered since the check), so their number does not grow with
     that of the nodes. They do not notice a node whose record goes away after the check; that is the failure of one

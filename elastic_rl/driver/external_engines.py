@@ -48,8 +48,8 @@ class ExternalEngines:
         self._served: dict[str, _Served] = {}
 
     def reconcile(self, restarts: Mapping[str, RestartRequest], records: Mapping[str, Engine]) -> int:
-        """One pass; returns how many are ready. ``restarts``: open restart requests, by target. ``records``: of the
-        pool's engines. Raises Fenced and EtcdUnavailable."""
+        """One pass; returns how many are ready. ``restarts``: open restart requests, by target. ``records``: the
+        records of the pool's engines. Raises Fenced and EtcdUnavailable."""
         for engine_id, served in self._served.items():
             served.placed.enforce()
             if (request := restarts.get(engine_target(engine_id))) is not None and served.request is None:

@@ -46,7 +46,7 @@ class RouterSupervisor:
 
     def __init__(self, process: RouterProcess, *, epoch: int, interval_s: float = _INTERVAL_S,
                  start_timeout_s: float = _START_TIMEOUT_S, frozen_s: float = _FROZEN_S, key: str = "") -> None:
-        """``epoch``: of the engines that may be routed. ``key``: of the router and its engines."""
+        """``epoch``: the epoch of the engines that may be routed. ``key``: the key of the router and its engines."""
         self._process, self._epoch = process, epoch
         self._client = RouterClient(process.url, key=key, timeout_s=min(5.0, frozen_s))
         self._interval_s, self._start_timeout_s, self._frozen_s = interval_s, start_timeout_s, frozen_s

@@ -29,7 +29,8 @@ _STOP_TIMEOUT_S = 5.0
 
 def free_gpus(gpus: Sequence[str], taken: Collection[str], count: int) -> str:
     """The first ``count`` GPUs in a row that no engine has, as ``CUDA_VISIBLE_DEVICES`` has them; "" for none.
-    ``taken``: of the engines, each in that form. Rows begin at multiples of ``count``, so that none is cut."""
+    ``taken``: the GPUs of each engine, in that form. Rows begin at multiples of ``count``, so that none is
+    cut."""
     used = {gpu for row in taken for gpu in row.split(",")}
     rows = (gpus[i:i + count] for i in range(0, len(gpus) - count + 1, count))
     return next((",".join(row) for row in rows if not used & set(row)), "")

@@ -72,8 +72,8 @@ class TrainerGroup:
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path, body: type = TrainerHost,
                  shared: SharedGpus | None = None) -> None:
-        """``ctx``: of the group's processes, and saved in ``context_file``. ``body``: class of the Ray actor.
-        ``shared``: the GPUs that it shares with engines."""
+        """``ctx``: the context of the group's processes, saved in ``context_file``. ``body``: class of the Ray
+        actor. ``shared``: the GPUs that it shares with engines."""
         self._shared = shared
         self.ctx, self.etcd, self.context_file, self._body = ctx, etcd, context_file, body
         self.name = ctx.group.name

@@ -54,9 +54,9 @@ class Sampling:
                 **({"sampling_seed": self.seed} if self.seed is not None else {})}
 
     def of_rest(self, number: int) -> Sampling:
-        """How a sample goes on that was given back unfinished. ``number``: of the sample in its group. Each is asked
-        for alone then, so that the engine would derive the same seed for all that have the same tokens so far, such as
-        none: the number is in the seed instead."""
+        """How a sample goes on that was given back unfinished. ``number``: the number of the sample in its group. Each
+        is asked for alone then, so that the engine would derive the same seed for all that have the same tokens so far,
+        such as none: the number is in the seed instead."""
         if self.seed is None or not number:
             return self
         raw = hashlib.blake2b(array("q", [self.seed, number]).tobytes(), digest_size=8).digest()
@@ -89,10 +89,11 @@ _Pending = tuple[Sequence[int], int, "asyncio.Future[list[Sample]]"]
 class GenerateClient:
     """Client of one router. Use it from one event loop.
 
-    ``timeout_s``: of one attempt; ``retries``: attempts, each of which may reach another engine (besides the router's
-    own retries). ``batch``: sequences per request, fewer of long responses (``sequences_of_request``). ``vocabulary``:
-    number of the model's tokens. An id beyond them is never sent: it ends the engine that gets it, and then each one
-    that the request is sent to again. ``key``: of the router (``engine_key``).
+    ``timeout_s``: the limit in seconds of one attempt; ``retries``: attempts, each of which may reach another engine
+    (besides the router's own retries). ``batch``: sequences per request, fewer of long responses
+    (``sequences_of_request``). ``vocabulary``: number of the model's tokens. An id beyond them is never sent: it ends
+    the engine that gets it, and then each one that the request is sent to again. ``key``: the key of the router
+    (``engine_key``).
     """
 
     def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH,

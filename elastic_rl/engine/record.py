@@ -19,7 +19,7 @@ class EngineRecord:
     """Reads, writes and deletes the record under the epoch, and refuses to once another runner has written it."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, engine_id: str, incarnation: str) -> None:
-        """``incarnation``: of the runner; in the records that are its own."""
+        """``incarnation``: the runner's; the records with it are its own."""
         self._etcd, self._keys, self._epoch = etcd, ctx.keys, ctx.epoch
         self._id, self._incarnation = engine_id, incarnation
         self._key = ctx.keys.engine(engine_id)

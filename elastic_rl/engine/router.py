@@ -48,7 +48,7 @@ class RouterProcess:
     def __init__(self, *, host: str, log: Path, request_timeout_s: float, start_timeout_s: float = 30.0,
                  sticky: bool = False, key_file: Path | None = None) -> None:
         """``request_timeout_s``: that of its clients. ``sticky``: requests of one routing key go to one engine
-        (``GenerateClient.generate``). ``key_file``: of the key that it asks for (``engine_key``)."""
+        (``GenerateClient.generate``). ``key_file``: the file of the key that it asks for (``engine_key``)."""
         self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
         self._host, self._log, self._key_file = host, log, key_file
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
@@ -105,7 +105,7 @@ class RouterClient:
     this host listens at its address, or, tried a few times, it does not answer. Every call may be repeated."""
 
     def __init__(self, url: str, *, key: str = "", timeout_s: float = 5.0) -> None:
-        """``key``: of the router and its workers. ``timeout_s``: of one try."""
+        """``key``: the key of the router and its workers. ``timeout_s``: the limit in seconds of one attempt."""
         self._url, self._key, self._timeout_s = url.rstrip("/"), key, timeout_s
 
     def add(self, worker_url: str, timeout_s: float) -> None:

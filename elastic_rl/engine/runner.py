@@ -63,8 +63,8 @@ _FAILURES_TO_REPORT = 5
 class EngineRunner:
     """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Independent of Ray.
 
-    ``external_url``: URL of a server that someone else runs; the runner uses it and never starts or ends it.
-    ``gpus``: of the server, as ``CUDA_VISIBLE_DEVICES`` has them; empty: those of this process.
+    ``external_url``: URL of a server that someone else runs; the runner uses it and never starts or ends it. ``gpus``:
+    the GPUs of the server, as ``CUDA_VISIBLE_DEVICES`` has them; empty: those of this process.
     """
 
     def __init__(self, ctx: RunContext, engine_id: str, pool: str = ROLLOUT_POOL, *, external_url: str = "",

@@ -22,7 +22,8 @@ class OwnThreads:
     """Used from one event loop."""
 
     def __init__(self, what: str, threads: int, timeout_s: float) -> None:
-        """``what``: runs in them, for texts. ``timeout_s``: of a call, from when it has a thread."""
+        """``what``: runs in them, for texts. ``timeout_s``: the limit in seconds of a call, from when it has a
+        thread."""
         self._what, self._threads, self._timeout_s = what, threads, timeout_s
         self._calls = AbandonableCalls("own", threads)
 

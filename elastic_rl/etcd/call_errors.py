@@ -110,7 +110,7 @@ def untrusted(details: str) -> EtcdDenied:
 
 
 def no_answer_hint(details: str, *, tls: bool) -> str:
-    """What a person can do about members that do not answer. ``details``: of the last failed attempt."""
+    """What a person can do about members that do not answer. ``details``: the details of the last failed attempt."""
     if "failed to connect" in details.lower() and "socket closed" in details.lower():
         ours, theirs = (("we speak TLS (etcd.tls_ca is set)", "may not") if tls
                         else ("we speak no TLS", "may require it"))

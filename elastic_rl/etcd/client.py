@@ -138,7 +138,8 @@ class EtcdClient:
 
     def pages(self, prefix: str, *, after: str = "", before: str = "", limit: int = 0) -> Iterator[Page]:
         """Keys under a prefix in key order, between the keys ``after`` and ``before``, all as of one revision, in pages
-        of about 1 MiB. At least one page, which may be empty. ``limit``: of keys on all pages together; 0: none.
+        of about 1 MiB. At least one page, which may be empty. ``limit``: the most keys on all pages together; 0:
+        none.
 
         Raises Compacted between pages when that revision was compacted meanwhile: start over.
         """

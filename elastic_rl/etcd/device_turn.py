@@ -56,7 +56,7 @@ class Turn(Record):
 
 
 class DeviceHolder(Record):
-    """The trainer group that may have device memory, by its formation; ``epoch``: of the run."""
+    """The trainer group that may have device memory, by its formation; ``epoch``: the epoch of the run."""
 
     group: str
     epoch: int

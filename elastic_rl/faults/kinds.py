@@ -49,7 +49,8 @@ class EngineKilled(_Killed):
 
     def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL, state: EngineState = EngineState.READY
                  ) -> None:
-        """``state``: of the engine in the moment in which it is killed, such as *released* of a colocated one."""
+        """``state``: the state of the engine when it is killed, such as *released* of a colocated
+        one."""
         super().__init__(context)
         self.pool, self.state, self.victim = pool, state, ""
         self.desired = context.cfg.pool_settings("")[pool].engines
@@ -175,8 +176,8 @@ class TrainerRankKilled(_Killed):
     """The death of the last rank of a trainer group."""
 
     def __init__(self, context: FaultContext, group: GroupSpec = ACTOR, turn: Side | None = None) -> None:
-        """``turn``: of a group that shares devices with engines, whose turn it is when the rank is killed; None: it
-        does not matter."""
+        """``turn``: for a group that shares devices with engines, the side whose turn it is when the rank is killed;
+        None: it does not matter."""
         super().__init__(context)
         self.group, self.turn = group.name, turn
         # One that does not train has nothing to go back to: the run need not miss it before it is back.

@@ -194,7 +194,8 @@ def _etcd_cluster(cfg: Config) -> Iterable[Finding]:
 
 
 def etcd_history(found: MemberMetrics | None, history_s: float) -> Finding:
-    """Whether old revisions are ever discarded. ``found``: of one member, None where it has no metrics page."""
+    """Whether old revisions are ever discarded. ``found``: the metric of one member, None where it has no metrics
+    page."""
     if found is None or not found.current_revision:
         return Finding("etcd history", Verdict.OK, "cannot be read" + (
             f"; a coordinator compacts what is older than {history_s:g} s" if history_s else ""))

@@ -98,8 +98,8 @@ def imported(name: str) -> Any:
 def guard_family(descriptor: int) -> None:
     """Goes on in a grandchild of this process. Once that has ended, however it ends, or this process has, their guard
     between them ends all that the grandchild has started, in whatever sessions, so that nothing of a user's function
-    outlives it; then this process ends as the grandchild did. ``descriptor``: of the connection, which is closed to its
-    other side last. Call it before there is another thread."""
+    outlives it; then this process ends as the grandchild did. ``descriptor``: the descriptor of the connection, which
+    is closed to its other side last. Call it before there is another thread."""
     others = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     this = os.getpid()
     if guard := os.fork():

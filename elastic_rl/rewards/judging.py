@@ -244,8 +244,8 @@ def verdict(options: JudgeOptions, text: str) -> float | None:
 
 
 def judgements(request: JudgeRequest, asked: Sequence[Question], answers: Sequence[Sequence[str]]) -> list[Judgement]:
-    """What each response is worth: the mean of the verdicts of its questions. ``answers``: of the judge, for each
-    question one or more; none for a question that could not be asked.
+    """What each response is worth: the mean of the verdicts of its questions. ``answers``: the answers of the judge,
+    for each question one or more; none for a question that could not be asked.
 
     A missing verdict counts 0, for both responses of a pair: else one that derails the judge wherever it would lose
     would get the full reward. Which of the two did it is unknown, but it does so in all its comparisons, and each of

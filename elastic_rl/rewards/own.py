@@ -45,7 +45,7 @@ class OwnFilter:
     """A filter that an entry of ``rollout.filters`` names as ``package.module:name``."""
 
     def __init__(self, name: str, entry: str | Mapping[str, Any], timeout_s: float) -> None:
-        """``timeout_s``: of one call. Raises ConfigError."""
+        """``timeout_s``: the limit in seconds of one call. Raises ConfigError."""
         self._process = PluginProcess(f"the filter {plain(name, 200)}", f"{__name__}:serve_filter", entry)
         self._timeout_s = timeout_s
         self._process.start_first()
@@ -64,8 +64,8 @@ class OwnFilter:
 
 
 def named_filter(entry: str | Mapping[str, Any], timeout_s: float) -> tuple[str, Filter]:
-    """Name and filter of an entry of ``rollout.filters``, which the caller closes (``close_filter``). ``timeout_s``: of
-    one call of one of the user's own. Raises ConfigError."""
+    """Name and filter of an entry of ``rollout.filters``, which the caller closes (``close_filter``). ``timeout_s``:
+    the limit in seconds of one call of one of the user's own. Raises ConfigError."""
     name = entry if isinstance(entry, str) else str(entry["name"])
     return (name, OwnFilter(name, entry, timeout_s)) if ":" in name else make_filter(entry)
 

@@ -76,8 +76,8 @@ class Sandbox:
 
     def __init__(self, *, program: str = "", python: str = "", limits: Limits | None = None) -> None:
         """``program``: bubblewrap's path; else it is looked for. ``python``: the interpreter of the programs; else this
-        one where the sandbox can see it, else the system's. ``limits``: of the runs to come. Raises ConfigError where
-        no program can be run within them."""
+        one where the sandbox can see it, else the system's. ``limits``: those of the runs to come. Raises
+        ConfigError where no program can be run within them."""
         self._program = program or find_bubblewrap()
         if not self._program:
             raise ConfigError("a sandbox needs bubblewrap (bwrap), which is not on PATH",

@@ -36,8 +36,8 @@ class GenRmRole(EngineRole):
         self._answers = _Answers(_CACHED_CHARACTERS)
 
     async def judge(self, request: JudgeRequest, term: int) -> list[Judgement]:
-        """What each response is worth. ``term``: of the actor. Raises EngineFailed while no engine answers, Fenced when
-        the term is over, and PluginFailed for a judge that cannot be asked."""
+        """What each response is worth. ``term``: the term of the actor. Raises EngineFailed while no engine answers,
+        Fenced when the term is over, and PluginFailed for a judge that cannot be asked."""
         return await self.requests.run(term, self._judged(request))
 
     async def _judged(self, request: JudgeRequest) -> list[Judgement]:

@@ -65,8 +65,8 @@ class RoleClients:
 
     def __init__(self, handles: Mapping[str, DeploymentHandle], cfg: Config, has_replica: Callable[[str], bool],
                  term: Callable[[], int]) -> None:
-        """``handles``: of the roles that the job has. ``has_replica``: whether a replica of a role is registered;
-        raises EtcdUnavailable. ``term``: of the actor that calls."""
+        """``handles``: the handles of the roles that the job has. ``has_replica``: whether a replica of a role is
+        registered; raises EtcdUnavailable. ``term``: the term of the actor that calls."""
         self._handles, self._has_replica, self._term = handles, has_replica, term
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
 

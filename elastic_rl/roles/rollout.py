@@ -64,8 +64,8 @@ class RolloutRole(EngineRole):
 
     async def generate(self, request: GenerationRequest, term: int) -> list[Generated]:
         """The samples of each prompt, in the prompts' order, or why there are none: the user's function failed, or no
-        engine answered. ``term``: of the actor. Raises EngineFailed when none did for any of them, and Fenced when the
-        term is over."""
+        engine answered. ``term``: the term of the actor. Raises EngineFailed when none did for any of them, and Fenced
+        when the term is over."""
         return await self.requests.run(term, self._generated(request))
 
     async def _generated(self, request: GenerationRequest) -> list[Generated]:

@@ -39,8 +39,8 @@ class TeacherRole(EngineRole):
 
     async def score(self, requests: Sequence[ScoreRequest], top: int, term: int) -> list[TokenScores | None]:
         """What the teacher makes of each sequence; None of one that its engines refuse, or that has other tokens than
-        the teacher's. ``term``: of the actor. Raises EngineFailed while no engine answers, and Fenced when the term is
-        over."""
+        the teacher's. ``term``: the term of the actor. Raises EngineFailed while no engine answers, and Fenced when the
+        term is over."""
         return await self.requests.run(term, self._scored(requests, top))
 
     async def _scored(self, requests: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:

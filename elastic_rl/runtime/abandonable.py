@@ -44,7 +44,7 @@ class AbandonableCalls:
     """Runs calls that may never return in at most so many threads. Thread-safe."""
 
     def __init__(self, name: str, threads: int) -> None:
-        """``name``: of the threads."""
+        """``name``: the name of the threads."""
         self._name, self._threads = name, threads
         self._lock = threading.Lock()
         self._running: set[AbandonableCall[Any]] = set()

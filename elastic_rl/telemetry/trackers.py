@@ -206,7 +206,7 @@ class Trackers:
     @classmethod
     def from_names(cls, names: Sequence[str], folder: Path, job: str, failed: Callable[[str, str], None], *,
                    wandb_mode: Literal["offline", "online"] = "offline") -> Trackers:
-        """``names``: of tensorboard and wandb. Each writes into a folder of its name in ``folder``."""
+        """``names``: some of tensorboard and wandb. Each writes into a folder of its name in ``folder``."""
         makers: dict[str, Callable[[], Tracker]] = {
             "tensorboard": lambda: TensorBoard(folder / "tensorboard"), "wandb": lambda: WandB(folder, job, wandb_mode)}
         return cls({name: makers[name] for name in names}, failed)

@@ -49,8 +49,8 @@ class LossTokens:
                    ((flat // width).to(par.device), (flat % width).to(par.device)), own.to(par.device), par)
 
     def logits(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[m, padded_vocab / TP] fp32: this rank's columns for each token, as a sampler of this temperature has them;
-        a copy. ``logits``: of all that went through the model, [R, P / CP, padded_vocab / TP]."""
+        """[m, padded_vocab / TP] fp32: this rank's columns for each token, as a sampler of this temperature has them; a
+        copy. ``logits``: the logits of all that went through the model, [R, P / CP, padded_vocab / TP]."""
         picked = logits[self.where].float()
         return picked / temperature if temperature != 1.0 else picked
 

@@ -39,7 +39,7 @@ class GroupWorker(ABC):
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
                  board: Board, share_urls: list[str]) -> None:
-        """``share_urls``: of the ranks that take the shares of a batch, by data-parallel rank."""
+        """``share_urls``: the URLs of the ranks that take the shares of a batch, by data-parallel rank."""
         self.ctx, self.cfg, self.par, self.member, self.board = ctx, ctx.config, par, member, board
         self._etcd, self._share_urls = etcd, share_urls
         self._ready = False

@@ -24,7 +24,7 @@ _NAME = re.compile(rf"NVIDIA ({'|'.join(PEAK_TFLOPS)})(?=[ -]|$)(?!.* MIG )")
 
 def peak_tflops(cfg: DeviceConfig, device_name: str, dtype: torch.dtype) -> float | None:
     """Dense TFLOP/s of one device at its best: the setting, else that of a known GPU that computes in bf16; None where
-    neither is known. ``device_name``: as torch names it, "" on a CPU; ``dtype``: of the parameters."""
+    neither is known. ``device_name``: as torch names it, "" on a CPU; ``dtype``: the dtype of the parameters."""
     if cfg.peak_tflops is not None:
         return cfg.peak_tflops
     found = _NAME.match(device_name)
@@ -53,7 +53,7 @@ class Throughput:
     """Measures steps on one rank. All ranks call the same method."""
 
     def __init__(self, arch: ModelArch, cfg: DeviceConfig, par: ParallelDims, dtype: torch.dtype) -> None:
-        """``dtype``: of the parameters."""
+        """``dtype``: the dtype of the parameters."""
         self._arch, self._par = arch, par
         name = torch.cuda.get_device_name(par.device) if par.device.type == "cuda" else ""
         self._peak = peak_tflops(cfg, name, dtype)

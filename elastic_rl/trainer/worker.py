@@ -75,8 +75,8 @@ then they may wait for samples of the very version."""
 @dataclass
 class _Wanted:
     """A publish that is to be begun as soon as etcd gives numbers. ``command``: is done when it has begun or, with
-    ``join``, when it has ended; ``result``: of that command, so far. ``until_committed``: it is repeated until it is,
-    with the weights that it began with, since another group needs that very version."""
+    ``join``, when it has ended; ``result``: the result of that command, so far. ``until_committed``: it is repeated
+    until it is, with the weights that it began with, since another group needs that very version."""
 
     policy: bool = False
     state: bool = False
@@ -91,8 +91,8 @@ class TrainerWorker(GroupWorker):
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
                  board: Board, share_urls: list[str], turns: GroupTurns | None = None) -> None:
-        """``share_urls``: of the ranks that take the shares of a batch, by data-parallel rank. ``turns``: of a group
-        that shares devices with engines, and may have device memory now."""
+        """``share_urls``: the URLs of the ranks that take the shares of a batch, by data-parallel rank. ``turns``: the
+        turns of a group that shares devices with engines, and may have device memory now."""
         super().__init__(ctx, etcd, par, member, board, share_urls)
         arch = ModelArch.read(ctx.model_dir)
         self.policy = Policy(arch.as_critic() if ctx.group is CRITIC else arch, self.cfg, par)

@@ -83,7 +83,7 @@ class Links:
                 self.loop.create_task(self._join(node, _small(inner)))
 
     async def _join(self, node: str, near: socket.socket) -> None:
-        """``near``: of the caller. The node's answers pay at the node's way out and the caller's way in."""
+        """``near``: the caller's link. The node's answers pay at the node's way out and the caller's way in."""
         link = self._links[node]
         far = _small(socket.socket())
         far.setblocking(False)

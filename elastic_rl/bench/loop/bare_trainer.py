@@ -17,8 +17,8 @@ _SETUP_S, _STEP_S = 300.0, 300.0
 
 
 def measure_trainer(cfg: Config, model: Path, folder: Path, shares: Sequence[Sequence[Path]]) -> list[float]:
-    """Seconds of a step on each batch, of the slowest rank; the first ones do not count. ``shares``: of each batch the
-    files of the data-parallel ranks. Raises WorkerFailed and DeadlineExceeded."""
+    """Seconds of a step on each batch, of the slowest rank; the first ones do not count. ``shares``: the shares of each
+    batch the files of the data-parallel ranks. Raises WorkerFailed and DeadlineExceeded."""
     # The ranks read settings and model from a context; there is no etcd.
     context = RunContext(config=cfg, etcd_endpoints=["none"], job=cfg.job, epoch=0, model_dir=str(model)).save(
         folder / "context.json")

@@ -35,8 +35,8 @@ _SETTINGS = (f"--data.source={__name__}:make_source", f"--rollout.reward={__name
 
 
 def configure_rl(folder: Path, options: Options, steps: int, more: Sequence[str] = ()) -> Config:
-    """GRPO with so many steps, and ``more`` settings. ``folder``: of the run; the model is made in it. Raises
-    ConfigError."""
+    """GRPO with so many steps, and ``more`` settings. ``folder``: the folder of the run; the model is made in it.
+    Raises ConfigError."""
     return _configure(folder, options, [
         "--sft.max_steps=0", "--train.prompts_per_step=8", "--train.group_size=4", "--train.lr=1e-6",
         f"--train.steps={steps}", f"--train.eval_every_steps={steps}", "--train.stop_eval_accuracy=null", *more])

@@ -73,8 +73,8 @@ def planned(names: Sequence[str]) -> TestResult:
 
 
 def result(etcd: EtcdClient, keys: Keys, names: Sequence[str], test_id: str) -> TestResult:
-    """The delivery of a test so far. ``names``: of the receivers. Raises a 404 problem for a test that is unknown or
-    was dropped."""
+    """The delivery of a test so far. ``names``: the names of the receivers. Raises a 404 problem for a test that is
+    unknown or was dropped."""
     found = etcd.get(keys.alert(f"{state_machine.TEST}/{test_id}/{test_id}"))
     if found is None:
         raise not_found("test", test_id)

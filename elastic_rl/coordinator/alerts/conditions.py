@@ -189,7 +189,7 @@ def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Itera
 
 def leader_conditions(replica: str, stage_errors: Mapping[str, str], sweep_problem: str) -> list[Condition]:
     """What is wrong with the leader's own work. ``stage_errors``: by stage of its reconcile pass; ``sweep_problem``:
-    of the checkpoint service's maintenance, "" for none."""
+    the sweep problem of the checkpoint service's maintenance, "" for none."""
     found = [Condition("reconcile.failing", stage, f"the {stage} stage of the leader's reconcile pass fails: {error}; "
                        f"the log of {replica} has the traceback", hold_s=_STAGE_HOLD_S)
              for stage, error in stage_errors.items()]
@@ -200,7 +200,8 @@ def leader_conditions(replica: str, stage_errors: Mapping[str, str], sweep_probl
 
 
 def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:
-    """The alert about a record that cannot be read. ``revision``: of an event, 0 for a record that stays."""
+    """The alert about a record that cannot be read. ``revision``: the revision of an event, 0 for a record that
+    stays."""
     message = f"{key} cannot be read ({reason}) and is ignored: complete the coordinators' upgrade, or delete the key"
     return Condition("record.unreadable", key.removeprefix(keys.root), message, revision=revision)
 

@@ -139,7 +139,7 @@ def advance(now: float, revision: int, known: Sequence[Alert], holding: Mapping[
             sending: Set[tuple[str, str]] = frozenset()) -> Changes:
     """One pass over the alerts.
 
-    ``revision``: of etcd when it was read. ``known``: every alert in etcd. ``holding``: conditions by key.
+    ``revision``: the revision of etcd when it was read. ``known``: every alert in etcd. ``holding``: conditions by key.
     ``reports``: conditions from events since the last pass, each seen once. ``released``: whether the state says that
     what an alert reported is over. ``declared_over``: whether an event said so, later than any report. ``sending``: id
     and receiver of each alert in flight. A resolved alert is kept until its audience was notified.

@@ -21,8 +21,8 @@ class WriteFailureNotifier:
     def __init__(self, sender: Sender, clock: Callable[[], float] = time.monotonic, *, kind: str = "etcd.refuses",
                  subject: str = "etcd", consequence: str = "Until it accepts writes, no other alert is sent and the "
                  "job cannot be changed.", resolved: str = "etcd accepts writes again.") -> None:
-        """``kind`` and ``subject``: of the notification; ``consequence`` and ``resolved``: what it says of the fault
-        while it lasts, and when it is over."""
+        """``kind`` and ``subject``: those of the notification; ``consequence`` and ``resolved``: what it says of
+        the fault while it lasts, and when it is over."""
         self._sender, self._clock = sender, clock
         self._id, self._subject, self._consequence, self._resolved = kind, subject, consequence, resolved
         self._since = 0.0

@@ -22,8 +22,9 @@ _BACKLOG = 256
 
 
 def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> HttpServer:
-    """``limits``: of idle connections; default: as many as this process may have. The state of each request's scope has
-    its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings cannot be used."""
+    """``limits``: the limits of idle connections; default: as many as this process may have. The state of each
+    request's scope has its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings
+    cannot be used."""
     context = tls.server_context(cfg)
     limits = limits or limits_of_process(cfg.max_requests + cfg.max_streams)
     return HttpServer(uvicorn.Config(

@@ -49,7 +49,7 @@ class Election:
     def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int,
                  health: LeaderHealth | None = None) -> None:
         """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader.
-        ``health``: of this replica's reconcile passes; a leader whose passes fail for too long resigns."""
+        ``health``: the health of this replica's reconcile passes; a leader whose passes fail for too long resigns."""
         self.replica = replica
         self.health = health or LeaderHealth()
         self.writer = FencedWriter(etcd, keys, lambda: self.guard, f"the term of replica {replica}")

@@ -74,8 +74,8 @@ def stalled_s(member: Member) -> float:
 
 def is_hung(member: Member, intervals: Mapping[str, ProgressIntervals], limits: HangLimits,
             load_per_core: float = 0.0) -> bool:
-    """Whether the member sends heartbeats but makes no progress. ``intervals``: by role; ``load_per_core``: of its
-    machine."""
+    """Whether the member sends heartbeats but makes no progress. ``intervals``: by role; ``load_per_core``: the load
+    of its machine."""
     limit = limit_s(intervals.get(member.role), member.phase, limits) * stretch(load_per_core)
     return not is_idle(member.phase) and stalled_s(member) > limit
 

@@ -107,11 +107,11 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
             ) -> list[MemberChange]:
     """Compares the registry with who is registered.
 
-    ``now``: unix seconds, only for people. ``revision``: of etcd, at which ``live`` was read. ``last_heartbeats``: by
-    role, id and incarnation. ``epoch``: the run's; members of an older one were ended on purpose. ``run_over``: the job
-    finished or failed, so the compute plane ends on purpose. ``coordinators``: configured replicas; with that many
-    alive a dead one is replaced. ``ended_epoch``: epochs up to this one were ended by a global restart, drivers
-    included.
+    ``now``: unix seconds, only for people. ``revision``: the revision of etcd, at which ``live`` was read.
+    ``last_heartbeats``: by role, id and incarnation. ``epoch``: the run's; members of an older one were ended on
+    purpose. ``run_over``: the job finished or failed, so the compute plane ends on purpose. ``coordinators``:
+    configured replicas; with that many alive a dead one is replaced. ``ended_epoch``: epochs up to this one were ended
+    by a global restart, drivers included.
     """
 
     def silent(entry: LastSeen, **changes: float) -> LastSeen:

@@ -58,7 +58,7 @@ class QueuedBatch(Batch):
     @classmethod
     def of(cls, refs: Sequence[SampleRef], samples: Sequence[SampleSummary], reader: SampleReader,
            advantages: Sequence[float] | None) -> QueuedBatch:
-        """``samples``: of ``refs``. ``advantages``: one per sample, or None for a batch without."""
+        """``samples``: the samples of ``refs``. ``advantages``: one per sample, or None for a batch without."""
         tensors = {"lengths": torch.tensor([s.length for s in samples], dtype=torch.int64),
                    "versions": torch.tensor([s.oldest_version for s in samples], dtype=torch.int64)}
         if advantages is not None:
@@ -159,7 +159,7 @@ def batch_of(groups: StepGroups, advantages: Sequence[float] | None = None) -> B
 
 def turn_rewards(groups: StepGroups, batch: Batch) -> torch.Tensor:
     """[N, T] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
-    elsewhere. ``batch``: of all samples."""
+    elsewhere. ``batch``: the batch of all samples."""
     found = torch.zeros((batch.samples, batch.width))
     for row, sample in enumerate(groups.samples):
         ends = [sample.prompt_tokens + end for end in sample.turn_ends[:len(sample.turn_rewards)]]

@@ -41,8 +41,8 @@ def newest_pair(first: Mapping[int, str], second: Mapping[int, str]) -> tuple[in
 
 
 def in_newest_pairs(versions: Mapping[str, Sequence[Version]], paired: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """The version of each paired stream that is in the newest pair; 0 for the beginning. ``versions``: of each stream,
-    those that are there."""
+    """The version of each paired stream that is in the newest pair; 0 for the beginning. ``versions``: the versions of
+    each stream, those that are there."""
     found: dict[str, int] = {}
     for streams in paired:
         names = [names_of(versions.get(stream, ())) for stream in streams]

@@ -26,7 +26,7 @@ def reference_of(version: Version) -> int:
 
 def needed(versions: Mapping[str, Sequence[Version]]) -> dict[str, set[int]]:
     """Numbers of the versions to keep, by stream: the reference of the newest policy and those of all states.
-    ``versions``: of each stream, the committed ones."""
+    ``versions``: the versions of each stream, the committed ones."""
     policy, states = versions.get(ACTOR.weights, ()), versions.get(ACTOR.state, ())
     newest = sorted(policy, key=lambda v: v.number)[-1:]
     found = {reference_of(v) or v.number for v in newest}

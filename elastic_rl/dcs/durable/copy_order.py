@@ -52,15 +52,16 @@ class CopyOrder:
         """What is still to be copied of a pair that was begun."""
 
     def candidates(self, read: Callable[[str], Copyable]) -> Iterator[Copies]:
-        """What may be copied next, in order of the turns: one version, or both of a pair. ``read``: of a stream."""
+        """What may be copied next, in order of the turns: one version, or both of a pair. ``read``: the reading of a
+        stream."""
         for unit in list(self._units):
             copies = self._open.get(unit) or _to_copy(unit, [read(stream) for stream in unit])
             if copies:
                 yield copies
 
     def begin(self, copies: Copies) -> None:
-        """The first of them is copied now; then others have their turn. ``copies``: of ``candidates``, after what the
-        first one needs of another stream."""
+        """The first of them is copied now; then others have their turn. ``copies``: the copies of ``candidates``, after
+        what the first one needs of another stream."""
         unit = self._unit(copies)
         self._open[unit] = copies[1:]
         self._units.remove(unit)

@@ -125,7 +125,7 @@ class Puller:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, name: str, *, io_timeout_s: float, node: str = "",
                  security: Security | None = None) -> None:
-        """``name``: of the reader. ``node``: id of the node to pull to, where a host has several."""
+        """``name``: the name of the reader. ``node``: id of the node to pull to, where a host has several."""
         self._etcd, self._keys, self._name = etcd, keys, name
         self._dcs = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
         self._lock = threading.Lock()

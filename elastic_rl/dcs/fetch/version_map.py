@@ -94,7 +94,7 @@ class VersionMap:
     """A table in memory, seen through numpy arrays. The node passes a writable buffer, readers a read-only one."""
 
     def __init__(self, data: memoryview, digest: str = "") -> None:
-        """``digest``: of the static part; checked unless empty. Raises ChunkCorrupt."""
+        """``digest``: the digest of the static part; checked unless empty. Raises ChunkCorrupt."""
         self._data = data
         try:
             magic, *counts, self._static_bytes = _HEADER.unpack_from(data)

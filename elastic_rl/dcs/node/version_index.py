@@ -59,8 +59,9 @@ class VersionIndex:
     """See the module. Thread-safe."""
 
     def __init__(self, folder: Path | None, *, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``folder``: of the chunks on disk; None: memory only. ``grace_s``: ``dcs.unknown_version_grace_s``; counts
-        the time during which this process runs, whatever the wall clock says."""
+        """``folder``: the folder of the chunks on disk; None: memory only. ``grace_s``:
+        ``dcs.unknown_version_grace_s``; counts the time during which this process runs, whatever the wall clock
+        says."""
         self._file = folder / FILE if folder is not None else None
         self._grace_s, self._clock = grace_s, clock
         self._lock = threading.Lock()

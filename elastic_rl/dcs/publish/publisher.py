@@ -228,9 +228,9 @@ class _Replication:
     def store_part(self, source: str, incarnation: str, digests: Sequence[str], held: Sequence[str]
                    ) -> dict[str, str]:
         """Has ``source`` hold the chunks ``held`` and the manifest (by which a node knows what it must keep), and then
-        ``replicas - 1`` others fetch the part's chunks and the manifest. ``incarnation``: of the source when it
-        stored them; empty for a version without chunks. Returns the nodes that hold the part now, the source first,
-        each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
+        ``replicas - 1`` others fetch the part's chunks and the manifest. ``incarnation``: the incarnation of the source
+        when it stored them; empty for a version without chunks. Returns the nodes that hold the part now, the source
+        first, each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
         connection = self._client.connect(source)
         if incarnation and connection.node.incarnation != incarnation:
             raise Conflict(f"DCS node {source} was restarted after chunks of the version had been stored on it")

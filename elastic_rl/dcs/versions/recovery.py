@@ -235,7 +235,7 @@ def _numbers(sources: Sources, found: Iterable[tuple[str, int]], *, is_older: bo
 # -- writing -----------------------------------------------------------------------------------------------------------
 def recover(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableStore | None, *, catalog: str = "",
             holder: str) -> RecoveryPlan:
-    """Rebuilds the catalog, under a new epoch; what it consists of. ``holder``: of that epoch.
+    """Rebuilds the catalog, under a new epoch; what it consists of. ``holder``: the holder of that epoch.
 
     Raises what ``gather`` and ``plan`` do, with nothing changed; Fenced when another epoch begins meanwhile, and
     Conflict when something else writes to the catalog: then run it again.

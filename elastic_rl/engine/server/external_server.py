@@ -39,7 +39,7 @@ class ExternalServer(EngineServer):
 
     def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig, updates: bool = True, key: str = "") -> None:
         """``updates``: whether it is to get versions; if not, it serves the weights that it was started with. ``key``:
-        of the job; a server that asks for none takes it too."""
+        the key of the job; a server that asks for none takes it too."""
         # Its schedulers have no stagers, since they lack the secret: weights are loaded in the pause.
         super().__init__(cfg, secret=stager.new_secret(), key=key,
                          log_hint="see the log of the server, which someone else runs")

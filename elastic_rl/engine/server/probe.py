@@ -50,8 +50,8 @@ class ServerProbe:
 
     def __init__(self, url: Callable[[], str], *, timeout_s: float, key: str = "",
                  hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
-        """``timeout_s``: of the generation of one token. ``key``: of the server. ``hooks``: called with each
-        request."""
+        """``timeout_s``: the limit in seconds of the generation of one token. ``key``: the key of the server.
+        ``hooks``: called with each request."""
         self._url, self._timeout_s = url, timeout_s
         # Its own: others wait for minutes on theirs.
         self.http = http_client.client(timeout=timeout_s, headers=key_headers(key), event_hooks={"request": hooks})

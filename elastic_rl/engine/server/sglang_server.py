@@ -86,8 +86,8 @@ class EngineServer(ABC):
 
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, key: str = "",
                  hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
-        """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found; ``key``:
-        that it is asked with; ``hooks``: called with each request."""
+        """``secret``: the secret of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found;
+        ``key``: that it is asked with; ``hooks``: called with each request."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
         self._http = http_client.client(timeout=cfg.apply_timeout_s, headers=key_headers(key),
                                         event_hooks={"request": hooks})
@@ -245,10 +245,10 @@ class SGLangServer(EngineServer):
                  host: str = "127.0.0.1", deterministic: bool = False, folder_version: int = 0,
                  shares_devices: bool = False, gpus: str = "", key_file: Path | None = None) -> None:
         """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed.
-        ``folder_version``: of the folder's weights; 0 where they belong to no version. ``shares_devices``: its device
-        memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as ``CUDA_VISIBLE_DEVICES`` has
-        them; empty: those that this process sees. ``key_file``: of the key that it asks for (``engine_key``). Raises
-        ConfigError for one that cannot be read."""
+        ``folder_version``: the version of the folder's weights; 0 where they belong to no version.
+        ``shares_devices``: its device memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as
+        ``CUDA_VISIBLE_DEVICES`` has them; empty: those that this process sees. ``key_file``: the file of the key that
+        it asks for (``engine_key``). Raises ConfigError for one that cannot be read."""
         super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}",
                          key=read_key(key_file) if key_file is not None else "", hooks=[check_connections])
         self._key_file = key_file

@@ -61,7 +61,7 @@ class AsyncPublisher:
 
     def __init__(self, par: ParallelDims, cfg: DcsConfig, etcd: EtcdClient, keys: Keys,
                  publishers: Mapping[str, Publisher], on_dropped: Callable[[], None], subject: str) -> None:
-        """``publishers``: by stream, on rank 0. ``subject``: of the event about a publish that was dropped.
+        """``publishers``: by stream, on rank 0. ``subject``: the subject of the event about a publish that was dropped.
         ``on_dropped`` is called there after each publish that failed."""
         self._par, self._cfg, self._etcd, self._keys = par, cfg, etcd, keys
         self._publishers, self._on_dropped, self._subject = publishers, on_dropped, subject

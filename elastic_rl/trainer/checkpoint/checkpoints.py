@@ -84,7 +84,7 @@ class Checkpoints:
         """``on_dropped`` is called on rank 0, in another thread, when a publish was dropped: see ``must_republish``.
         ``on_restore`` is called on every rank, in another thread, about every second of a restore: a sign of life. Its
         arguments are the phase (restoring, loading, or waiting for etcd or a node) and a detail for people.
-        ``reference``: of a run that has a reference policy."""
+        ``reference``: the reference policy, in a run that has one."""
         self.par, self.policy, self.adam, self.incarnation = par, policy, adam, incarnation
         self._group, self._has_pair = ctx.group, ctx.config.uses_critic
         self._names_reference = ctx.config.uses_reference_group and ctx.group is ACTOR

@@ -140,7 +140,7 @@ class Rounds:
     """Runs jobs on all ranks. All ranks make the same calls in the same order."""
 
     def __init__(self, par: ParallelDims, group: dist.ProcessGroup | None, *, round_timeout_s: float) -> None:
-        """``group``: of all ranks, over gloo; None for a group of one rank."""
+        """``group``: the group of all ranks, over gloo; None for a group of one rank."""
         self._par, self._group, self._timeout = par, group, timedelta(seconds=round_timeout_s)
 
     def run(self, function: Callable[[Job[T]], T]) -> T:

@@ -91,7 +91,8 @@ class StateLoader:
     is torn."""
 
     def __init__(self, policy: Policy, adam: Adam, reference: Reference | None = None) -> None:
-        """``reference``: of a run that has one; the state may have been saved before it was taken."""
+        """``reference``: the reference policy, in a run that has one; the state may have been saved before it was
+        taken."""
         self._policy, self._adam = policy, adam
         self._reference = ShardLoader(policy.arch, policy.par)
         for name, shard in (reference.shards() if reference is not None else {}).items():

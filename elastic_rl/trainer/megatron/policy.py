@@ -114,7 +114,8 @@ class Policy:
 
     def set_aux_loss_positions(self, positions: int) -> None:
         """Makes the load-balancing loss of a MoE model, in the backward pass of each micro-batch, the coefficient times
-        the micro-batch's part of ``positions``: of all replicas and micro-batches of a step, without padding."""
+        the micro-batch's part of ``positions``: the positions of all replicas and micro-batches of a step, without
+        padding."""
         # Megatron multiplies by the positions of the micro-batch (``calculate_per_token_loss``); of the whole one also
         # with sequence parallelism, as long as it is given a padding mask.
         self.module.config.moe_aux_loss_coeff = self._aux_loss_coef / max(positions, 1)

@@ -33,7 +33,8 @@ class ShardLoader:
 
     def expect(self, megatron_name: str, target: ShardRange, prefix: str = "") -> None:
         """Adds a range of a shard that is named and split as the parameter of that name; several of one parameter get
-        the same values. ``prefix``: of the HF names. Raises ConfigError for a parameter that has no HF counterpart."""
+        the same values. ``prefix``: the prefix of the HF names. Raises ConfigError for a parameter that has no HF
+        counterpart."""
         rule = self._arch.rule_of(megatron_name)
         for piece in hf_layout.pieces(rule, target, self._dims, tp=self._par.tp, tp_rank=self._par.tp_rank):
             self._pieces.setdefault(prefix + piece.hf, []).append(piece)

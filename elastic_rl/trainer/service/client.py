@@ -187,7 +187,7 @@ class TrainerClient(TrainerCalls):
         return f"{self._epoch}-{self._term}-{secrets.token_hex(8)}"
 
     def _upload(self, batch: Batch, rows: Sequence[torch.Tensor]) -> Uploaded:
-        """``rows``: of each replica's share."""
+        """``rows``: the number of rows of each replica's share."""
         uploaded, began = Uploaded(self._new_id(), self._group), time.monotonic()
         unsent, retry = dict(zip(self._shares, rows, strict=True)), RetryBackoff(*_UPLOAD_RETRY_S)
         while unsent:
