@@ -25,7 +25,7 @@ from elastic_rl.faults.kinds import EngineKilled, TrainerRankKilled
 from elastic_rl.report.build import effective_steps, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
-    proved_in="tests/integration/pipeline/test_fully_async.py tests/integration/engine/test_deterministic_engine.py",
+    proved_in="tests/integration/pipeline/test_fully_async.py tests/integration/engine/test_colocated_engine.py",
     why="the same bits from three whole runs")]
 
 STEPS = 8

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ from elastic_rl.net.addresses import free_port
 from elastic_rl.net.engine_key import create_key, read_key
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 PROMPT = [5, 6, 3, 4, 7]
+QUICK = {"probe_interval_s": 0.5, "frozen_after_s": 6.0}
+"""Settings with which a frozen engine is found soon."""
 
 
 class EngineTestbed:
@@ -114,7 +117,7 @@ class EngineTestbed:
 
     def await_end(self, engine_id: str) -> None:
         """Waits until the engine's runner has returned."""
-        self.threads[engine_id].join(60)
+        self.threads[engine_id].join(PATIENCE_S)
         assert not self.threads[engine_id].is_alive(), f"the runner of {engine_id} has not ended"
 
     def stop_engines(self) -> None:
@@ -184,14 +187,42 @@ class EngineTestbed:
 
     def ask(self, n: int = 1, temperature: float = 0.0, tokens: int = 8,
             seed: int | None = None, resume: bool = False) -> list[Sample]:
-        """``n`` samples of ``PROMPT`` through the router."""
+        """``n`` samples of ``PROMPT`` through the router. An engine that gets no CPU for a while answers late, and a
+        router that has no healthy engine meanwhile answers at once: it is asked again for as long as tests wait."""
         async def run() -> list[Sample]:
-            client = GenerateClient(self.router.url, timeout_s=60, retries=4, key=self.key)
+            client = GenerateClient(self.router.url, timeout_s=PATIENCE_S, retries=100, key=self.key)
             try:
                 return await client.generate(PROMPT, Sampling(tokens, temperature, seed=seed, resume=resume), n)
             finally:
                 await client.close()
         return asyncio.run(run())
+
+    @contextlib.contextmanager
+    def asked(self, engine_id: str, *, n: int = 16, tokens: int = 50) -> Iterator[Future[list[Sample]]]:
+        """A request for long answers, in flight in the engine unless it is answered already. Its end is awaited."""
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(self.ask, n, 1.0, tokens)
+            wait_until(lambda: answers.done() or self.in_flight(engine_id), what="a request in flight", poll_s=0.005)
+            yield answers
+
+    @contextlib.contextmanager
+    def asked_again_and_again(self, engine_id: str, *, resume: bool = False) -> Iterator[list[Sample]]:
+        """Requests for long answers, one after the other, so that hardly ever none is in flight in the engine. All
+        their samples are there at the end."""
+        over, answers = threading.Event(), list[Sample]()
+
+        def ask() -> None:
+            while not over.is_set():
+                answers.extend(self.ask(16, 1.0, 50, resume=resume))
+
+        with ThreadPoolExecutor(1) as thread:
+            asking = thread.submit(ask)
+            try:
+                wait_until(lambda: asking.done() or self.in_flight(engine_id), what="a request in flight", poll_s=0.005)
+                yield answers
+            finally:
+                over.set()
+            asking.result()
 
     def expected(self, tokens: int = 8) -> list[int]:
         """What greedy decoding gives with the reference weights, by transformers."""
@@ -251,6 +282,12 @@ class ForeignServer:
             "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"),
             log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
                                TAG_ENV: file_tag(testbed.ctx.config.cluster_dir, "foreign")})  # so that it is swept
+
+
+def scheduler_of(server_pid: int) -> psutil.Process:
+    """The scheduler of a server without tensor parallelism."""
+    [found] = [p for p in psutil.Process(server_pid).children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
+    return found
 
 
 def await_gone(pids: list[int]) -> None:

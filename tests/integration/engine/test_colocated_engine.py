@@ -1,18 +1,21 @@
 """A real engine that shares devices with a trainer: on a CPU nothing is freed, and all else is as on a GPU. What the
-release of the weights does there is done here by hand: they are overwritten."""
+release of the weights does there is done here by hand: they are overwritten. Such an engine is deterministic: what a
+sample gets does not depend on the others that the engine works on."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone
 from support.tiers import full
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.engine.client import Sampling, finish_reason
@@ -23,6 +26,9 @@ from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.net.engine_key import key_headers
 
 GROUP = "formation-1"
+SHARED = "rollout-colocated"
+"""The engine of the tests that run by default. Requests in flight at the end of its turn are not waited for."""
+PROMPTS = [[5, 6, 3, 4, 7], [7, 5], [4, 4, 4, 6, 7, 3, 5, 5, 6], [3, 6], [6, 5, 4]]
 
 
 class TurnsOfTest:
@@ -42,16 +48,36 @@ class TurnsOfTest:
         self._claims.give_up_for_trainer(GROUP)
 
 
-@pytest.fixture
-def turns(testbed: EngineTestbed) -> Iterator[TurnsOfTest]:
+@contextlib.contextmanager
+def turns_of(testbed: EngineTestbed) -> Iterator[TurnsOfTest]:
+    """Turns of engines that start in the meantime. The first one is the trainer's."""
     testbed.stop_engines()
-    made = TurnsOfTest(testbed)
     try:
-        yield made
+        yield TurnsOfTest(testbed)
     finally:
         testbed.stop_engines()
         testbed.etcd.delete_prefix(testbed.keys.device_turn())
         testbed.etcd.delete_prefix(testbed.keys.device_holder())
+
+
+@pytest.fixture
+def turns(testbed: EngineTestbed) -> Iterator[TurnsOfTest]:
+    with turns_of(testbed) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_turns(testbed: EngineTestbed) -> Iterator[TurnsOfTest]:
+    """The turns of the shared engine, which has not launched a server yet."""
+    with turns_of(testbed) as made:
+        testbed.start_colocated_engine(SHARED, drain_timeout_s=0.1)
+        yield made
+
+
+def serving(testbed: EngineTestbed, turns: TurnsOfTest) -> Engine:
+    """The shared engine in a turn of its own."""
+    turns.begin(Side.ENGINES)
+    return testbed.wait_ready(SHARED)
 
 
 def overwrite_weights(engine: Engine, key: str) -> None:
@@ -66,62 +92,78 @@ def released(testbed: EngineTestbed, engine_id: str) -> Engine:
 
 
 def test_engine_releases_its_memory_for_the_trainer_and_serves_the_same_tokens_in_its_next_turn(
-        testbed: EngineTestbed, turns: TurnsOfTest) -> None:
-    testbed.start_colocated_engine("rollout-colocated")
-    assert released(testbed, "rollout-colocated").pid == 0, "a server was launched in the trainer's turn"
+        testbed: EngineTestbed, shared_turns: TurnsOfTest) -> None:
+    turns = shared_turns
+    assert released(testbed, SHARED).pid == 0, "a server was launched in the trainer's turn"
     assert turns.begin(Side.ENGINES)
-    first = testbed.wait_ready("rollout-colocated")
+    first = testbed.wait_ready(SHARED)
     assert first.holds_device
     testbed.assert_serves()
     drawn = testbed.ask(n=4, temperature=1.0, tokens=24, seed=5)
 
     assert turns.begin(Side.TRAINER)
-    engine = released(testbed, "rollout-colocated")
+    engine = released(testbed, SHARED)
     assert engine.url not in testbed.workers()
     assert turns.take() == "" and not turns.begin(Side.ENGINES), "the trainer has memory"
     overwrite_weights(engine, testbed.key)
     turns.give_up()
     assert turns.begin(Side.ENGINES)
-    again = testbed.wait_ready("rollout-colocated")
+    again = testbed.wait_ready(SHARED)
     assert (again.pid, again.version) == (first.pid, first.version)
     testbed.assert_serves()
     assert testbed.ask(n=4, temperature=1.0, tokens=24, seed=5) == drawn
 
     # A version that is published in the trainer's turn, as in each step.
     assert turns.begin(Side.TRAINER)
-    overwrite_weights(released(testbed, "rollout-colocated"), testbed.key)
+    overwrite_weights(released(testbed, SHARED), testbed.key)
     newer = testbed.publish(seed=11)
     assert turns.begin(Side.ENGINES)
-    assert testbed.wait_ready("rollout-colocated", newer).pid == first.pid
+    assert testbed.wait_ready(SHARED, newer).pid == first.pid
     testbed.assert_serves()
-    assert [e.kind for e in testbed.events("rollout-colocated")] == ["engine.ready"], "turns are no events"
+    assert [e.kind for e in testbed.events(SHARED)] == ["engine.ready"], "turns are no events"
 
-    assert turns.begin(Side.TRAINER)
-    released(testbed, "rollout-colocated")
-    testbed.runners["rollout-colocated"].drain()
-    testbed.await_end("rollout-colocated")
-    assert testbed.record("rollout-colocated") is None
+
+def generated(testbed: EngineTestbed, engine: Engine, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
+    """The engine's answer to one request for a sample of each prompt."""
+    body = {"input_ids": prompts, "return_logprob": True, "sampling_params": params}
+    return httpx.post(f"{engine.url}/generate", json=body, timeout=PATIENCE_S, headers=key_headers(testbed.key)).json()
+
+
+def test_sample_has_the_same_bits_alone_and_among_others(testbed: EngineTestbed, shared_turns: TurnsOfTest) -> None:
+    """On this machine a product of up to three rows differs from that of more in its last bits."""
+    engine = serving(testbed, shared_turns)
+
+    def drawn(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs."""
+        answers = generated(testbed, engine, prompts, **Sampling(12, 1.0, seed=3).params())
+        return [(a["output_ids"], [entry[0] for entry in a["meta_info"]["output_token_logprobs"]]) for a in answers]
+
+    together = drawn(PROMPTS)
+    assert [drawn([prompt])[0] for prompt in PROMPTS] == together
+    assert drawn(PROMPTS[::-1]) == together[::-1]
 
 
 def test_request_that_nobody_waits_for_does_not_keep_the_memory_from_the_trainer(
-        testbed: EngineTestbed, turns: TurnsOfTest) -> None:
+        testbed: EngineTestbed, shared_turns: TurnsOfTest) -> None:
     """As one of an actor that was replaced. The engine works on one sequence at a time, so it is there for a while."""
-    assert turns.begin(Side.ENGINES)
-    testbed.start_colocated_engine("rollout-busy", drain_timeout_s=0.1)
-    url, reasons = testbed.wait_ready("rollout-busy").url, list[str]()
-
-    def ask() -> None:
-        body = {"input_ids": [PROMPT] * 64, "sampling_params": Sampling(50).params() | {"ignore_eos": True}}
-        reasons.extend(finish_reason(a) for a in httpx.post(
-            f"{url}/generate", json=body, timeout=120, headers=key_headers(testbed.key)).json())
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    wait_until(lambda: testbed.in_flight("rollout-busy"), what="requests in flight", poll_s=0.005)
-    assert turns.begin(Side.TRAINER)
-    released(testbed, "rollout-busy")
-    asking.join(60)
+    engine = serving(testbed, shared_turns)
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(generated, testbed, engine, [PROMPT] * 64, **Sampling(50).params(), ignore_eos=True)
+        wait_until(lambda: answers.done() or testbed.in_flight(SHARED), what="requests in flight", poll_s=0.005)
+        assert shared_turns.begin(Side.TRAINER)
+        released(testbed, SHARED)
+    reasons = [finish_reason(a) for a in answers.result()]
     assert len(reasons) == 64 and "abort" in reasons
+
+
+def test_engine_that_is_drained_in_the_trainers_turn_leaves_no_record(testbed: EngineTestbed, shared_turns: TurnsOfTest
+                                                                      ) -> None:
+    serving(testbed, shared_turns)
+    assert shared_turns.begin(Side.TRAINER)
+    released(testbed, SHARED)
+    testbed.runners[SHARED].drain()
+    testbed.await_end(SHARED)
+    assert testbed.record(SHARED) is None
 
 
 @full(proved_in="tests/integration/pipeline/test_turns.py tests/integration/etcd/test_device_claims.py",

@@ -1,4 +1,4 @@
-"""Engines that fail: none serves half a version, the others serve on, and a dead one leaves no file behind."""
+"""Further ways in which engines fail: none serves half a version, and a dead one leaves no file behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.engine_testbed import EngineTestbed, await_gone, sglang_files, suspended
+from support.engine_testbed import EngineTestbed, await_gone, sglang_files
 from support.tiers import full
 from support.waiting import wait_until
 
@@ -20,7 +20,7 @@ from elastic_rl.host.leftovers import file_tag, remove_files, sweep, tagged_file
 from elastic_rl.host.processes import spawn
 
 
-@full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/engine/test_engine_failures.py",
+@full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/engine/test_engine.py",
       why="an engine for each point of an update that it is killed at")
 def test_scheduler_killed_in_an_update_never_serves_half_of_it(testbed: EngineTestbed,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,32 +45,6 @@ def test_scheduler_killed_in_an_update_never_serves_half_of_it(testbed: EngineTe
     testbed.assert_serves()
 
 
-def test_engine_that_hangs_in_an_update_is_quarantined_while_the_others_serve_on(testbed: EngineTestbed) -> None:
-    good = testbed.serving_engine()
-    testbed.start_engine("hangs", apply_timeout_s=5.0)
-    testbed.wait_ready("hangs")
-    second = testbed.publish(seed=2)
-    engines = [testbed.wait_ready(name) for name in ("hangs", good)]
-    testbed.assert_serves()
-
-    # Staged, so the checksum is known; engines of one layout have the same.
-    assert len({(e.layout, e.checksum) for e in engines}) == 1 and engines[0].checksum
-    pids = testbed.server_pids("hangs")
-
-    # The server answers nothing from the pause on: the update has begun and never ends.
-    with suspended(engines[0].pid):
-        third = testbed.publish(seed=3)
-        torn = testbed.wait_state("hangs", EngineState.QUARANTINED)
-        assert (torn.version, torn.applying) == (second, third)
-    testbed.wait_ready(good)
-    testbed.await_unrouted(engines[0].url)
-    testbed.assert_serves()
-    testbed.await_end("hangs")
-    await_gone(pids)
-    reports = [e for e in testbed.events("hangs") if e.kind == "engine.quarantined"]
-    assert [(e.data["applying"], e.data["incarnation"]) for e in reports] == [(third, torn.incarnation)]
-
-
 @full(proved_in="tests/unit/engine/test_engine_lifecycle.py", why="the same end with a server")
 def test_engine_ends_when_the_leader_quarantines_it(testbed: EngineTestbed) -> None:
     """That the leader does so is a test of the leader's: test_weight_outliers."""
@@ -82,27 +56,18 @@ def test_engine_ends_when_the_leader_quarantines_it(testbed: EngineTestbed) -> N
     assert engine.url not in testbed.workers()
 
 
-def test_killed_engine_is_unrouted_and_leaves_no_file(testbed: EngineTestbed) -> None:
-    """And before that: a model that is not staged is loaded in the pause."""
+@full(proved_in="tests/unit/engine/test_staging.py tests/integration/engine/test_external_engine.py",
+      why="a server of the engine's own that stages nothing")
+def test_model_that_is_not_staged_is_loaded_in_the_pause(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
-    testbed.start_engine("unstaged", staging_limit_bytes=0)
+    runner = testbed.start_engine("unstaged", staging_limit_bytes=0)
     testbed.wait_ready("unstaged")
     testbed.publish(seed=8)
     engine = testbed.wait_ready("unstaged")
     assert engine.checksum == "" and outliers([engine]) == []
     testbed.assert_serves()
-
-    pids = testbed.server_pids("unstaged")
-    files = sglang_files(pids)
-    assert files and all(f.exists() for f in files)
-    os.kill(engine.pid, signal.SIGKILL)  # the witness: the record says what the runner saw
-    assert testbed.wait_state("unstaged", EngineState.DEAD).reason == "a process of the SGLang server ended"
+    runner.stop()
     testbed.await_end("unstaged")
-    await_gone(pids)
-    assert engine.url not in testbed.workers()
-    [death] = [e for e in testbed.events("unstaged") if e.kind == "engine.dead"]
-    assert death.data["incarnation"] == engine.incarnation
-    assert not [f for f in files if f.exists()]
 
 
 @full(proved_in="tests/unit/host/test_leftovers.py", why="the files of a real server")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support.engine_testbed import PROMPT, EngineTestbed
 from support.etcd_server import EtcdServers
 from support.rank_processes import RankProcesses, Scenario
-from support.tiers import parametrize
+from support.tiers import full
 
 from elastic_rl.config import parse
 
@@ -24,10 +24,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     ranks.close()
 
 
-@parametrize("model", [{"family": "llama"}, {"family": "qwen2", "tied_embeddings": True},
-                                   {"family": "qwen3_moe"}], ids=lambda m: m["family"],
-             proved_in="tests/integration/trainer/test_families.py",
-             why="an engine for each further family")
+@full(proved_in="tests/integration/trainer/test_families.py tests/integration/engine/test_engine.py "
+                "tests/integration/engine/test_folder_pool.py",
+      why="engine and trainer face to face; by default each is compared with transformers")
+@pytest.mark.parametrize("model", [{"family": "llama"}, {"family": "qwen2", "tied_embeddings": True},
+                                   {"family": "qwen3_moe"}], ids=lambda m: m["family"])
 def test_engine_takes_a_version_and_its_log_probs_are_the_trainers(
         etcd_servers: EtcdServers, ranks: RankProcesses, tmp_path: Path, model: dict[str, Any]) -> None:
     testbed = EngineTestbed(etcd_servers, tmp_path, model)

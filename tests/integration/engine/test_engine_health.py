@@ -9,30 +9,21 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 
 import psutil
 import pytest
-from support.engine_testbed import EngineTestbed, await_gone, suspended
+from support.engine_testbed import QUICK, EngineTestbed, await_gone, scheduler_of, suspended
 from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.engine.client import Sample
 from elastic_rl.engine.server.health import Health
 from elastic_rl.errors import NodeUnavailable
 from elastic_rl.etcd.records import EngineState
-
-QUICK = {"probe_interval_s": 0.5, "frozen_after_s": 6.0}
-"""Settings with which a frozen engine is found soon."""
-
-
-def scheduler(testbed: EngineTestbed, engine_id: str) -> psutil.Process:
-    [found] = [p for p in map(psutil.Process, testbed.server_pids(engine_id)) if "scheduler" in " ".join(p.cmdline())]
-    return found
 
 
 def probed_again(testbed: EngineTestbed, engine_id: str) -> None:
@@ -43,13 +34,15 @@ def probed_again(testbed: EngineTestbed, engine_id: str) -> None:
                what="a probe that is answered")
 
 
+@full(proved_in="tests/unit/engine/test_server_start.py tests/integration/engine/test_external_engine.py",
+      why="a server of the engine's own, which ends")
 def test_engine_with_a_stopped_scheduler_is_unrouted_and_dead_with_the_reason(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
     testbed.start_engine("frozen", **QUICK)
     engine = testbed.wait_ready("frozen")
     probed_again(testbed, "frozen")
     pids = testbed.server_pids("frozen")
-    with suspended(scheduler(testbed, "frozen").pid):
+    with suspended(scheduler_of(engine.pid).pid):
         dead = testbed.wait_state("frozen", EngineState.DEAD)
         assert "no sign of life" in dead.reason
         testbed.await_end("frozen")
@@ -86,13 +79,6 @@ def starved(pids: list[int]) -> Iterator[None]:
                 os.sched_setaffinity(thread, cores)
 
 
-def asking(testbed: EngineTestbed, *, n: int, tokens: int) -> tuple[threading.Thread, list[Sample]]:
-    answers: list[Sample] = []
-    thread = threading.Thread(target=lambda: answers.extend(testbed.ask(n=n, temperature=1.0, tokens=tokens)))
-    thread.start()
-    return thread, answers
-
-
 @full(proved_in="tests/unit/engine/test_health.py", why="a real server under load")
 def test_busy_or_starved_engine_is_not_taken_for_frozen(testbed: EngineTestbed) -> None:
     """With limits that are shorter than the work: a full batch with a long queue, then no CPU."""
@@ -101,19 +87,17 @@ def test_busy_or_starved_engine_is_not_taken_for_frozen(testbed: EngineTestbed) 
     testbed.wait_ready("busy")
     monitor = testbed.runners["busy"]._monitor
     seen: set[Health] = set()
-    thread, answers = asking(testbed, n=64, tokens=50)
-    while thread.is_alive():
-        seen.add(monitor.health.state)
-        thread.join(0.05)
-    assert len(answers) == 64 and Health.FROZEN not in seen
-    testbed.assert_logprobs(answers)
+    with testbed.asked("busy", n=64) as answers:
+        while not answers.done():
+            seen.add(monitor.health.state)
+            futures.wait([answers], timeout=0.05)
+    assert len(answers.result()) == 64 and Health.FROZEN not in seen
+    testbed.assert_logprobs(answers.result())
 
-    with starved(testbed.server_pids("busy")):
-        thread, answers = asking(testbed, n=8, tokens=50)
+    with testbed.asked("busy", n=64), starved(testbed.server_pids("busy")):
         # Silent for longer than a stopped engine lives.
         wait_until(lambda: monitor.health.starved_s > QUICK["frozen_after_s"], what="a starved engine")
         assert testbed.record("busy").state is EngineState.READY
-    thread.join(60)
     probed_again(testbed, "busy")
     testbed.assert_serves()
 

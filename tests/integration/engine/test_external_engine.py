@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 import ray
-from support.engine_testbed import EngineTestbed, ForeignServer
+from support.engine_testbed import QUICK, EngineTestbed, ForeignServer, scheduler_of, suspended
 from support.ray_cluster import start_ray
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.placement import stop_all
@@ -175,7 +175,7 @@ def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: Engi
     await_ready_event(successor)
     before = len(testbed.events("x3"))
     stale.stop()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive(), "the stale runner has not ended"
     assert testbed.wait_ready("x3").incarnation == successor._member.incarnation
     assert testbed.workers()[foreign.url]
@@ -187,6 +187,19 @@ def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: Engi
         stale._member.incarnation, successor._member.incarnation}
     successor.stop()
     testbed.await_end("x3")
+
+
+def test_external_engine_with_a_stopped_scheduler_is_dead_and_its_server_lives_on(
+        testbed: EngineTestbed, foreign: ForeignServer) -> None:
+    testbed.start_engine("frozen", external_url=foreign.url, **QUICK)
+    testbed.wait_ready("frozen")
+    with suspended(scheduler_of(foreign.process.pid).pid):
+        assert "no sign of life" in testbed.wait_state("frozen", EngineState.DEAD).reason
+        testbed.await_end("frozen")
+        assert foreign.url not in testbed.workers()
+    [death] = [e for e in testbed.events("frozen") if e.kind == "engine.dead"]
+    assert death.data["detect_s"] >= QUICK["frozen_after_s"]
+    assert version(foreign) == str(testbed.published) and answers(foreign)
 
 
 def test_external_engine_is_dead_when_its_server_reports_another_version_or_dies(testbed: EngineTestbed,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.engine_testbed import PROMPT, EngineTestbed
+from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files
 from support.tiers import full
+from support.waiting import PATIENCE_S, wait_until
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -21,11 +23,12 @@ from elastic_rl.data.samples import Sample
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.data.tokenizer import EOS_ID, encode
 from elastic_rl.engine.client import GenerateClient, Sampling
-from elastic_rl.engine.router import RouterProcess
+from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import FOLDER_VERSION, EngineRunner
 from elastic_rl.engine.scoring import ScoreRequest
 from elastic_rl.errors import EngineFailed, PluginFailed
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.host.leftovers import file_tag, tagged_files
 from elastic_rl.rewards.judging import Judgement, JudgeOptions, JudgeRequest
 from elastic_rl.roles.genrm import GenRmRole
 from elastic_rl.roles.teacher import TeacherRole
@@ -34,7 +37,7 @@ POOL = "judge"
 
 
 class Judges:
-    """Two engines of a pool with a model of another family than the policy's."""
+    """A pool with a model of another family than the policy's, and its first engine, ``judge-a``."""
 
     def __init__(self, testbed: EngineTestbed, folder: Path) -> None:
         self.testbed = testbed
@@ -46,36 +49,53 @@ class Judges:
         self.ctx = ctx.model_copy(update={
             "config": ctx.config.model_copy(update={"pools": pools}),
             "router_urls": {**ctx.router_urls, POOL: self.router.url}})
-        self.runners = {name: EngineRunner(self.ctx, name, POOL) for name in ("judge-a", "judge-b")}
-        self.threads = [threading.Thread(target=runner.run, daemon=True) for runner in self.runners.values()]
-        for thread in self.threads:
-            thread.start()
+        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
+        self.runners: dict[str, EngineRunner] = {}
+        self.threads: dict[str, threading.Thread] = {}
+        self.start("judge-a")
+
+    def start(self, engine_id: str) -> None:
+        self.runners[engine_id] = EngineRunner(self.ctx, engine_id, POOL)
+        self.threads[engine_id] = threading.Thread(target=self.runners[engine_id].run, daemon=True)
+        self.threads[engine_id].start()
 
     def close(self) -> None:
         for runner in self.runners.values():
             runner.stop()
-        for thread in self.threads:
-            thread.join(60)
+        for engine_id in self.threads:
+            self.await_end(engine_id)
         self.router.stop()
 
-    def ask(self) -> tuple[list[int], int]:
-        """Tokens, by greedy decoding, and their version."""
-        async def run() -> tuple[list[int], int]:
-            client = GenerateClient(self.router.url, timeout_s=60, retries=4, key=self.testbed.key)
+    def await_end(self, engine_id: str) -> None:
+        """Waits until the engine's runner has returned."""
+        self.threads[engine_id].join(PATIENCE_S)
+        assert not self.threads[engine_id].is_alive(), f"the runner of {engine_id} has not ended"
+
+    def workers(self) -> dict[str, bool]:
+        """Whether each worker of the pool's router is healthy, by URL."""
+        return RouterClient(self.router.url, key=self.testbed.key).workers()
+
+    def ask(self, sampling: Sampling = Sampling(8, 0.0), n: int = 1) -> list[Sample]:
+        """``n`` samples of ``PROMPT`` through the pool's router."""
+        async def run() -> list[Sample]:
+            client = GenerateClient(self.router.url, timeout_s=PATIENCE_S, retries=100, key=self.testbed.key)
             try:
-                [sample] = await client.generate(PROMPT, Sampling(8, 0.0), 1)
+                return await client.generate(PROMPT, sampling, n)
             finally:
                 await client.close()
-            return list(sample.response_ids), sample.oldest_version
 
         return asyncio.run(run())
 
+    def assert_serves(self) -> None:
+        """The pool answers with the tokens of its folder."""
+        [greedy] = self.ask()
+        assert (list(greedy.response_ids), greedy.oldest_version) == (self.expected(), FOLDER_VERSION)
+
     def expected(self, prompt: Sequence[int] = PROMPT) -> list[int]:
         """What greedy decoding gives, by transformers."""
-        model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
         ids = list(prompt)
         while len(ids) < len(prompt) + 8 and ids[-1] != EOS_ID:
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
         return ids[len(prompt):]
 
 
@@ -86,17 +106,21 @@ def judges(testbed: EngineTestbed, tmp_path_factory: pytest.TempPathFactory) -> 
     made.close()
 
 
-def test_engines_serve_the_folder_and_no_version_of_the_policy(testbed: EngineTestbed, judges: Judges) -> None:
-    one, two = (testbed.wait_ready(name, FOLDER_VERSION) for name in judges.runners)
-    assert one.checksum and (one.checksum, one.pool) == (two.checksum, POOL)
-    assert judges.ask() == (judges.expected(), FOLDER_VERSION)
+def test_engine_serves_the_folder_and_no_version_of_the_policy(testbed: EngineTestbed, judges: Judges) -> None:
+    """It joins the router of its own pool alone."""
+    engine = testbed.wait_ready("judge-a", FOLDER_VERSION)
+    assert engine.checksum and engine.pool == POOL
+    judges.assert_serves()
+    assert judges.workers() == {engine.url: True}
+    assert engine.url not in testbed.workers()
 
-    policy = testbed.serving_engine()
-    version = testbed.publish(seed=11)
-    testbed.wait_ready(policy, version)
-    testbed.assert_serves()
+    testbed.publish(seed=11)
+    looks = judges.runners["judge-a"]._next_record  # of which each is a whole pass of the runner
+    for _ in range(3):
+        looks = wait_until(lambda before=looks: (now := judges.runners["judge-a"]._next_record) > before and now,
+                           what="a pass of the runner")
     assert testbed.record("judge-a").version == FOLDER_VERSION
-    assert judges.ask() == (judges.expected(), FOLDER_VERSION)
+    judges.assert_serves()
 
 
 def test_role_judges_by_what_the_model_answers(testbed: EngineTestbed, judges: Judges) -> None:
@@ -164,10 +188,9 @@ def test_role_gives_the_log_probs_of_a_teacher(testbed: EngineTestbed, judges: J
         found = asyncio.run(role.score(sequences, 3, 0))
     finally:
         role.close()
-    model = AutoModelForCausalLM.from_pretrained(judges.model_dir, dtype=torch.float32).eval()
     for sequence, scores in zip(sequences, found, strict=True):
         ids = torch.tensor([sequence.token_ids])
-        logprobs = model(ids).logits[0, sequence.first - 1:-1].log_softmax(-1).detach()
+        logprobs = judges.model(ids).logits[0, sequence.first - 1:-1].log_softmax(-1).detach()
         own = logprobs.gather(-1, ids[0, sequence.first:, None])[:, 0]
         torch.testing.assert_close(torch.from_numpy(scores.logprobs), own, rtol=1e-3, atol=1e-3)
         top = logprobs.topk(3)
@@ -175,20 +198,33 @@ def test_role_gives_the_log_probs_of_a_teacher(testbed: EngineTestbed, judges: J
         assert scores.top_ids.tolist() == top.indices.tolist()
 
 
-@full(proved_in="tests/integration/engine/test_engine.py tests/integration/engine/test_engine_failures.py",
-      why="the same of an engine that serves a folder")
+@full(proved_in="tests/integration/engine/test_engine.py",
+      why="the same of two engines that serve a folder, with a policy's engine beside them")
 def test_engine_whose_server_dies_is_dead_and_the_other_one_serves(testbed: EngineTestbed, judges: Judges) -> None:
-    for name in judges.runners:
-        testbed.wait_ready(name, FOLDER_VERSION)
+    judges.start("judge-b")
+    policy = testbed.serving_engine()
+    one, two = (testbed.wait_ready(name, FOLDER_VERSION) for name in judges.runners)
+    assert one.checksum == two.checksum
+    testbed.wait_ready(policy, testbed.publish(seed=12))
+    testbed.assert_serves()
+    judges.assert_serves()
     judges.runners["judge-b"]._server.condemn("killed by the test")
     testbed.wait_state("judge-b", EngineState.DEAD)
-    assert judges.ask() == (judges.expected(), FOLDER_VERSION)
+    judges.assert_serves()
 
 
-@full(proved_in="tests/integration/engine/test_engine.py tests/integration/engine/test_engine_failures.py",
-      why="the same of an engine that serves a folder")
-def test_engine_drains(testbed: EngineTestbed, judges: Judges) -> None:
-    testbed.wait_ready("judge-a", FOLDER_VERSION)
-    judges.runners["judge-a"].drain()
-    judges.threads[0].join(60)
-    assert testbed.record("judge-a") is None
+def test_drained_engine_finishes_its_requests_and_leaves_nothing(testbed: EngineTestbed, judges: Judges) -> None:
+    engine, runner = testbed.wait_ready("judge-a", FOLDER_VERSION), judges.runners["judge-a"]
+    pids, tag = runner._server.pids, file_tag(testbed.ctx.config.cluster_dir, "judge-a")
+    files = sglang_files(pids)
+    assert files and files <= set(tagged_files(tag)), "SGLang made files that no sweep would find"
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(judges.ask, Sampling(50, 1.0), 16)
+        wait_until(lambda: answers.done() or runner._server.in_flight(), what="a request in flight", poll_s=0.005)
+        runner.drain()
+    assert len(answers.result()) == 16 and all(a.finish_reason in ("length", "stop") for a in answers.result())
+    judges.await_end("judge-a")
+    assert testbed.record("judge-a") is None and engine.url not in judges.workers()
+    assert testbed.events("judge-a")[-1].kind == "engine.stopped"
+    await_gone(pids)
+    assert not any(f.exists() for f in files) and not tagged_files(tag)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from elastic_rl.data.samples import Prompt
-from elastic_rl.dcs.catalog import reads
-from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.engine.client import Sampling
-from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
 from elastic_rl.telemetry import traces
+
+# Each command imports what it needs: torch, which only the first one does, takes longer than all else here.
 
 
 def publish(ctx: RunContext) -> None:
+    from elastic_rl.dcs.fetch.puller import Puller
+    from elastic_rl.dcs.publish.publisher import Publisher
+
     traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
     with ctx.connect() as etcd, \
             Puller(etcd, ctx.keys, "again", io_timeout_s=30) as puller, \
@@ -32,6 +30,12 @@ def publish(ctx: RunContext) -> None:
 
 
 def ask(ctx: RunContext) -> None:
+    from elastic_rl.data.samples import Prompt
+    from elastic_rl.dcs.catalog import reads
+    from elastic_rl.engine.client import Sampling
+    from elastic_rl.engine.generation import PromptRequest
+    from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
+
     role = RolloutRole(ctx)
     try:
         version = reads.head(role.etcd, ctx.keys, "policy").number
