@@ -151,7 +151,7 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     assert not [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]
 
 
-@full(proved_in="tests/unit/driver/test_driver_plan.py tests/integration/driver/test_engine_pool.py",
+@full(proved_in="tests/unit/driver/test_driver_plan.py tests/integration/driver/test_parts_on_ray.py",
       why="several pools at once on a real Ray")
 def test_pools_have_engines_routers_and_faults_of_their_own(plane: Plane, tmp_path: Path) -> None:
     judge = config.PoolConfig(model=str(tmp_path / "judge"), engines=1)

@@ -76,6 +76,17 @@ class SupervisedJob:
         [process] = [p for p in psutil.process_iter(["cmdline"]) if self.starts()[-1] in (p.info["cmdline"] or [])]
         return process
 
+    def await_polls(self) -> None:
+        """Waits until the supervisor has read the requests twice: what must not happen would have happened."""
+        read, reads = self._supervisor._request, list[RestartRequest | None]()
+
+        def noted() -> RestartRequest | None:
+            reads.append(read())
+            return reads[-1]
+
+        self._supervisor._request = noted
+        wait_until(lambda: len(reads) >= 2, what="two reads of the requests")
+
     def request_restart(self) -> None:
         """As the leader does it: the request, and the end of the epoch, in one transaction."""
         epoch = fencing.current_epoch(self.etcd, self.keys)
@@ -111,11 +122,6 @@ def job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
     job.close()
 
 
-def await_polls() -> None:
-    """Long enough for the supervisor to read the requests twice: what must not happen would have happened."""
-    time.sleep(2.5)
-
-
 @parametrize("behaviour", ["works", "hangs"],
              proved_in="tests/integration/driver/test_supervisor.py",
              why="a driver that hangs")
@@ -130,7 +136,7 @@ def test_requested_restart_of_the_job_is_carried_out_once(job: SupervisedJob, be
     assert second == first + 2, "the request began one epoch, the new driver another"
     assert not before.is_running()
     wait_until(lambda: not open_requests(job.etcd, job.keys), what="the acknowledgement")
-    await_polls()
+    job.await_polls()
     assert len(job.starts()) == 2 and job.driver().is_running()
     assert job.events() == [], "the leader has reported this restart"
 
@@ -142,7 +148,7 @@ def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: S
     job.await_driver(1)
     job.etcd.put(job.keys.restart(JOB), RestartRequest(target=JOB, generation=1, epoch=epoch - 1).encode())
     wait_until(lambda: not open_requests(job.etcd, job.keys), what="the acknowledgement")
-    await_polls()
+    job.await_polls()
     assert len(job.starts()) == 1 and job.finish() == 0
 
 
@@ -151,7 +157,7 @@ def test_request_from_before_the_first_start_is_carried_out_by_it(job: Supervise
     job.start("works")
     job.await_driver(1)
     assert not open_requests(job.etcd, job.keys)
-    await_polls()
+    job.await_polls()
     assert len(job.starts()) == 1 and job.finish() == 0
 
 
@@ -172,7 +178,7 @@ def test_run_whose_driver_crashes_without_progress_ends_by_the_rule_for_crash_lo
 
 def test_driver_that_crashes_and_makes_progress_in_between_is_restarted_without_end(job: SupervisedJob) -> None:
     job.start("crashes-later")
-    for step in range(1, 8):
+    for step in range(1, job.ctx.config.failure_policy.max_global_restarts + 2):
         wait_until(lambda step=step: len(job.starts()) >= step, what=f"driver {step}")
         job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=step).encode())
     assert job.code is None

@@ -1,0 +1,406 @@
+"""Parts that the driver places on Ray: pools of engines, trainer groups, and both on the same GPUs. Ray and etcd are
+real; engines have no servers, Ray counts GPUs that are not there, and nothing computes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from support.etcd_server import EtcdServers
+from support.ray_cluster import start_ray
+from support.stub_actors import FAIL, HungTrainer, KilledTrainer, StubEngine, StubTrainer
+from support.tiers import full
+from support.waiting import wait_until
+
+from elastic_rl import config
+from elastic_rl.config.groups import ACTOR
+from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.pool_removal import remove_pools_except
+from elastic_rl.driver.restart_requests import open_requests
+from elastic_rl.driver.shared_gpus import SharedGpus
+from elastic_rl.driver.trainer_group import GroupState, TrainerGroup, TrainerHost
+from elastic_rl.errors import Fenced
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership, members
+from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec, PoolStatus, RestartRequest
+from elastic_rl.etcd.run_context import RunContext
+
+pytestmark = pytest.mark.usefixtures("on_ray")
+POOL = "rollout"
+CPUS, GPUS, RANKS = 4, 4, 2
+
+
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[None]:
+    """Ray for all tests of this file, with few enough CPUs that a test can fill it."""
+    with pytest.MonkeyPatch.context() as patch:  # for the workers, which import the tests' actors
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        start_ray(CPUS, GPUS)
+    yield
+    ray.shutdown()
+
+
+# -- pools of engines --------------------------------------------------------------------------------------------------
+class PoolOfTwo:
+    """A pool that wants two engines, and its records."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient) -> None:
+        self.ctx, self.etcd, self.keys = ctx, etcd, ctx.keys
+        self.pool = EnginePool(ctx, etcd, body=StubEngine)
+        self.pool.take_over()
+
+    def scale(self, desired: int) -> None:
+        self.etcd.put(self.keys.pool_spec(POOL), PoolSpec(name=POOL, desired=desired).encode())
+
+    def ready(self) -> dict[str, int]:
+        """Process id of each ready engine."""
+        found = readable(self.etcd.range(self.keys.engines_prefix())[0], Engine)
+        return {e.id: e.pid for e, _ in found if e.state is EngineState.READY}
+
+    def status(self) -> PoolStatus:
+        return PoolStatus.decode(self.etcd.get(self.keys.pool_status(POOL)).value)
+
+    def until(self, check: Callable[[], object], what: str) -> None:
+        def passed() -> object:
+            self.pool.reconcile({})
+            return check()
+
+        wait_until(passed, what=what, poll_s=0.1)
+
+    def until_ready(self, count: int, *, without: frozenset[str] = frozenset()) -> dict[str, int]:
+        self.until(lambda: len(self.ready()) == count and not self.ready().keys() & without and
+                   self.status().ready == count, f"{count} ready engines")
+        return self.ready()
+
+    def events(self, kind: str) -> int:
+        return sum(e.kind == kind for e in events.recent(self.etcd, self.keys))
+
+
+@pytest.fixture
+def two(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[PoolOfTwo]:
+    cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"},
+                        "rollout": {"engines": 2}})
+    ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
+                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+    cfg.cluster_dir.mkdir(parents=True)
+    made = PoolOfTwo(ctx, etcd)
+    yield made
+    made.pool.close()
+
+
+@pytest.fixture
+def full_cluster() -> Iterator[PlacementGroup]:
+    """Takes all but two of the cluster's CPUs until it is removed."""
+    taken = placement_group([{"CPU": CPUS - 2}])
+    wait_until(lambda: placement_group_table(taken)["state"] == "CREATED", what="the room")
+    yield taken
+    remove_placement_group(taken)
+
+
+def test_engines_that_die_at_the_same_time_are_all_replaced(two: PoolOfTwo) -> None:
+    before = two.until_ready(2)
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    after = two.until_ready(2, without=frozenset(before))
+    assert len(after) == 2 and two.events("engine.replaced") == 2
+
+
+def test_engine_without_room_is_pending_while_the_pool_works_and_starts_when_there_is_room(
+        two: PoolOfTwo, full_cluster: PlacementGroup) -> None:
+    two.scale(3)
+    two.until(lambda: two.status().pending == 1, "an engine without room")
+    two.until_ready(2)
+    assert "no room" in two.status().message and "CPU 1" in two.status().message
+    assert two.pool.waiting == two.status().message
+
+    # The rest goes on: an engine that dies is replaced by one of the two that want its place.
+    victim = next(iter(two.ready()))
+    os.kill(two.ready()[victim], signal.SIGKILL)
+    two.until_ready(2, without=frozenset({victim}))
+    two.until(lambda: two.status().pending == 1, "an engine without room")
+
+    remove_placement_group(full_cluster)
+    two.until_ready(3)
+    assert (two.status().pending, two.status().message) == (0, "")
+
+
+@full(proved_in="tests/unit/driver/test_driver_plan.py", why="the rule with real actors of Ray")
+def test_engine_without_room_is_cancelled_when_fewer_are_desired(two: PoolOfTwo, full_cluster: PlacementGroup) -> None:
+    two.scale(4)
+    two.until(lambda: two.status().pending == 2, "engines without room")
+    serving = two.until_ready(2)
+    two.scale(2)
+    two.until(lambda: two.status() == PoolStatus(name=POOL, ready=2, starting=0, draining=0), "a whole pool")
+    assert two.ready() == serving, "those that serve are kept"
+    assert two.events("engine.cancelled") == 2 and two.events("engine.draining") == 0
+    states = [group["state"] for group in placement_group_table().values()]
+    assert "PENDING" not in states, "its placement group is removed too"
+
+
+@full(proved_in="tests/unit/driver/test_driver_plan.py", why="the rule with real actors of Ray")
+def test_starts_that_fail_are_repeated_with_backoff_until_one_succeeds(two: PoolOfTwo) -> None:
+    fail = two.ctx.config.cluster_dir / FAIL
+    fail.touch()
+    two.until(lambda: "3 starts failed, the last: RuntimeError: no weights" in two.status().message, "three failures")
+    assert two.events("engine.replaced") <= 2 * 3, "two at a time, and none without a wait"
+    fail.unlink()
+    two.until_ready(2)
+
+
+def test_engine_that_does_not_report_is_replaced(two: PoolOfTwo) -> None:
+    """Its process runs, or seems to, and it never writes its record."""
+    class Mute:
+        def __init__(self, *args: object) -> None:
+            pass
+
+        def run(self) -> None:
+            import threading
+            threading.Event().wait()
+
+        def stop(self) -> None:
+            pass
+
+    two.pool._body = Mute
+    two.pool._cfg = two.ctx.config.engine.model_copy(update={"start_timeout_s": 8.0})
+    two.until(lambda: "did not report within 8 s" in two.status().message, "the end of one")
+    two.pool._body, two.pool._cfg = StubEngine, two.ctx.config.engine
+    two.until_ready(2)
+
+
+def test_stale_driver_starts_and_replaces_nothing(two: PoolOfTwo, etcd: EtcdClient, keys: Keys) -> None:
+    before = two.until_ready(2)
+    fencing.raise_epoch(etcd, keys, holder="a newer driver")
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+    with pytest.raises(Fenced):
+        two.until(lambda: False, "being fenced off")
+    assert ray.is_initialized()
+
+
+def test_nothing_is_left_of_a_pool_that_the_settings_have_no_more(etcd: EtcdClient, keys: Keys) -> None:
+    epoch = fencing.raise_epoch(etcd, keys, holder="test").number
+    for name in ("judge", "judge-2"):  # one's engines have ids that begin with the name of the other one
+        etcd.put(keys.pool_spec(name), PoolSpec(name=name, desired=2).encode())
+        etcd.put(keys.pool_status(name), PoolStatus(name=name, ready=1, starting=0, draining=0).encode())
+        etcd.put(keys.engine(f"{name}-a1"), Engine(id=f"{name}-a1", pool=name, state=EngineState.READY,
+                                                   epoch=epoch - 1).encode())
+        etcd.put(keys.external_engine(f"http://{name}:1"), ExternalEngine(
+            engine=f"{name}-external-1", pool=name, url=f"http://{name}:1", by="me", at=1.0).encode())
+    remove_pools_except(etcd, keys, epoch, {"rollout", "judge-2"})
+    left = [kv.key for prefix in (keys.pools_prefix(), keys.engines_prefix(), keys.external_engines_prefix())
+            for kv in etcd.range(prefix)[0]]
+    assert sorted(left) == sorted([keys.pool_spec("judge-2"), keys.pool_status("judge-2"), keys.engine("judge-2-a1"),
+                                   keys.external_engine("http://judge-2:1")])
+    assert [e.subject for e in events.recent(etcd, keys) if e.kind == "pool.removed"] == ["judge"]
+    with pytest.raises(Fenced):
+        remove_pools_except(etcd, keys, epoch - 1, {"rollout"})
+    assert etcd.get(keys.pool_spec("judge-2")) is not None
+
+
+# -- trainer groups ----------------------------------------------------------------------------------------------------
+MakeGroup = Callable[[type], TrainerGroup]
+
+
+@pytest.fixture
+def make_group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[MakeGroup]:
+    made: list[TrainerGroup] = []
+
+    def make(body: type) -> TrainerGroup:
+        cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}})
+        ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job,
+                         model_dir=str(tmp_path / "none"), epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+        made.append(TrainerGroup(ctx, etcd, ctx.save(tmp_path / "context.json"), body))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+@pytest.fixture
+def group(make_group: MakeGroup) -> TrainerGroup:
+    """A trainer group whose agent cannot start: its context names no model."""
+    return make_group(TrainerHost)
+
+
+def reports(etcd: EtcdClient, keys: Keys) -> list[str]:
+    return [e.message for e in events.recent(etcd, keys) if e.kind == "trainer.agent_ended"]
+
+
+def until(group: TrainerGroup, check: Callable[[], object], what: str, request: RestartRequest | None = None) -> None:
+    wait_until(lambda: group.reconcile(request) or check(), what=what, poll_s=0.1)
+
+
+def starts(group: TrainerGroup) -> list[str]:
+    notes = group.context_file.with_name("trainers")
+    return notes.read_text().split() if notes.exists() else []
+
+
+def request_restart(etcd: EtcdClient, keys: Keys) -> RestartRequest:
+    request = RestartRequest(target=ACTOR.name, generation=1, reason="a rank hangs")
+    etcd.put(keys.restart(ACTOR.name), request.encode())
+    return request
+
+
+def test_end_of_the_agent_is_reported_and_it_is_started_again_without_end(group: TrainerGroup, etcd: EtcdClient,
+                                                                          keys: Keys) -> None:
+    until(group, lambda: len(reports(etcd, keys)) == 2, "two ends of the agent")
+    assert all("exit code 2" in message for message in reports(etcd, keys))
+    assert "after 2 that failed" in group.waiting
+
+
+@full(proved_in="tests/unit/host/test_leftovers.py", why="the files of a real agent")
+def test_temporary_files_of_a_killed_agent_are_removed(make_group: MakeGroup) -> None:
+    group = make_group(KilledTrainer)
+    until(group, lambda: len(starts(group)) == 2, "the next group")
+    assert not Path(starts(group)[0]).exists()
+
+
+def test_end_of_the_agent_after_a_global_restart_is_not_reported(group: TrainerGroup, etcd: EtcdClient, keys: Keys
+                                                                 ) -> None:
+    """The agent ends because the epoch is over; `trainer.dead` would be an alert about a restart on purpose."""
+    group.reconcile()
+    fencing.raise_epoch(etcd, keys, holder="global restart")
+    with pytest.raises(Fenced):
+        until(group, lambda: False, "the end of the agent")
+    assert group.state is GroupState.ENDED, "the end of the agent was not seen"
+    assert reports(etcd, keys) == []
+
+
+def test_closed_group_deregisters_ranks_that_its_agent_has_left_registered(make_group: MakeGroup, etcd: EtcdClient,
+                                                                           keys: Keys) -> None:
+    """An agent that hangs is killed, and cannot deregister its ranks itself; their end would count as a death."""
+    group = make_group(StubTrainer)
+    group.reconcile()
+    rank = Membership(etcd, keys, "trainer", "rank-0", ttl_s=30, epoch=group.ctx.epoch).start()
+    rank._stopping.set()  # as a killed process: no heartbeat any longer, and not deregistered
+    other = Membership(etcd, keys, "trainer", "rank-1", ttl_s=30, epoch=group.ctx.epoch + 1).start()
+    group.close()
+    assert [m.id for m in members(etcd, keys, "trainer")] == ["rank-1"], "of a newer epoch"
+    other.close()
+
+
+@full(proved_in="tests/integration/coordinator/test_leader_decides.py",
+      why="the restart of a real group")
+def test_requested_restart_of_a_hung_group_is_carried_out_by_later_passes(make_group: MakeGroup, etcd: EtcdClient,
+                                                                          keys: Keys) -> None:
+    """No pass waits for it: the pass that asks it to stop returns while it still runs."""
+    group = make_group(HungTrainer)
+    until(group, lambda: starts(group), "the group")
+    rank = Membership(etcd, keys, "trainer", "rank-0", ttl_s=30, epoch=group.ctx.epoch).start()
+    rank._stopping.set()
+    request = request_restart(etcd, keys)
+    group.reconcile(request)
+    assert group.state is GroupState.STOPPING and open_requests(etcd, keys), "it has not ended yet"
+    until(group, lambda: len(starts(group)) == 2, "the next group", request)
+    assert not open_requests(etcd, keys)
+    assert members(etcd, keys, "trainer") == [], "its end must not count as a death"
+    assert reports(etcd, keys) == []
+
+
+@full(proved_in="tests/integration/driver/test_parts_on_ray.py", why="the same of a trainer group")
+def test_group_without_room_waits_and_starts_when_there_is_room(make_group: MakeGroup, etcd: EtcdClient, keys: Keys
+                                                                ) -> None:
+    taken = placement_group([{"CPU": CPUS - 1}])
+    assert taken.wait(60)
+    group = make_group(StubTrainer)
+    until(group, lambda: "no room in the cluster: CPU 2" in group.waiting, "the report")
+    assert group.state is GroupState.PLACING and not starts(group)
+
+    # A request to restart it does not wait for the room either.
+    request = request_restart(etcd, keys)
+    until(group, lambda: not open_requests(etcd, keys), "the acknowledgement", request)
+
+    remove_placement_group(taken)
+    until(group, lambda: starts(group), "the group")
+    assert group.state is GroupState.RUNNING and group.waiting == ""
+    assert reports(etcd, keys) == [], "nothing has failed"
+
+
+# -- engines on the GPUs of a trainer group ---------------------------------------------------------------------------
+class ColocatedPlane:
+    """The pool and the trainer group of a job on GPUs, two of each."""
+
+    def __init__(self, etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, folder: Path) -> None:
+        self.etcd, self.keys, self.folder = etcd, keys, folder
+        cfg = config.parse({
+            "job": keys.job, "run_dir": str(folder), "placement": "colocated", "device": {"type": "cuda"},
+            "rollout": {"engines": 2}, "trainer": {"data_parallel": RANKS},
+            "engine": {"request_timeout_s": 0.2, "drain_timeout_s": 0.5, "apply_timeout_s": 0.5,
+                       "release_timeout_s": 1.0}})
+        ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
+                         epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+        cfg.cluster_dir.mkdir(parents=True)
+        self.shared = SharedGpus(RANKS)
+        self.pool = EnginePool(ctx, etcd, body=StubEngine, shared=self.shared)
+        self.pool.take_over()
+        self.trainer = TrainerGroup(ctx, etcd, folder / "context.json", body=StubTrainer, shared=self.shared)
+
+    def until(self, check: Callable[[], object], what: str) -> None:
+        def passed() -> object:
+            self.shared.reconcile()
+            self.pool.reconcile({})
+            self.trainer.reconcile()
+            return check()
+
+        wait_until(passed, what=what, poll_s=0.1)
+
+    def engines(self) -> dict[str, Engine]:
+        return {e.id: e for e, _ in readable(self.etcd.range(self.keys.engines_prefix())[0], Engine)}
+
+    def ready(self) -> list[str]:
+        """The GPUs of each engine."""
+        return sorted(e.layout for e in self.engines().values())
+
+    def close(self) -> None:
+        self.pool.close()
+        self.trainer.close()
+        self.shared.close()
+
+
+@pytest.fixture
+def plane(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
+          ) -> Iterator[ColocatedPlane]:
+    with contextlib.closing(ColocatedPlane(etcd_servers, etcd, keys, tmp_path)) as made:
+        yield made
+
+
+def test_engines_share_the_gpus_of_the_trainer_and_are_replaced_on_them(plane: ColocatedPlane) -> None:
+    """One of them each, and Ray gives them to nobody else."""
+    plane.until(lambda: len(plane.ready()) == 2 and (plane.folder / "gpus").exists(), "engines and trainer")
+    gpus = (plane.folder / "gpus").read_text().split(",")
+    assert len(gpus) == RANKS and plane.ready() == sorted(gpus)
+    assert ray.available_resources().get("GPU") == GPUS - RANKS
+
+    # A third one has no GPU to share, and the pool says so.
+    plane.etcd.put(plane.keys.pool_spec(POOL), PoolSpec(name=POOL, desired=3).encode())
+    plane.until(lambda: "no GPU of the trainer" in plane.pool.waiting, "the reason")
+    assert plane.ready() == sorted(gpus)
+    plane.etcd.put(plane.keys.pool_spec(POOL), PoolSpec(name=POOL, desired=2).encode())
+    plane.until(lambda: plane.pool.waiting == "", "a whole pool")
+
+    # The process that holds the GPUs in Ray dies, and another one holds them.
+    first = plane.shared._holder
+    assert first is not None
+    first._placed.kill()
+    plane.until(lambda: plane.shared._holder not in (None, first) and
+                ray.available_resources().get("GPU") == GPUS - RANKS, "another holder")
+    assert plane.ready() == sorted(gpus)
+
+    # An engine keeps its memory in the trainer's turn.
+    late = next(iter(plane.engines().values()))
+    plane.etcd.put(plane.keys.engine(late.id), late.replace(holds_device=True).encode())
+    plane.until(lambda: late.id not in plane.engines() and len(plane.ready()) == 2, "another engine")
+    assert plane.ready() == sorted(gpus)
+    [event] = [e for e in events.recent(plane.etcd, plane.keys) if e.kind == "engine.replaced"]
+    assert "did not release its memory in the trainer's turn" in event.message
+    assert PoolStatus.decode(plane.etcd.get(plane.keys.pool_status(POOL)).value).released == 0
