@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.scripted_engine import Engine, outcome, prompt_request
 from support.text_model import make_tokenizer_folder
+from support.tiers import parametrize
 
 from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.samples import EPISODE
@@ -119,19 +120,22 @@ def test_policy_calls_tools_and_its_whole_last_turn_is_its_answer(engine: Engine
     assert isinstance(asyncio.run(outcome(own, asked)), EngineFailed)
 
 
-def test_environment_that_ends_its_process_names_nobody(engine: Engine, played: Callable[..., OwnGenerate]) -> None:
+@parametrize("what", ["task", "stuck", "block"],
+             proved_in="tests/integration/environments/test_episode_processes.py",
+             why="further ways to be lost with the process")
+def test_environment_that_ends_its_process_names_nobody(engine: Engine, played: Callable[..., OwnGenerate], what: str
+                                                        ) -> None:
     """One process after another: it is replaced after a loss, and once it knew of a service that is away."""
     own = played("own_environment:make", seconds=1.0)
 
     async def play(*whats: str) -> list[Any]:
         return await asyncio.gather(*(outcome(own, prompt_request(engine, what), 2.0) for what in whats))
 
-    for what in ("task", "stuck", "block"):
-        found = asyncio.run(play("hang", what))
-        assert isinstance(found[1], CallLost | TimeoutError)
-        assert any(isinstance(one, CallLost) for one in found)
-        assert what != "task" or all(isinstance(one, CallLost) for one in found), "the other did not fail itself"
-        own.start()
+    found = asyncio.run(play("hang", what))
+    assert isinstance(found[1], CallLost | TimeoutError)
+    assert any(isinstance(one, CallLost) for one in found)
+    assert what != "task" or all(isinstance(one, CallLost) for one in found), "the other did not fail itself"
+    own.start()
     before = own._process._process
     good, away = asyncio.run(play("", "away"))
     assert isinstance(good, list) and isinstance(away, PluginAway)

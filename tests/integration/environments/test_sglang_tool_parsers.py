@@ -7,6 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
+from support.tiers import full
+from support.waiting import PATIENCE_S
+
 
 def _call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -17,10 +20,10 @@ FORMATS = {
     "llama3": '{"name": "add", "parameters": {"a": 2, "b": 3}}', "pythonic": "[add(a=2, b=3)]",
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]'}
 _PARSE = """
-import asyncio, json, random, sys, logging
+import asyncio, json, logging, sys
 logging.basicConfig()
 from elastic_rl.data.samples import Prompt
-from elastic_rl.environments.tool_parser import ToolParser, MAX_TEXT, _SLOW
+from elastic_rl.environments.tool_parser import ToolParser
 from elastic_rl.environments.tools import Tools, ToolsOptions, named_tools
 from elastic_rl.errors import ConfigError
 schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -34,7 +37,19 @@ for name, text in broken:
                   ToolsOptions(tools=["calculator"], timeout_s=1))
     found = asyncio.run(tools(Prompt(()), 0).step(text))
     print(found.done, *(m.content for m in found.messages), sep="|")
+for name in ("qwen2", "dots", "response_template"):
+    try:
+        ToolParser(name, [], "parser")
+    except ConfigError as e:
+        print(e.message)
+"""
+_PARSE_ANYTHING = """
+import random
+from elastic_rl.environments.tool_parser import ToolParser
+from elastic_rl.errors import ConfigError
+ToolParser("qwen25", [], "parser")  # imports SGLang, with stand-ins for what it lacks on a CPU
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
+schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 rng = random.Random(1)
 used = 0
 for name in sorted(FunctionCallParser.ToolCallParserEnum):
@@ -51,11 +66,6 @@ for name in sorted(FunctionCallParser.ToolCallParserEnum):
     for _ in range(50):
         parser.calls(begin + "".join(rng.choices('{}[]":, \\nadd<>|/=5', k=40)))
 print(used)
-for name in ("qwen2", "dots", "response_template"):
-    try:
-        ToolParser(name, [], "parser")
-    except ConfigError as e:
-        print(e.message)
 """
 _UNREAD = "error: the call cannot be read"
 BROKEN = [
@@ -72,18 +82,27 @@ BROKEN = [
     ("pythonic", "[calculator(" + "a=1, " * 2000, f"False|{_UNREAD}"), ("pythonic", "[1] is no call", "True")]
 
 
-def test_parsers_of_sglang_read_the_formats_of_models() -> None:
-    """What a policy writes by chance makes none of them raise, and ends no episode without a word."""
-    given = [FORMATS, [pair[:2] for pair in BROKEN]]
-    done = subprocess.run([sys.executable, "-c", _PARSE], input=json.dumps(given), text=True, capture_output=True,
-                          timeout=300)
+def run(program: str, given: object = None) -> list[str]:
+    """Lines that a program has printed. None of what the policy wrote is in its log."""
+    done = subprocess.run([sys.executable, "-c", program], input=json.dumps(given), text=True, capture_output=True,
+                          timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "sglang.srt.function_call" not in done.stderr, "nothing that the policy wrote is in a log"
-    lines = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_parsers_of_sglang_read_the_formats_of_models() -> None:
+    """A call that cannot be read is an error that the policy reads, and ends no episode without a word."""
+    lines = run(_PARSE, [FORMATS, [pair[:2] for pair in BROKEN]])
     assert lines[:len(FORMATS)] == [f"{name} {[('add', {'a': 2, 'b': 3})] * 2} [] 1 subtract" for name in FORMATS]
-    assert lines[len(FORMATS):len(FORMATS) + len(BROKEN)] == [expected for _, _, expected in BROKEN]
-    rest = lines[len(FORMATS) + len(BROKEN):]
-    assert {"dots refused", "hunyuan refused", "interns1 refused", "response_template refused"} <= set(rest)
-    assert int(rest[-4]) > 30
-    assert "parser='qwen2' is none of SGLang's tool-call parsers; did you mean 'qwen" in rest[-3]
-    assert "parser='dots' is refused" in rest[-2] and "'response_template' cannot be used" in rest[-1]
+    assert lines[len(FORMATS):-3] == [expected for _, _, expected in BROKEN]
+    assert "parser='qwen2' is none of SGLang's tool-call parsers; did you mean 'qwen" in lines[-3]
+    assert "parser='dots' is refused" in lines[-2] and "'response_template' cannot be used" in lines[-1]
+
+
+@full(proved_in="tests/integration/environments/test_sglang_tool_parsers.py",
+      why="texts written by chance, and every parser that SGLang has")
+def test_no_parser_of_sglang_raises_for_any_text() -> None:
+    lines = run(_PARSE_ANYTHING)
+    assert {"dots refused", "hunyuan refused", "interns1 refused", "response_template refused"} <= set(lines)
+    assert int(lines[-1]) > 30
