@@ -135,7 +135,7 @@ def test_list_of_workers_follows_the_records(router: Supervised, urls: list[str]
     wait_until(lambda: router.listed() == {kept}, what="the removal")
 
 
-def test_worker_that_is_no_engine_of_the_pool_is_taken_out_and_reported(router: Supervised, urls: list[str]) -> None:
+def test_worker_that_is_no_engine_of_the_pool_is_removed_and_reported(router: Supervised, urls: list[str]) -> None:
     own, foreign = urls
     router.states = {own: EngineState.READY}
     router.until_listed(own)

@@ -125,7 +125,7 @@ def test_report_of_a_run_that_ended_is_written_without_etcd(run: Run, code: int,
     assert run.report()["status"] == status and "Made without etcd" in run.report()["note"]
 
 
-def test_group_that_the_records_have_not_is_lost_in_a_report_without_etcd(run: Run) -> None:
+def test_group_without_a_record_is_lost_in_a_report_without_etcd(run: Run) -> None:
     ctx = train.prepare(run.cfg, run.info)
     run.cfg.job_dir.joinpath("steps.jsonl").write_text(json.dumps(_STEPS[1]) + "\n")
     run.servers.kill(0)

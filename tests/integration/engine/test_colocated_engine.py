@@ -91,7 +91,7 @@ def released(testbed: EngineTestbed, engine_id: str) -> Engine:
     return engine
 
 
-def test_engine_releases_its_memory_for_the_trainer_and_serves_the_same_tokens_in_its_next_turn(
+def test_engine_serves_the_same_tokens_after_a_turn_of_the_trainer(
         testbed: EngineTestbed, shared_turns: TurnsOfTest) -> None:
     turns = shared_turns
     assert released(testbed, SHARED).pid == 0, "a server was launched in the trainer's turn"
@@ -143,7 +143,7 @@ def test_sample_has_the_same_bits_alone_and_among_others(testbed: EngineTestbed,
     assert drawn(PROMPTS[::-1]) == together[::-1]
 
 
-def test_request_that_nobody_waits_for_does_not_keep_the_memory_from_the_trainer(
+def test_request_that_nobody_waits_for_keeps_no_memory_from_the_trainer(
         testbed: EngineTestbed, shared_turns: TurnsOfTest) -> None:
     """As one of an actor that was replaced. The engine works on one sequence at a time, so it is there for a while."""
     engine = serving(testbed, shared_turns)
@@ -168,7 +168,7 @@ def test_engine_that_is_drained_in_the_trainers_turn_leaves_no_record(testbed: E
 
 @full(proved_in="tests/integration/pipeline/test_turns.py tests/integration/etcd/test_device_claims.py",
       why="the turns of a real server")
-def test_engine_whose_server_dies_while_it_is_released_is_dead_and_holds_nothing(
+def test_engine_whose_server_dies_in_the_trainers_turn_holds_nothing(
         testbed: EngineTestbed, turns: TurnsOfTest) -> None:
     assert turns.begin(Side.ENGINES)
     testbed.start_colocated_engine("rollout-killed")
@@ -186,7 +186,7 @@ def test_engine_whose_server_dies_while_it_is_released_is_dead_and_holds_nothing
 
 @full(proved_in="tests/integration/pipeline/test_turns.py tests/integration/etcd/test_device_claims.py",
       why="the turns of a real server")
-def test_engine_that_is_killed_with_its_memory_keeps_the_trainer_waiting_until_its_record_is_deleted(
+def test_trainer_waits_until_the_record_of_a_killed_engine_is_deleted(
         testbed: EngineTestbed, turns: TurnsOfTest) -> None:
     testbed.start_colocated_engine("rollout-leaver")
     released(testbed, "rollout-leaver")

@@ -170,7 +170,7 @@ def test_request_in_flight_survives_an_update_and_names_both_versions(testbed: E
             return
 
 
-def test_engine_rejects_a_version_with_a_missing_tensor_retries_with_backoff_and_serves_on(
+def test_engine_rejects_a_version_with_a_missing_tensor_and_retries_with_backoff(
         testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_id = testbed.serving_engine()
     engine = testbed.wait_ready(engine_id)
@@ -220,7 +220,7 @@ def test_sockets_of_an_engine_are_for_its_user_alone(testbed: EngineTestbed) -> 
     assert modes and not any(mode & 0o077 for mode in modes.values()), modes
 
 
-def test_engine_that_hangs_in_an_update_is_quarantined_while_the_others_serve_on(testbed: EngineTestbed) -> None:
+def test_engine_that_hangs_in_an_update_is_quarantined_and_others_serve_on(testbed: EngineTestbed) -> None:
     good = testbed.serving_engine()
     testbed.start_engine("hangs", apply_timeout_s=5.0)
     testbed.wait_ready("hangs")
@@ -289,7 +289,7 @@ def test_tensor_parallel_ranks_stage_a_version_part_by_part(testbed: EngineTestb
                 "tests/integration/engine/test_engine.py",
       why="each further way to pause a real server")
 @pytest.mark.parametrize("mode", ["in_place", "abort", "drain"])
-def test_requests_in_flight_are_complete_after_an_update_that_keeps_aborts_or_awaits_them(
+def test_requests_in_flight_are_complete_after_an_update_in_every_pause_mode(
         testbed: EngineTestbed, mode: str) -> None:
     testbed.stop_engines()
     engine_id = f"pausing-{mode}"

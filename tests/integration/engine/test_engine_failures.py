@@ -71,7 +71,7 @@ def test_model_that_is_not_staged_is_loaded_in_the_pause(testbed: EngineTestbed)
 
 
 @full(proved_in="tests/unit/host/test_leftovers.py", why="the files of a real server")
-def test_files_of_an_engine_killed_with_its_runner_are_swept_by_its_tag(testbed: EngineTestbed, tmp_path: Path) -> None:
+def test_files_of_engine_killed_with_its_runner_are_swept_by_its_tag(testbed: EngineTestbed, tmp_path: Path) -> None:
     """A host's power is lost, or the driver's whole tree is killed: only the next start can clean up. The engine has
     two tensor-parallel ranks, which share a segment; Python's resource tracker may outlive them and remove that one."""
     testbed.stop_engines()

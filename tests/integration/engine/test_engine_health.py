@@ -118,7 +118,7 @@ class Nodes:
 
 
 @full(proved_in="tests/unit/engine/test_fetch_failures.py", why="the rule with real servers")
-def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_waits(
+def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_waits(
         testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch)
     testbed.stop_engines()
@@ -152,7 +152,7 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
 
 @full(proved_in="tests/unit/engine/test_engine_lifecycle.py tests/integration/driver/test_router_supervisor.py",
       why="the wait with a real server")
-def test_engine_waits_for_a_router_that_is_away_and_follows_the_head_meanwhile(testbed: EngineTestbed) -> None:
+def test_engine_follows_the_head_while_it_waits_for_its_router(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
     os.kill(testbed.router.pid, signal.SIGKILL)
     wait_until(lambda: not testbed.router.alive(), what="the router's end")

@@ -189,7 +189,7 @@ def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: Engi
     testbed.await_end("x3")
 
 
-def test_external_engine_with_a_stopped_scheduler_is_dead_and_its_server_lives_on(
+def test_external_engine_with_stopped_scheduler_is_dead_while_its_server_lives_on(
         testbed: EngineTestbed, foreign: ForeignServer) -> None:
     testbed.start_engine("frozen", external_url=foreign.url, **QUICK)
     testbed.wait_ready("frozen")
