@@ -150,14 +150,14 @@ class EngineTestbed:
             return r if r and r.state is EngineState.READY and r.version == wanted and not r.applying else None
 
         wanted = version or self.published
-        return wait_until(ready, timeout_s=400, what=f"{engine_id} at version {wanted}", poll_s=0.01)
+        return wait_until(ready, timeout_s=400, what=f"{engine_id} at version {wanted}")
 
     def wait_state(self, engine_id: str, *states: EngineState) -> Engine:
         def there() -> Engine | None:
             r = self.record(engine_id)
             return r if r and r.state in states else None
 
-        return wait_until(there, what=f"{engine_id} to be {' or '.join(states)}", poll_s=0.01)
+        return wait_until(there, what=f"{engine_id} to be {' or '.join(states)}")
 
     def events(self, engine_id: str) -> list[Event]:
         """Of one engine, the newest last."""
