@@ -1,6 +1,7 @@
-"""One step of the checkpoint service in a process of its own, so that it can die in the middle of it.
+"""One step of the checkpoint service in a process of its own (``support.forked``), so that it can die in the middle
+of it. The process's arguments:
 
-    dcs_actor.py ETCD JOB EPOCH NODE publish SEED | pull | sweep KEEP
+    ETCD JOB EPOCH NODE publish SEED | pull | sweep KEEP
 
 Publishes the content of a seed, pulls the head and checks it, or sweeps once; prints the result.
 """
@@ -17,13 +18,12 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.process import die_with_parent
 
 LEASE_S = 2
 
 
-def main(etcd_servers: str, job: str, epoch: str, node: str, what: str, *args: str) -> None:
-    die_with_parent()
+def main() -> None:
+    etcd_servers, job, epoch, node, what, *args = sys.argv[1:]
     with EtcdClient([etcd_servers], call_timeout_s=2.0) as etcd:
         keys = Keys(job)
         if what == "publish":
@@ -38,7 +38,3 @@ def main(etcd_servers: str, job: str, epoch: str, node: str, what: str, *args: s
             collector = GarbageCollector(etcd, keys, RetentionPolicy(int(args[0])))
             print(collector.sweep([]), flush=True)
             collector.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
-"""A publisher that goes on for ever, in a process of its own so that it can be killed.
+"""A publisher that goes on for ever, in a process of its own (``support.forked``), so that it can be killed. The
+process's arguments:
 
-    dcs_publisher_loop.py ETCD JOB EPOCH NODE
+    ETCD JOB EPOCH NODE
 
 Every version's bytes follow from the seed in its meta, so a reader can check whether it is whole. Exits with 3
 when its epoch is over.
@@ -18,7 +19,6 @@ from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.process import die_with_parent
 
 CHUNK_BYTES = 32 << 10
 TENSORS = 6
@@ -32,8 +32,8 @@ def content(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"t{i}", torch.rand(12_000, generator=generator)
 
 
-def main(etcd_servers: str, job: str, epoch: str, node: str) -> int:
-    die_with_parent()
+def main() -> int:
+    etcd_servers, job, epoch, node = sys.argv[1:]
     with EtcdClient([etcd_servers], call_timeout_s=2.0) as etcd:
         publisher = Publisher(etcd, Keys(job), "policy", epoch=int(epoch), owner=f"publisher-{secrets.token_hex(3)}",
                               chunk_bytes=CHUNK_BYTES, staging_ttl_s=2, node=node)
@@ -44,7 +44,3 @@ def main(etcd_servers: str, job: str, epoch: str, node: str) -> int:
                 print(version.number, flush=True)
         except Fenced:
             return FENCED_EXIT
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

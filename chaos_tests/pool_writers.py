@@ -19,6 +19,7 @@ from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.net import http_client
 
 _OBSERVER = Path(__file__).parent / "observer.py"
 
@@ -59,8 +60,8 @@ class Writer:
 
 def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
     try:
-        answer = httpx.patch(f"{url}/v1/pools/rollout", json={"desired": desired}, headers={**AUTH, "If-Match": "*"},
-                             timeout=timeout_s, trust_env=False)
+        answer = http_client.request("PATCH", f"{url}/v1/pools/rollout", json={"desired": desired},
+                                     headers={**AUTH, "If-Match": "*"}, timeout=timeout_s)
     except httpx.HTTPError:
         return Written(url, 0, desired, 0)
     return Written(url, answer.status_code, desired, int(answer.headers.get("etag", '"0"').strip('"')))

@@ -21,7 +21,6 @@ from support.waiting import wait_until
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec
-from elastic_rl.host import processes
 
 
 @pytest.fixture
@@ -52,8 +51,7 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         second = replicas.leader(not_=killed)
         more(writer, 20)
         url = replicas.urls[killed]
-        replicas.running[killed] = processes.spawn(replicas.command(killed, int(url.rpartition(":")[2])),
-                                                   log=replicas.log(killed))
+        replicas.running[killed] = replicas.spawn(killed, int(url.rpartition(":")[2]))
         wait_until(lambda: replicas.ready(killed), what="the killed replica's return")
         more(writer, 10)
 

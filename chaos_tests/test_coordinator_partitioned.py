@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 from leadership import Change, check
 from pool_writers import Writer, lost, more, observe, patch
@@ -19,6 +18,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec
+from elastic_rl.net import http_client
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def replicas(far_etcd: EtcdServers, networks: TwoNetworks, keys: Keys, tmp_path:
 
 def believes_to_lead(replicas: Replicas, name: str) -> bool:
     """By the replica's own metric."""
-    text = httpx.get(f"{replicas.urls[name]}/metrics", headers=AUTH, timeout=10.0, trust_env=False).text
+    text = http_client.request("GET", f"{replicas.urls[name]}/metrics", headers=AUTH, timeout=10.0).text
     found = re.search(r"^elastic_rl_is_leader (\S+)", text, re.MULTILINE)
     assert found, text[:500]
     return float(found[1]) == 1
@@ -80,7 +80,7 @@ def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
             assert not believes_to_lead(replicas, stale)
             refused = patch(replicas.urls[stale], 61, timeout_s=20.0)
             assert refused.status in (503, 504), refused  # in time, and typed
-            assert httpx.get(f"{replicas.urls[stale]}/readyz", timeout=20.0, trust_env=False).status_code == 503
+            assert http_client.request("GET", f"{replicas.urls[stale]}/readyz", timeout=20.0).status_code == 503
             wait_until(lambda: _open(etcd, keys, stale), what="the alert")
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
 

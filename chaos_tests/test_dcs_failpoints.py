@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from dcs_publisher_loop import CHUNK_BYTES, content
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.forked import ForkedProcess
 from support.tiers import parametrize
 from support.waiting import wait_until
 
@@ -66,13 +66,12 @@ class OneNode:
         stop(self.node.pid)
         self.node.wait(timeout=60)
 
-    def run(self, what: str, *args: object, point: str = "") -> subprocess.CompletedProcess[str]:
-        """An actor's step, from start to end; it dies at ``point``."""
-        script = Path(__file__).with_name("dcs_actor.py")
-        command = [sys.executable, str(script), self.etcd_servers.endpoints[0], self.keys.job, str(self.epoch), NODE,
-                   what]
-        return subprocess.run([*command, *map(str, args)], env={**os.environ, failpoints.ENV: point}, text=True,
-                              capture_output=True, timeout=300, check=False)
+    def run(self, what: str, *args: object, point: str = "") -> int:
+        """An actor's step, from start to end; it dies at ``point``. Its exit code."""
+        actor = ForkedProcess(
+            ["dcs_actor", self.etcd_servers.endpoints[0], self.keys.job, str(self.epoch), NODE, what, *map(str, args)],
+            env={**os.environ, failpoints.ENV: point})
+        return actor.wait(timeout=300)
 
     def publish(self, seed: int) -> int:
         """In this process, where no point is reached: it starts faster."""
@@ -130,7 +129,7 @@ def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
 @parametrize("point", failpoints.PUBLISHER, **EVERY_POINT)
 def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: str) -> None:
     assert dcs.publish(1) == 1
-    assert dcs.run("publish", 2, point=point).returncode == KILLED
+    assert dcs.run("publish", 2, point=point) == KILLED
     assert dcs.require_whole() == (2 if point == "publish.committed" else 1)
     assert dcs.publish(3) == 3, "a number was used again, or the dead publisher blocked it"
     assert dcs.require_whole() == 3
@@ -140,7 +139,7 @@ def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: st
 @parametrize("point", failpoints.PULLER, **EVERY_POINT)
 def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
-    assert dcs.run("pull", point=point).returncode == KILLED
+    assert dcs.run("pull", point=point) == KILLED
     wait_until(lambda: pins.pinned(dcs.etcd, dcs.keys, "policy") == set(), what="the end of its pin")
     dcs.publish(2)
     assert dcs.require_whole() == 2
@@ -167,7 +166,7 @@ def test_node_killed_during_a_pull_leaves_no_pin(dcs: OneNode, point: str) -> No
 def test_killed_collector_is_completed_by_the_next_one(dcs: OneNode, point: str) -> None:
     for seed in (1, 2, 3):
         dcs.publish(seed)
-    assert dcs.run("sweep", 1, point=point).returncode == KILLED
+    assert dcs.run("sweep", 1, point=point) == KILLED
     assert dcs.require_whole() == 3
     assert dcs.publish(4) == 4
     dcs.require_clean()

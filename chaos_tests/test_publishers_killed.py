@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from dcs_publisher_loop import FENCED_EXIT
 from follower import Follower
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.forked import ForkedProcess
 from support.tiers import full
 from support.waiting import wait_until
 
@@ -46,9 +46,8 @@ def node(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
 
 
 def publisher(etcd_servers: EtcdServers, keys: Keys, epoch: int) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(Path(__file__).with_name("dcs_publisher_loop.py")),
-                             etcd_servers.endpoints[0],
-                             keys.job, str(epoch), NODE], stdout=subprocess.PIPE, text=True)
+    return ForkedProcess(["dcs_publisher_loop", etcd_servers.endpoints[0], keys.job, str(epoch), NODE],
+                         stdout=subprocess.PIPE, text=True)
 
 
 def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:

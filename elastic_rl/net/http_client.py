@@ -31,8 +31,8 @@ def _without_tls(url: str | httpx.URL) -> dict[str, bool]:
 
 
 def client(**more: Any) -> httpx.Client:
-    """A client with pooled connections; the caller closes it."""
-    return httpx.Client(trust_env=False, **more)
+    """A client with pooled connections; the caller closes it. With a ``base_url`` it is for that service only."""
+    return httpx.Client(trust_env=False, **{**more, **_without_tls(more.get("base_url", ""))})
 
 
 def async_client(**more: Any) -> httpx.AsyncClient:

@@ -16,6 +16,7 @@ import httpx
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Operation, PoolSpec, Record
+from elastic_rl.net import http_client
 from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 
@@ -40,7 +41,7 @@ class ApiCluster:
 
     def client(self, name: str, **more: Any) -> httpx.Client:
         """An operator's client of one replica."""
-        return httpx.Client(base_url=self.replicas.urls[name], timeout=20, **{"headers": AUTH, **more})
+        return http_client.client(base_url=self.replicas.urls[name], timeout=20, **{"headers": AUTH, **more})
 
     def bulk(self, records: Sequence[tuple[str, Record]]) -> None:
         for start in range(0, len(records), 100):
@@ -122,7 +123,7 @@ class Reader:
 
     def __enter__(self) -> Self:
         headers = {**AUTH, **({} if self.last is None else {"Last-Event-ID": str(self.last)})}
-        self._client = httpx.Client(timeout=_READ_S, verify=self.verify)
+        self._client = http_client.client(timeout=_READ_S, verify=self.verify)
         self._stream = self._client.stream("GET", f"{self.url}/v1/changes", headers=headers)
         answer = self._stream.__enter__()
         assert answer.status_code == 200, answer.read()

@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-import httpx
 import pytest
 
+from elastic_rl.net import http_client
 from support.api_cluster import ApiCluster
 from support.coordinators import AUTH
 
@@ -48,7 +48,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sync_api.Brows
 def dashboard_link(cluster: ApiCluster, replica: str, role: str = "operator") -> str:
     """A one-time link to the dashboard of a replica."""
     url = cluster.replicas.urls[replica]
-    made = httpx.post(f"{url}/v1/session-links", json={"role": role}, headers=AUTH, timeout=20)
+    made = http_client.request("POST", f"{url}/v1/session-links", json={"role": role}, headers=AUTH, timeout=20)
     return f"{url}/#link={made.json()['link']}"
 
 
@@ -64,6 +64,8 @@ class Pages:
     cluster: ApiCluster
     errors: list[str] = field(default_factory=list)
     _contexts: list[Any] = field(default_factory=list)
+    _expected: dict[Page, str] = field(default_factory=dict)
+    _shown: dict[tuple[object, ...], Page] = field(default_factory=dict)
 
     def context(self, width: int = 1400, height: int = 900, **more: object) -> Any:
         """A browser profile without cookies."""
@@ -77,23 +79,42 @@ class Pages:
     def page(self, context: Any, expected: str = "") -> Page:
         """A new tab. Errors that match ``expected`` do not count."""
         page = context.new_page()
+        self._expected[page] = expected
         page.on("pageerror", lambda e: self.errors.append(f"pageerror: {e}"))
         page.on("console", lambda m: self.errors.append(f"{m.type}: {m.text}") if m.type in ("error", "warning")
-                and not (expected and re.search(expected, m.text)) else None)
+                and not ((known := self._expected[page]) and re.search(known, m.text)) else None)
         return page
 
     def open(self, replica: str = "a", *, role: str = "operator", live: bool = True, expected: str = "",
              **context: Any) -> Page:
-        """The dashboard of a replica; ``role`` "": without a session."""
+        """The dashboard of a replica in a new tab of a new profile; ``role`` "": without a session."""
         page = self.page(self.context(**context), expected)
         page.goto(dashboard_link(self.cluster, replica, role) if role else self.cluster.replicas.urls[replica] + "/")
         if live:
             is_live(page)
         return page
 
+    def show(self, replica: str = "a", *, role: str = "operator", expected: str = "", width: int = 1400,
+             color_scheme: str = "light") -> Page:
+        """The dashboard as ``open`` does, in the tab that an earlier call for this replica, role, width and scheme has
+        opened: a tab costs three CPU seconds. Tests leave it without dialogs and filters."""
+        wanted = (replica, role, width, color_scheme)
+        if wanted not in self._shown:
+            self._shown[wanted] = self.open(replica, role=role, width=width, color_scheme=color_scheme)
+        page = self._shown[wanted]
+        self._expected[page] = expected
+        return page
+
     def close(self) -> None:
         for context in self._contexts:
             context.close()
+
+    @contextmanager
+    def without_errors(self) -> Iterator[Self]:
+        """Errors that pages log meanwhile fail the test."""
+        yield self
+        errors, self.errors = self.errors, []
+        assert errors == []
 
 
 @contextmanager
@@ -101,7 +122,7 @@ def pages(browser: sync_api.Browser, cluster: ApiCluster) -> Iterator[Pages]:
     """Pages whose errors fail the test at the end."""
     made = Pages(browser, cluster)
     try:
-        yield made
+        with made.without_errors():
+            yield made
     finally:
         made.close()
-    assert made.errors == [], made.errors

@@ -16,10 +16,13 @@ import yaml
 from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import processes
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
+from support import forked
 from support.hosts import Host
 from support.waiting import wait_until
 
+MODULE = "elastic_rl.coordinator.service"
 OPERATOR, VIEWER = "an-operators-token", "a-viewers-token"
 AUTH = {"Authorization": f"Bearer {OPERATOR}"}
 """Headers of a request that may do anything."""
@@ -57,12 +60,14 @@ class Replicas:
         return dict(self.settings.get("coordinator", {}))
 
     def _ask(self, name: str) -> httpx.Response:
-        return httpx.get(f"{self.urls[name]}/readyz", timeout=3.0, verify=tls.trust(self._tls.get("tls_ca", "")))
+        ca = self._tls.get("tls_ca", "")
+        return http_client.request("GET", f"{self.urls[name]}/readyz", timeout=3.0,
+                                   **({"verify": tls.trust(ca)} if ca else {}))
 
     def config_file(self, name: str) -> Path:
         self._tokens()
         path = self.folder / f"config-{name}.yaml"
-        coordinator = {"lease_ttl_s": LEASE_TTL_S, "reconcile_interval_s": 0.2, "host_lost_s": 0.5,
+        coordinator = {"lease_ttl_s": LEASE_TTL_S, "host_lost_s": 0.5,
                        **self.settings.get("coordinator", {}),
                        **({"host": self.hosts[name].address} if name in self.hosts else {})}
         path.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self.folder), "etcd":
@@ -70,11 +75,13 @@ class Replicas:
                                         "coordinator": coordinator}))
         return path
 
-    def command(self, name: str, port: int) -> list[str]:
-        inside = self.hosts[name].inside if name in self.hosts else []
-        return [*inside, *processes.python(
-            "elastic_rl.coordinator.service", "--config", str(self.config_file(name)), "--etcd",
-            ",".join(self.etcd_servers), "--replica", name, "--port", str(port))]
+    def spawn(self, name: str, port: int) -> subprocess.Popen[bytes]:
+        """A replica's process, which may end at once: none of ``running``."""
+        arguments = ["--config", str(self.config_file(name)), "--etcd", ",".join(self.etcd_servers), "--replica", name,
+                     "--port", str(port)]
+        if name not in self.hosts:
+            return forked.spawn(MODULE, *arguments, log=self.log(name))
+        return processes.spawn([*self.hosts[name].inside, *processes.python(MODULE, *arguments)], log=self.log(name))
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -101,7 +108,7 @@ class Replicas:
             scheme = "https" if self._tls.get("tls_cert") else "http"
             host = self.hosts[name].address if name in self.hosts else "127.0.0.1"
             self.urls[name] = f"{scheme}://{host}:{port}"
-            self.running[name] = processes.spawn(self.command(name, port), log=self.log(name))
+            self.running[name] = self.spawn(name, port)
 
     def start(self, *names: str) -> None:
         """Starts replicas and waits until each is ready and one leads."""

@@ -13,8 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
-
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import (
     Engine,
@@ -32,6 +30,7 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
+from elastic_rl.net import http_client
 from support.api_cluster import ApiCluster
 from support.browser import FLAGS, LONG_MS, dashboard_link, find_chromium, is_live, sync_api
 from support.coordinators import AUTH
@@ -136,7 +135,8 @@ def _past_events(now: float) -> list[Event]:
 def _operator_and_faults(cluster: ApiCluster) -> None:
     api = cluster.replicas.urls["coordinator-0"]
     # First: an alert on an engine is resolved while its pool is complete.
-    httpx.post(f"{api}/v1/pools/rollout/scale", json={"desired": 3}, headers=AUTH, timeout=20).raise_for_status()
+    http_client.request("POST", f"{api}/v1/pools/rollout/scale", json={"desired": 3}, headers=AUTH,
+                        timeout=20).raise_for_status()
     for event in (events.build(event_kinds.VERSION_DROPPED, "policy",
                                "version 73 was dropped: node-0 did not confirm 2 chunks", severity=Severity.WARNING),
                   events.build(event_kinds.ENGINE_DEAD, "rollout-344a45", "engine rollout-344a45 died (signal 9)",
@@ -146,7 +146,7 @@ def _operator_and_faults(cluster: ApiCluster) -> None:
         cluster.etcd.put(cluster.keys.event(event.id), event.encode())
 
     def firing() -> bool:
-        alerts = httpx.get(f"{api}/v1/alerts", headers=AUTH, timeout=20).json()["items"]
+        alerts = http_client.request("GET", f"{api}/v1/alerts", headers=AUTH, timeout=20).json()["items"]
         return len([a for a in alerts if a["phase"] == "firing"]) >= 2
 
     wait_until(firing, what="the alerts")

@@ -11,8 +11,9 @@ from pathlib import Path
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
-from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.host.processes import stop
 from support.etcd_server import EtcdServers
+from support.forked import spawn
 from support.waiting import wait_until
 
 
@@ -24,12 +25,12 @@ def spawn_node(etcd_servers: Sequence[str], keys: Keys, node_id: str, folder: Pa
     each time it hands it out, so that damage shows at once.
     """
     settings = {"arena_bytes": 32 << 20, "disk_dir": folder / "disk", "disk_bytes": 0, "verify_every_s": 0, **dcs}
-    return spawn(python(
+    return spawn(
         "elastic_rl.dcs.node.service", "--etcd", ",".join(etcd_servers), "--id", node_id, f"--job={keys.job}",
         # Longer limits than in production: tests share their cores with much else, and a node that gets no time for a
         # while is not what they are about.
         f"--run_dir={folder / 'runs'}", "--coordinator.lease_ttl_s=10",
-        "--etcd.call_timeout_s=2", *(f"--dcs.{key}={value}" for key, value in settings.items())),
+        "--etcd.call_timeout_s=2", *(f"--dcs.{key}={value}" for key, value in settings.items()),
         log=folder / f"{node_id}.log")
 
 

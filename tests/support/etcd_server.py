@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from elastic_rl.config import EtcdConfig
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host.processes import spawn
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 from support.certificates import Identity
 from support.waiting import wait_until
@@ -104,8 +104,8 @@ class EtcdServers:
     def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
         """A call of etcd's HTTP gateway, for what our client does not offer. Needs ``gateway``."""
         url = f"{'https' if self._tls else 'http'}://{self.endpoints[0]}/v3/{path}"
-        answer = httpx.post(url, json=body, headers={"Authorization": token} if token else {}, timeout=10,
-                            trust_env=False, verify=verify)
+        answer = http_client.request("POST", url, json=body, headers={"Authorization": token} if token else {},
+                                     timeout=10, verify=verify)
         assert answer.status_code == 200, f"{path}: {answer.text}"
         return answer.json()
 

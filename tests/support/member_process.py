@@ -1,4 +1,4 @@
-"""A member that counts steps: ``python member_process.py ENDPOINTS JOB ROLE ID TTL_S``.
+"""A member that counts steps, as a process (``support.forked``) with the arguments ENDPOINTS JOB ROLE ID TTL_S.
 
 Each line on its standard input is a number of seconds for which it holds the GIL, so that none of its threads runs.
 """
@@ -13,7 +13,6 @@ import time
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.runtime.process import die_with_parent
 
 _holding_the_gil = ctypes.PyDLL(None)
 """Calls of functions of a PyDLL, unlike those of a CDLL, do not release it."""
@@ -27,7 +26,6 @@ def hold_the_gil_as_told() -> None:
 
 
 def main() -> None:
-    die_with_parent()
     endpoints, job, role, member_id, ttl_s = sys.argv[1:]
     member = Membership(EtcdClient(endpoints.split(",")), Keys(job), role, member_id, ttl_s=int(ttl_s)).start()
     threading.Thread(target=hold_the_gil_as_told, daemon=True).start()
@@ -36,7 +34,3 @@ def main() -> None:
         step += 1
         member.progress(step, "counting")
         time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,5 @@
-"""A replica of the election that does nothing but lead: ``python replica_process.py ENDPOINTS JOB NAME TTL_S``.
+"""A replica of the election that does nothing but lead, as a process (``support.forked``) with the arguments ENDPOINTS
+JOB NAME TTL_S.
 
 While it believes that it leads, it writes ``NAME n`` to the job's status key under its fencing token, as fast as
 possible.
@@ -13,11 +14,9 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime.process import die_with_parent
 
 
 def main() -> None:
-    die_with_parent()
     endpoints, job, name, ttl_s = sys.argv[1:]
     keys = Keys(job)
     etcd = EtcdClient(endpoints.split(","))
@@ -29,7 +28,3 @@ def main() -> None:
             n += etcd.txn(election.guard, [Op.put(keys.job_status(), f"{name} {n}".encode())]).succeeded
         except Fenced:
             continue
-
-
-if __name__ == "__main__":
-    main()

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from support.coordinators import Replicas, write_tokens
 from support.etcd_server import EtcdServers
+from support.forked import ForkedProcess
 from support.waiting import wait_until
 
 from elastic_rl.cli import main
@@ -40,7 +40,9 @@ from elastic_rl.etcd.records import (
     RestartRequest,
     SampleRecord,
 )
+from elastic_rl.net import http_client
 
+COMMAND = "elastic_rl.cli.main"
 POOL = "rollout"
 _LIMIT_S = 120.0
 
@@ -65,10 +67,10 @@ class Control:
     def token_file(self) -> str:
         return f"--token-file={self.replicas.credentials}"
 
-    def start(self, *args: str, **more: Any) -> subprocess.Popen[bytes]:
-        """The command line as a process of its own."""
-        self.running.append(subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", *args, *self.target],
-                                             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}))
+    def start(self, *args: str, target: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """The command line as a process of its own, with pipes."""
+        self.running.append(ForkedProcess([COMMAND, *args, *(target or self.target)], stdout=subprocess.PIPE,
+                                          stderr=subprocess.PIPE))
         return self.running[-1]
 
     def pool(self, *ready: str, desired: int = 0) -> None:
@@ -294,8 +296,11 @@ class Terminal:
 
     def __init__(self, control: Control, *args: str, columns: int = 80) -> None:
         self.master, slave = pty.openpty()
-        self.process = control.start(*args, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={
-            **os.environ, "COLUMNS": str(columns), "TERM": "xterm"}, preexec_fn=_take_terminal)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", COMMAND, *args, *control.target], stdin=slave, stdout=slave, stderr=slave,
+            start_new_session=True, preexec_fn=_take_terminal,
+            env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"})
+        control.running.append(self.process)
         os.close(slave)
         self.seen = ""
 
@@ -367,9 +372,8 @@ def test_events_are_followed_over_a_killed_replica(control: Control) -> None:
     control.replicas.start("c")
     order = ["c", "a", "b"]
     urls = "--url=" + ",".join(control.replicas.urls[n] for n in order)
-    process = subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", "events", "--follow", "--kind",
-                                "queue.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
-    control.running.append(process)
+    process = control.start("events", "--follow", "--kind", "queue.*", "-o", "json",
+                            target=[urls, control.token_file])
     lines = Lines(process)
 
     def emit(number: int) -> None:
@@ -456,12 +460,13 @@ def _completed(control: Control, line: str) -> list[str]:
     words = line.split(" ")
 
     def ask() -> list[str]:
-        done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main"], capture_output=True, text=True, env={
+        shell = ForkedProcess([COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={
             **os.environ, "ELASTIC_RL_URL": control.target[0].removeprefix("--url="),
             "ELASTIC_RL_TOKEN_FILE": str(control.replicas.credentials), "COMP_WORDS": line,
-            "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}, timeout=_LIMIT_S)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout.split()
+            "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)})
+        stdout, stderr = shell.communicate(timeout=_LIMIT_S)
+        assert (shell.returncode, stderr) == (0, "")
+        return stdout.split()
 
     return list(wait_until(ask, what=f"completions of {line!r}"))
 
@@ -502,9 +507,9 @@ def test_dashboard_link_opens_one_session_of_its_role(control: Control, run: Run
         code, stdout, stderr = run("dashboard", *options)
         assert code == Exit.OK and f"works once, as {role}" in stderr
         url, _, link = stdout.strip().partition("/#link=")
-        opened = httpx.post(f"{url}/v1/session", json={"link": link}, timeout=20)
+        opened = http_client.request("POST", f"{url}/v1/session", json={"link": link}, timeout=20)
         assert opened.status_code == 200 and opened.json()["role"] == role
-        assert httpx.post(f"{url}/v1/session", json={"link": link}, timeout=20).status_code == 401
+        assert http_client.request("POST", f"{url}/v1/session", json={"link": link}, timeout=20).status_code == 401
     found = json.loads(run("dashboard", "-o", "json")[1])
     assert set(found) == {"url", "role", "expires_at"} and found["expires_at"] > time.time()
 

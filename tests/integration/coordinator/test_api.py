@@ -33,6 +33,7 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
 LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max_streams": 3, "max_requests": 12}
@@ -428,7 +429,8 @@ def test_change_stream_resumes_or_starts_with_a_new_snapshot(cluster: ApiCluster
         with Reader(url, nowhere) as reader:
             fresh = reader.next()
             assert fresh.event == "snapshot" and f"{pool}-4" in {e["id"] for e in fresh.data["engines"]}
-    problem(httpx.get(f"{url}/v1/changes", headers={**AUTH, "Last-Event-ID": "yesterday"}), 422, "invalid")
+    problem(http_client.request("GET", f"{url}/v1/changes",
+                                headers={**AUTH, "Last-Event-ID": "yesterday"}), 422, "invalid")
 
 
 def test_number_of_streams_is_limited(cluster: ApiCluster) -> None:
@@ -436,7 +438,7 @@ def test_number_of_streams_is_limited(cluster: ApiCluster) -> None:
     with contextlib.ExitStack() as opened:
         def one_more() -> httpx.Response | None:
             """Streams of other tests may end only now, so it takes up to some seconds until the fourth is refused."""
-            answer = opened.enter_context(httpx.stream("GET", f"{url}/v1/changes", headers=AUTH, timeout=10))
+            answer = opened.enter_context(http_client.stream("GET", f"{url}/v1/changes", headers=AUTH, timeout=10))
             return answer if answer.status_code != 200 else None
 
         answers = [a for _ in range(4) if (a := one_more()) is not None]
@@ -444,7 +446,7 @@ def test_number_of_streams_is_limited(cluster: ApiCluster) -> None:
         answers[0].read()
         problem(answers[0], 503, "too-many-streams")
         assert answers[0].headers["retry-after"]
-        assert httpx.get(f"{url}/v1/pools", headers=AUTH, timeout=10).status_code == 200
+        assert http_client.request("GET", f"{url}/v1/pools", headers=AUTH, timeout=10).status_code == 200
 
 
 def test_requests_beyond_the_limit_are_refused_and_probes_are_not(cluster: ApiCluster, api: httpx.Client, pool: str

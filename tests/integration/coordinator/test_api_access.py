@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from support.api_cluster import ApiCluster, problem, running
 from support.coordinators import AUTH, OPERATOR, VIEWER
@@ -15,6 +14,7 @@ from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
+from elastic_rl.net import http_client
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_loopback_api_requires_token(cluster: ApiCluster, engine: str) -> None:
 # -- requests that break off -------------------------------------------------------------------------------------------
 def changes_answered(cluster: ApiCluster) -> float:
     """POST requests that replica a has dealt with, whatever it answered."""
-    text = httpx.get(f"{cluster.replicas.urls['a']}/metrics", headers=AUTH, timeout=20).text
+    text = http_client.request("GET", f"{cluster.replicas.urls['a']}/metrics", headers=AUTH, timeout=20).text
     return sum(float(n) for n in re.findall(r'^elastic_rl_api_requests_total\{method="POST".*\} (\S+)', text, re.M))
 
 
@@ -79,15 +79,18 @@ def test_request_cut_off_before_its_body_is_complete_changes_nothing(cluster: Ap
                                   "cluster.local", "localhost.evil.example", "127.0.0.1.evil.example", ""])
 def test_request_for_unknown_host_name_is_refused(cluster: ApiCluster, host: str) -> None:
     for path, headers in (("/v1/job", AUTH), ("/metrics", AUTH), ("/openapi.json", {}), ("/", {})):
-        answer = httpx.get(cluster.replicas.urls["a"] + path, headers={**headers, "Host": host}, timeout=20)
+        answer = http_client.request("GET", cluster.replicas.urls["a"] + path, headers={**headers, "Host": host},
+                                     timeout=20)
         assert "allowed_hosts" in problem(answer, 421, "unknown-host")["detail"]
-    assert httpx.get(cluster.replicas.urls["a"] + "/healthz", headers={"Host": host}, timeout=20).status_code == 200
+    assert http_client.request("GET", cluster.replicas.urls["a"] + "/healthz", headers={"Host": host},
+                               timeout=20).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "10.1.2.3:8400", "[::1]:8400", "rl.example",
                                   "Rl.Example.:443", "a.b.cluster.local", socket.gethostname()])
 def test_request_for_served_host_name_or_address_is_answered(cluster: ApiCluster, host: str) -> None:
-    answer = httpx.get(cluster.replicas.urls["a"] + "/v1/job", headers={**AUTH, "Host": host}, timeout=20)
+    answer = http_client.request("GET", cluster.replicas.urls["a"] + "/v1/job", headers={**AUTH, "Host": host},
+                                 timeout=20)
     assert answer.status_code == 200, answer.text
 
 
@@ -110,7 +113,7 @@ def test_request_of_own_page_is_answered(cluster: ApiCluster, engine: str) -> No
 
 
 def test_page_may_be_linked_to_from_anywhere(cluster: ApiCluster) -> None:
-    page = httpx.get(cluster.replicas.urls["a"], headers={"Sec-Fetch-Site": "cross-site"}, timeout=20)
+    page = http_client.request("GET", cluster.replicas.urls["a"], headers={"Sec-Fetch-Site": "cross-site"}, timeout=20)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
 
 
@@ -126,6 +129,7 @@ def test_change_without_json_content_type_is_refused(cluster: ApiCluster, engine
 
 
 def test_viewer_token_scrapes_metrics(cluster: ApiCluster) -> None:
-    answer = httpx.get(cluster.replicas.urls["a"] + "/metrics", headers={"Authorization": f"Bearer {VIEWER}"},
+    answer = http_client.request("GET", cluster.replicas.urls["a"] + "/metrics",
+                                 headers={"Authorization": f"Bearer {VIEWER}"},
                        timeout=20)
     assert answer.status_code == 200 and "elastic_rl_is_leader" in answer.text

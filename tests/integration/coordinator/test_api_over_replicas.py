@@ -24,6 +24,7 @@ from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, Not
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
 from elastic_rl.etcd.records import Engine, EngineState, Leader, Member
+from elastic_rl.net import http_client
 
 Build = Callable[..., ApiCluster]
 
@@ -55,7 +56,8 @@ def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(buil
     headers = {**AUTH, "Idempotency-Key": "over-the-change"}
 
     def scale(replica: str, desired: int) -> httpx.Response:
-        return httpx.post(f"{cluster.replicas.urls[replica]}/v1/pools/rollout/scale", json={"desired": desired},
+        return http_client.request("POST", f"{cluster.replicas.urls[replica]}/v1/pools/rollout/scale",
+                                   json={"desired": desired},
                           headers=headers, timeout=15)
 
     with Reader(cluster.replicas.urls[old]) as reader:
@@ -142,9 +144,9 @@ def test_replicas_and_clients_speak_tls_and_refuse_other_authorities(build: Buil
         assert reader.next().event == "snapshot"
     for stranger in (tls.trust(""), tls.trust(str(Authority(tmp_path, "other").cert))):
         with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
-            httpx.get(f"{cluster.replicas.urls[follower]}/healthz", verify=stranger)
+            http_client.request("GET", f"{cluster.replicas.urls[follower]}/healthz", verify=stranger)
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://{cluster.replicas.urls[follower].removeprefix('https://')}/healthz")
+        http_client.request("GET", f"http://{cluster.replicas.urls[follower].removeprefix('https://')}/healthz")
     with pytest.raises(ConfigError, match="tls_ca"):
         tls.trust(str(tmp_path / "none.pem"))
 
@@ -155,13 +157,13 @@ def test_withdrawn_token_ends_its_streams(build: Build, etcd_servers: EtcdServer
     try:
         cluster.start("a")
         url, headers = f"{cluster.replicas.urls['a']}/v1/changes", {"Authorization": "Bearer eve"}
-        problem(httpx.get(url, timeout=10), 401, "unauthorized")
-        with httpx.stream("GET", url, headers=headers, timeout=30) as stream:
+        problem(http_client.request("GET", url, timeout=10), 401, "unauthorized")
+        with http_client.stream("GET", url, headers=headers, timeout=30) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("retry")
             write_tokens(cluster.replicas.token_table, bob="viewer")
             assert all(not line.startswith("nothing") for line in lines), "it ends"
-        problem(httpx.get(url, headers=headers, timeout=10), 401, "unknown-token")
+        problem(http_client.request("GET", url, headers=headers, timeout=10), 401, "unknown-token")
     finally:
         cluster.close()
 
@@ -196,7 +198,8 @@ def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Bu
         for replica in ("a", "b"):  # the follower's connection to the leader is new as well
             wait_until(lambda r=replica: renewed(r), what=f"the new certificate of {replica}")
         with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
-            httpx.get(f"{cluster.replicas.urls[follower]}/healthz", verify=tls.trust(str(old.cert)), timeout=20)
+            http_client.request("GET", f"{cluster.replicas.urls[follower]}/healthz", verify=tls.trust(str(old.cert)),
+                                timeout=20)
         wait_until(lambda: _answers(client), what="the client, which follows its file too")
         reader.until(lambda f: f.data["kind"] == "pool" and f.data["object"]["desired"] == 4)
 

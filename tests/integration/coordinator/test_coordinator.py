@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, Event, PoolSpec, PoolStatus, Severity
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
 Start = Callable[..., Replicas]
@@ -52,7 +52,7 @@ def items(api: httpx.Client, what: str) -> list[dict[str, Any]]:
 
 
 def alerts(replicas: Replicas, name: str = "a") -> list[dict[str, Any]]:
-    with httpx.Client(base_url=replicas.urls[name], headers=AUTH, timeout=10) as api:
+    with http_client.client(base_url=replicas.urls[name], headers=AUTH, timeout=10) as api:
         return items(api, "alerts")
 
 
@@ -69,7 +69,7 @@ def test_api_serves_reads_and_changes_and_explains_refusals(start: Start, etcd: 
     replicas = start("a")
     etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
     etcd.put(keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=0, draining=0).encode())
-    with httpx.Client(base_url=replicas.urls["a"], headers=AUTH, timeout=10) as api:
+    with http_client.client(base_url=replicas.urls["a"], headers=AUTH, timeout=10) as api:
         job = api.get("/v1/job").json()
         assert job["job"] == keys.job and job["leader"]["replica"] == "a" and job["status"] is None
         assert [p["name"] for p in items(api, "pools")] == ["rollout"]
@@ -115,7 +115,8 @@ def test_role_of_a_token_limits_its_requests(start: Start, tmp_path: Path, keys:
 
     def call(method: str, token: str | None, **more: Any) -> httpx.Response:
         headers = {"If-Match": "*"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        return httpx.request(method, f"{replicas.urls['a']}/v1/pools/rollout", headers=headers, timeout=10, **more)
+        return http_client.request(method, f"{replicas.urls['a']}/v1/pools/rollout", headers=headers, timeout=10,
+                                   **more)
 
     problem(call("GET", None), 401, "unauthorized")
     assert "Bearer" in call("GET", "wrong").headers["www-authenticate"]
@@ -123,7 +124,7 @@ def test_role_of_a_token_limits_its_requests(start: Start, tmp_path: Path, keys:
     assert call("GET", "eve").status_code == 200
     problem(call("PATCH", "eve", json={"desired": 3}), 403, "forbidden")
     assert call("PATCH", "ada", json={"desired": 3}).json()["desired"] == 3
-    assert httpx.get(f"{replicas.urls['a']}/healthz").status_code == 200
+    assert http_client.request("GET", f"{replicas.urls['a']}/healthz").status_code == 200
 
 
 def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: Start, etcd: EtcdClient, keys: Keys
@@ -135,7 +136,7 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     def patch(desired: int, etag: str = "*") -> httpx.Response:
         """The answer of a leader; a busy one answers too late (504), and then the same change is asked for again."""
         def answered() -> httpx.Response | None:
-            answer = httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
+            answer = http_client.request("PATCH", f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
                                  headers={**AUTH, "If-Match": etag}, timeout=60)
             return answer if answer.status_code < 500 else None
 
@@ -290,7 +291,7 @@ def test_engine_with_outlier_weights_is_quarantined_and_reported_once(start: Sta
 def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> list[tuple[int, str]]:
     """The first ``count`` events of a stream as (id, event)."""
     got: list[tuple[int, str]] = []
-    with httpx.stream("GET", url, headers={**AUTH, "Accept": "text/event-stream", **(headers or {})},
+    with http_client.stream("GET", url, headers={**AUTH, "Accept": "text/event-stream", **(headers or {})},
                       timeout=httpx.Timeout(15)) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         number = 0
@@ -327,22 +328,22 @@ def test_events_beyond_max_events_are_deleted(start: Start, etcd: EtcdClient, ke
     assert any(e.subject == "129" for e in events.recent(etcd, keys, 100))
 
 
-def end(command: list[str]) -> tuple[int, str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=40)
-    return done.returncode, json.loads(done.stderr.strip().splitlines()[-1])["message"]
+def end(replicas: Replicas, port: int) -> tuple[int, str]:
+    """How a replica that cannot run ends: its exit code, and the last message in its log."""
+    code = replicas.spawn("a", port).wait(timeout=120)
+    return code, json.loads(replicas.log("a").read_text().splitlines()[-1])["message"]
 
 
 def test_taken_port_and_missing_etcd_have_an_error_that_says_so(etcd_servers: Any, keys: Keys, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints).command("a", port))
+        code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints), port)
         assert code == 2 and str(port) in message and "coordinator.ports" in message
     nobody = f"127.0.0.1:{free_port()}"
     code, message = end(Replicas(tmp_path, keys, [nobody], {
-        "etcd": {"call_timeout_s": 0.3, "retry_budget_s": 1.0}}).command("a", free_port()))
+        "etcd": {"call_timeout_s": 0.3, "retry_budget_s": 1.0}}), free_port())
     assert code == 3 and nobody in message
-    code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints,
-                                 {"coordinator": {"lease_ttl": 3}}).command("a", 0))
+    code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"lease_ttl": 3}}), 0)
     assert code == 2 and "lease_ttl_s" in message
 
 
@@ -353,10 +354,10 @@ def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any
         for i in range(3):
             etcd3_cluster.stop(i)
         url = replicas.urls["a"]
-        problem(httpx.get(f"{url}/readyz", timeout=15), 503, "etcd-unavailable")
-        problem(httpx.get(f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "etcd-unavailable")
-        assert httpx.get(f"{url}/healthz").status_code == 200
-        assert "elastic_rl_etcd_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
+        problem(http_client.request("GET", f"{url}/readyz", timeout=15), 503, "etcd-unavailable")
+        problem(http_client.request("GET", f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "etcd-unavailable")
+        assert http_client.request("GET", f"{url}/healthz").status_code == 200
+        assert "elastic_rl_etcd_up 0.0" in http_client.request("GET", f"{url}/metrics", headers=AUTH, timeout=15).text
         for i in range(3):
             etcd3_cluster.cont(i)
         wait_until(lambda: replicas.ready("a"), what="readiness")

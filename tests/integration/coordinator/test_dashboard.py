@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.api_cluster import ApiCluster
-from support.browser import Open, Page, browser, expect, is_live, needs_chromium, pages, sync_api  # noqa: F401
+from support.browser import Open, Page, Pages, browser, expect, is_live, needs_chromium, pages, sync_api  # noqa: F401
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
 from support.waiting import wait_until
@@ -30,7 +30,6 @@ from elastic_rl.etcd.records import (
     Silence,
     StepMetrics,
 )
-from elastic_rl.host import processes
 from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: bash ops/setup.sh")
@@ -64,11 +63,17 @@ def engine(name: str, pool: str = "rollout", **more: object) -> Engine:
                   updated_at=time.time()).replace(**more)
 
 
-@pytest.fixture
-def show(cluster: ApiCluster, browser: sync_api.Browser) -> Iterator[Open]:  # noqa: F811
-    """Opens the dashboard of a replica with a session of its own, live. No page may have logged an error."""
+@pytest.fixture(scope="module")
+def tabs(cluster: ApiCluster, browser: sync_api.Browser) -> Iterator[Pages]:  # noqa: F811
     with pages(browser, cluster) as opened:
-        yield opened.open
+        yield opened
+
+
+@pytest.fixture
+def show(tabs: Pages) -> Iterator[Open]:
+    """Shows the dashboard of a replica, live, in a tab that tests share. No page may log an error."""
+    with tabs.without_errors():
+        yield tabs.show
 
 
 def until(check: Callable[[], object], what: str) -> None:
@@ -121,6 +126,8 @@ def test_viewer_reads_why_nothing_may_be_changed(show: Open, cluster: ApiCluster
     expect(dialog.get_by_role("alert")).to_contain_text("is a viewer")
     expect(dialog.get_by_role("alert")).to_contain_text("needs an operator's session")
     assert desired(cluster) == before
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -407,6 +414,7 @@ def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.get_by_role("button", name="Scale pool rollout").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.keyboard.press("Escape")
     red = int(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]"))
     assert (red < 60) == (scheme == "dark")
 
@@ -425,6 +433,8 @@ def test_axe_finds_no_accessibility_violation(show: Open, cluster: ApiCluster, s
             page.get_by_role("button", name="Scale pool rollout").click()
         found = axe.Axe().run(page).response["violations"]
         assert [(v["id"], [n["html"][:120] for n in v["nodes"][:3]]) for v in found] == [], step
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Hide samples").click()
 
 
 # -- outages -----------------------------------------------------------------------------------------------------------
@@ -436,7 +446,7 @@ def test_page_whose_replica_dies_says_so_and_catches_up_when_it_is_back(show: Op
     expect(page.locator("#banner")).to_contain_text("Connection lost")
     expect(page.locator("#banner a")).to_have_attribute("href", replicas.urls["a"])
     cluster.etcd.put(cluster.keys.engine("meanwhile"), engine("meanwhile", "none").encode())
-    replicas.running["b"] = processes.spawn(replicas.command("b", port), log=replicas.log("b"))
+    replicas.running["b"] = replicas.spawn("b", port)
     until(lambda: replicas.ready("b"), "replica b")
     is_live(page)
     expect(page.locator("#banner")).to_be_hidden()

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 from support.api_cluster import ApiCluster, running
 from support.browser import Page, Pages, browser, dashboard_link, expect, is_live, needs_chromium, pages  # noqa: F401
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
-from support.tiers import parametrize
 
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
+from elastic_rl.net import http_client
 
 pytestmark = needs_chromium
 REFUSED = "Failed to load|ERR_|CORS|403|401|421|415|Cross-Origin"
@@ -71,13 +70,16 @@ def site() -> Iterator[Site]:
     server.server_close()
 
 
-def signed_in(tabs: Pages, cluster: ApiCluster) -> Any:
-    """A browser profile with an operator's session on replica a."""
-    context = tabs.context()
-    page = tabs.page(context, REFUSED)
-    page.goto(dashboard_link(cluster, "a"))
-    is_live(page)
-    return context
+@pytest.fixture(scope="module")
+def victim(cluster: ApiCluster, browser: Any) -> Iterator[tuple[Pages, Any]]:  # noqa: F811
+    """A browser profile with an operator's session on replica a, and what opens tabs in it."""
+    with pages(browser, cluster) as opened:
+        context = opened.context()
+        page = opened.page(context, REFUSED)
+        page.goto(dashboard_link(cluster, "a"))
+        is_live(page)
+        page.close()
+        yield opened, context
 
 
 def cookie(context: Any) -> dict[str, Any]:
@@ -86,29 +88,45 @@ def cookie(context: Any) -> dict[str, Any]:
 
 
 # -- signing in --------------------------------------------------------------------------------------------------------
-def test_link_opens_the_page_signed_in_and_leaves_the_address(tabs: Pages, cluster: ApiCluster) -> None:
+def test_link_opens_the_page_signed_in_until_the_session_is_ended(tabs: Pages, cluster: ApiCluster) -> None:
     context = tabs.context()
-    page = tabs.page(context)
+    page = tabs.page(context, "401")
     page.goto(dashboard_link(cluster, "a"))
     is_live(page)
-    assert page.url == cluster.replicas.urls["a"] + "/"
+    assert page.url == cluster.replicas.urls["a"] + "/", "the link is still in the address"
     found = cookie(context)
     assert found["httpOnly"] and found["sameSite"] == "Strict"
     assert page.evaluate("document.cookie + JSON.stringify(sessionStorage) + JSON.stringify(localStorage)") == "{}{}"
-    page.get_by_role("button", name="Access").click()
-    expect(page.get_by_role("dialog", name="Access")).to_contain_text("Signed in as operator (operator) until")
     page.reload()
     is_live(page)
     page.goto(cluster.replicas.urls["b"])  # cookies are of the host, so the replicas of one machine share them
     is_live(page)
+    expect(page.locator("#pools tbody tr")).to_have_count(1)
+    page.get_by_role("button", name="Access").click()
+    expect(page.get_by_role("dialog", name="Access")).to_contain_text("Signed in as operator (operator) until")
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.locator("#connection")).to_have_text("no access")
+    expect(page.locator("#pools tbody tr")).to_have_count(0)
+    answer = http_client.request("GET", f"{cluster.replicas.urls['a']}/v1/job",
+                                 cookies={found["name"]: found["value"]}, timeout=20)
+    assert answer.status_code == 401
 
 
-def test_page_without_a_session_says_what_to_type_and_shows_nothing(tabs: Pages) -> None:
+def test_page_without_a_session_shows_nothing_until_a_token_is_typed_in(tabs: Pages) -> None:
     page = tabs.open(role="", live=False, expected="401")
     dialog = page.get_by_role("dialog", name="Access")
     expect(dialog).to_contain_text("elastic-rl dashboard")
     expect(page.locator("#connection")).to_have_text("no access")
     assert page.locator("#pools tbody tr").count() == 0
+    dialog.get_by_label("token").fill("misspelt")
+    dialog.get_by_role("button", name="Use the token").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("misspelt, or was withdrawn")
+    dialog.get_by_label("token").fill(VIEWER)
+    dialog.get_by_role("button", name="Use the token").click()
+    is_live(page)
+    expect(dialog).to_be_hidden()
+    assert VIEWER not in page.evaluate("JSON.stringify(sessionStorage) + JSON.stringify(localStorage)")
+    assert VIEWER not in str(page.context.cookies())
 
 
 def test_used_link_opens_nothing_for_somebody_else(tabs: Pages, cluster: ApiCluster) -> None:
@@ -125,57 +143,20 @@ def test_used_link_opens_nothing_for_somebody_else(tabs: Pages, cluster: ApiClus
     is_live(first)
 
 
-def test_expired_session_asks_to_sign_in_again_and_a_new_link_resumes_the_page(tabs: Pages, cluster: ApiCluster
-                                                                                ) -> None:
-    context = tabs.context()
-    page = tabs.page(context, "401")
-    page.goto(dashboard_link(cluster, "a"))
-    is_live(page)
+def test_page_whose_session_or_token_ends_asks_to_sign_in_again(tabs: Pages, cluster: ApiCluster) -> None:
+    page = tabs.open(expected="401")
+    dialog = page.get_by_role("dialog", name="Access")
     kvs, _ = cluster.etcd.range(cluster.keys.sessions_prefix())
     for kv in kvs:
         cluster.etcd.revoke(kv.lease)  # as when its time has come
-    dialog = page.get_by_role("dialog", name="Access")
     expect(dialog).to_contain_text("has expired")
     expect(dialog).to_contain_text("elastic-rl dashboard")
     page.goto(dashboard_link(cluster, "a"))
     is_live(page)
     expect(dialog).to_be_hidden()
-
-
-def test_token_can_be_typed_in_and_is_not_kept(tabs: Pages) -> None:
-    page = tabs.open(role="", live=False, expected="401")
-    dialog = page.get_by_role("dialog", name="Access")
-    dialog.get_by_label("token").fill("misspelt")
-    dialog.get_by_role("button", name="Use the token").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("misspelt, or was withdrawn")
-    dialog.get_by_label("token").fill(VIEWER)
-    dialog.get_by_role("button", name="Use the token").click()
-    is_live(page)
-    expect(dialog).to_be_hidden()
-    assert VIEWER not in page.evaluate("JSON.stringify(sessionStorage) + JSON.stringify(localStorage)")
-    assert VIEWER not in str(page.context.cookies())
-
-
-def test_signing_out_ends_the_session_and_clears_the_page(tabs: Pages, cluster: ApiCluster) -> None:
-    context = tabs.context()
-    page = tabs.page(context, "401")
-    page.goto(dashboard_link(cluster, "a"))
-    is_live(page)
-    expect(page.locator("#pools tbody tr")).to_have_count(1)
-    stolen = cookie(context)
-    page.get_by_role("button", name="Access").click()
-    page.get_by_role("button", name="Sign out").click()
-    expect(page.locator("#connection")).to_have_text("no access")
-    expect(page.locator("#pools tbody tr")).to_have_count(0)
-    answer = httpx.get(f"{cluster.replicas.urls['b']}/v1/job", cookies={stolen["name"]: stolen["value"]}, timeout=20)
-    assert answer.status_code == 401
-
-
-def test_withdrawn_token_closes_the_page(tabs: Pages, cluster: ApiCluster) -> None:
-    page = tabs.open(expected="401")
     write_tokens(cluster.replicas.token_table, viewer="viewer")
     try:
-        expect(page.get_by_role("dialog", name="Access")).to_contain_text("was withdrawn")
+        expect(dialog).to_contain_text("was withdrawn")
     finally:
         write_tokens(cluster.replicas.token_table, operator="operator", viewer="viewer")
 
@@ -200,9 +181,10 @@ FORM = """([url, type]) => {
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "evil.example"])
 @pytest.mark.parametrize("enctype", ["text/plain", "application/x-www-form-urlencoded"])
-def test_form_of_another_site_changes_nothing(tabs: Pages, cluster: ApiCluster, site: Site, engine: str, host: str,
-                                              enctype: str) -> None:
-    page = tabs.page(signed_in(tabs, cluster), REFUSED)
+def test_form_of_another_site_changes_nothing(victim: tuple[Pages, Any], cluster: ApiCluster, site: Site, engine: str,
+                                              host: str, enctype: str) -> None:
+    tabs, context = victim
+    page = tabs.page(context, REFUSED)
     site.html["/form"] = "<p>attack</p>"
     before = cluster.requested_changes()
     page.goto(site.url("/form", host))
@@ -210,14 +192,13 @@ def test_form_of_another_site_changes_nothing(tabs: Pages, cluster: ApiCluster, 
         page.evaluate(FORM, [f"{cluster.replicas.urls['a']}/v1/engines/{engine}/drain", enctype])
     assert navigation.value is not None and navigation.value.status == 403
     assert cluster.requested_changes() == before
+    page.close()
 
 
-@parametrize("host", ["127.0.0.1", "evil.example"],
-             proved_in="tests/unit/coordinator/test_request_origin.py",
-             why="each further host")
-def test_scripts_of_another_site_change_and_read_nothing(tabs: Pages, cluster: ApiCluster, site: Site, engine: str,
-                                                         host: str) -> None:
-    context = signed_in(tabs, cluster)
+@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+def test_scripts_of_another_site_change_and_read_nothing(victim: tuple[Pages, Any], cluster: ApiCluster, site: Site,
+                                                         engine: str, host: str) -> None:
+    tabs, context = victim
     site.html["/fetch"] = "<p>attack</p>"
     before, url = cluster.requested_changes(), cluster.replicas.urls["a"]
     page = tabs.page(context, REFUSED)
@@ -240,13 +221,14 @@ def test_scripts_of_another_site_change_and_read_nothing(tabs: Pages, cluster: A
     assert outcomes == ["opaque 0", "opaque 0", "TypeError", "TypeError", "TypeError"], "nothing can be read"
     assert cluster.requested_changes() == before
     assert context.request.get(f"{url}/v1/job").status == 200, "the session is still there"
+    page.close()
 
 
-def test_rebound_name_reaches_nothing(tabs: Pages, cluster: ApiCluster) -> None:
+def test_rebound_name_reaches_nothing(victim: tuple[Pages, Any], cluster: ApiCluster) -> None:
     """DNS rebinding: the attacker's name points to the replica, so its pages are of the same origin."""
-    signed_in(tabs, cluster)
+    tabs, context = victim
     port = cluster.replicas.urls["a"].rpartition(":")[2]
-    page = tabs.page(tabs.context(), REFUSED)
+    page = tabs.page(context, REFUSED)
     answer = page.goto(f"http://rebound.example:{port}/")
     assert answer is not None and answer.status == 421 and "allowed_hosts" in answer.text()
     before = cluster.requested_changes()
@@ -257,10 +239,12 @@ def test_rebound_name_reaches_nothing(tabs: Pages, cluster: ApiCluster) -> None:
     }""")
     assert outcomes == [421, 421, 421]
     assert cluster.requested_changes() == before
+    page.close()
 
 
-def test_page_cannot_be_framed_and_a_link_from_elsewhere_opens_it(tabs: Pages, cluster: ApiCluster, site: Site) -> None:
-    context = signed_in(tabs, cluster)
+def test_page_cannot_be_framed_and_a_link_from_elsewhere_opens_it(victim: tuple[Pages, Any], cluster: ApiCluster,
+                                                                  site: Site) -> None:
+    tabs, context = victim
     url = cluster.replicas.urls["a"]
     site.html["/frame"] = f'<iframe src="{url}/"></iframe><a href="{url}/">dashboard</a>'
     page = tabs.page(context, "frame|Refused|" + REFUSED)
@@ -273,4 +257,4 @@ def test_page_cannot_be_framed_and_a_link_from_elsewhere_opens_it(tabs: Pages, c
 def test_token_in_the_address_is_never_used(cluster: ApiCluster) -> None:
     token = AUTH["Authorization"].partition(" ")[2]
     for query in (f"token={token}", f"access_token={token}", f"authorization=Bearer%20{token}"):
-        assert httpx.get(f"{cluster.replicas.urls['a']}/v1/job?{query}", timeout=20).status_code == 401
+        assert http_client.request("GET", f"{cluster.replicas.urls['a']}/v1/job?{query}", timeout=20).status_code == 401

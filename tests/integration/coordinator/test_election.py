@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from support import replica_process
+from support import forked
 from support.etcd_server import EtcdServers
 from support.tcp_link import Links
 from support.waiting import wait_until
@@ -20,7 +19,6 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Compacted, Fenced
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host.processes import spawn
 
 TTL_S = 3
 Replicas = Callable[[str], subprocess.Popen[bytes]]
@@ -32,10 +30,8 @@ def replica(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[R
     started = []
 
     def start(name: str) -> subprocess.Popen[bytes]:
-        program = Path(replica_process.__file__)
-        started.append(spawn([sys.executable, str(program), ",".join(etcd_servers.endpoints), keys.job, name,
-                              str(TTL_S)],
-                             log=tmp_path / f"{name}.log", cwd=program.parents[2]))
+        started.append(forked.spawn("support.replica_process", ",".join(etcd_servers.endpoints), keys.job, name,
+                                    str(TTL_S), log=tmp_path / f"{name}.log"))
         return started[-1]
 
     yield start

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
@@ -21,6 +20,7 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, Operation, OperationKind, OperationState, PoolSpec, PoolStatus
+from elastic_rl.net import http_client
 
 POOL = "rollout"
 Lead = Callable[..., Leader]
@@ -180,14 +180,14 @@ def test_leader_is_not_ready_while_etcd_takes_no_writes_and_keeps_its_term(keys:
             url = replicas.urls["a"]
 
             def refused() -> str:
-                answer = httpx.get(f"{url}/readyz", timeout=15)
+                answer = http_client.request("GET", f"{url}/readyz", timeout=15)
                 return str(answer.json()["detail"]) if "not-reconciling" in answer.text else ""
 
             assert "EtcdFull" in wait_until(refused, what="a replica that is not ready")
-            assert httpx.get(f"{url}/healthz", timeout=15).status_code == 200
+            assert http_client.request("GET", f"{url}/healthz", timeout=15).status_code == 200
 
             def failures() -> str:
-                text = httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
+                text = http_client.request("GET", f"{url}/metrics", headers=AUTH, timeout=15).text
                 return text if "EtcdFull" in text else ""
 
             failed = wait_until(failures, what="the failures in the metrics")

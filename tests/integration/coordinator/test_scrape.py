@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.coordinators import AUTH, LEASE_TTL_S, Replicas
@@ -30,6 +29,7 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
+from elastic_rl.net import http_client
 
 OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_etcd", "alert_deliveries", "etcd_up")
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "operating" / "metrics.md"
@@ -47,7 +47,7 @@ def replicas(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[
 
 
 def text_of(replicas: Replicas, name: str) -> str:
-    return httpx.get(f"{replicas.urls[name]}/metrics", headers=AUTH, timeout=15).text
+    return http_client.request("GET", f"{replicas.urls[name]}/metrics", headers=AUTH, timeout=15).text
 
 
 def scrape(replicas: Replicas, name: str) -> Scraped:

@@ -18,6 +18,7 @@ from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import sessions
 from elastic_rl.coordinator.api.auth import TokenTable, digest
 from elastic_rl.coordinator.api.sessions import SessionStore
+from elastic_rl.net import http_client
 
 AS_VIEWER = {"Authorization": f"Bearer {VIEWER}"}
 
@@ -29,13 +30,15 @@ def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory)
 
 
 def create_link(cluster: ApiCluster, replica: str = "a", headers: dict[str, str] = AUTH, **body: Any) -> httpx.Response:
-    return httpx.post(f"{cluster.replicas.urls[replica]}/v1/session-links", json=body, headers=headers, timeout=20)
+    return http_client.request("POST", f"{cluster.replicas.urls[replica]}/v1/session-links", json=body,
+                               headers=headers, timeout=20)
 
 
 def browser(cluster: ApiCluster, replica: str = "a", **headers: str) -> httpx.Client:
     """A client that keeps cookies and sends what a browser sends from the dashboard's own page."""
     url = cluster.replicas.urls[replica]
-    return httpx.Client(base_url=url, headers={"Origin": url, "Sec-Fetch-Site": "same-origin", **headers}, timeout=20)
+    return http_client.client(base_url=url, headers={"Origin": url, "Sec-Fetch-Site": "same-origin", **headers},
+                              timeout=20)
 
 
 @contextmanager
@@ -154,7 +157,7 @@ def test_change_with_a_cookie_has_to_come_from_the_own_page(cluster: ApiCluster,
     url = cluster.replicas.urls["a"]
     for method, path, body in (("POST", "/v1/restarts", {"target": "job"}), ("DELETE", "/v1/session", None),
                                ("POST", "/v1/pools/rollout/scale", {"desired": 9})):
-        problem(httpx.request(method, url + path, json=body, headers=stolen, timeout=20), 403, "cross-site")
+        problem(http_client.request(method, url + path, json=body, headers=stolen, timeout=20), 403, "cross-site")
     assert cluster.requested_changes() == before
 
 
@@ -176,7 +179,8 @@ def test_token_in_the_header_opens_a_session_too(cluster: ApiCluster) -> None:
         problem(page.post("/v1/session", json={}, headers={"Authorization": "Bearer wrong"}), 401, "unknown-token")
         problem(page.post("/v1/session", json={}), 401, "unauthorized")
         problem(page.post("/v1/session", json={"link": "x" * 201}), 422, "invalid")
-        assert httpx.get(f"{cluster.replicas.urls['a']}/v1/session", headers=AUTH, timeout=20).json() == {
+        assert http_client.request("GET", f"{cluster.replicas.urls['a']}/v1/session", headers=AUTH,
+                                   timeout=20).json() == {
             "name": "operator", "role": "operator", "expires_at": None}
 
 
@@ -208,7 +212,8 @@ def test_ended_session_is_gone_on_every_replica_and_closes_its_streams(cluster: 
             assert all(not line.startswith("nothing") for line in lines), "it ends"
         problem(other.get("/v1/job"), 401, "unknown-session")
         assert not page.cookies
-    problem(httpx.delete(f"{cluster.replicas.urls['a']}/v1/session", headers=AUTH, timeout=20), 404, "not-found")
+    problem(http_client.request("DELETE", f"{cluster.replicas.urls['a']}/v1/session", headers=AUTH,
+                                timeout=20), 404, "not-found")
 
 
 def test_new_session_of_a_browser_ends_the_one_before(cluster: ApiCluster) -> None:
@@ -225,7 +230,7 @@ def test_links_and_sessions_of_a_token_are_bounded(cluster: ApiCluster) -> None:
     cluster.etcd.put(keys.sessions_prefix() + "unreadable", b"{")
     with open_session(cluster) as oldest:
         for _ in range(sessions.MAX_GRANTS + 3):
-            httpx.post(f"{cluster.replicas.urls['a']}/v1/session", json={}, headers=AUTH, timeout=20)
+            http_client.request("POST", f"{cluster.replicas.urls['a']}/v1/session", json={}, headers=AUTH, timeout=20)
             create_link(cluster)
         problem(oldest.get("/v1/job"), 401, "unknown-session")
     cluster.etcd.delete(keys.sessions_prefix() + "unreadable")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import member_process
+from support import forked
 from support.coordinators import Replicas
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
@@ -65,11 +64,9 @@ def witness(etcd: EtcdClient, keys: Keys) -> Iterator[HostWitness]:
 @pytest.fixture
 def actor(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The member actor/a."""
-    program = Path(member_process.__file__)
     with (tmp_path / "member.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, str(program), ",".join(etcd_servers.endpoints), keys.job, *NAME,
-                                    str(TTL_S)], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
-                                   cwd=program.parents[2])
+        process = forked.ForkedProcess(["support.member_process", ",".join(etcd_servers.endpoints), keys.job, *NAME,
+                                        str(TTL_S)], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
         yield process
         process.kill()
         process.wait(60)

@@ -1,6 +1,7 @@
-"""A publisher in a process of its own, for tests that kill it in the middle of a publish.
+"""A publisher in a process of its own (``support.forked``), for tests that kill it in the middle of a publish. The
+process's arguments:
 
-    dcs_publisher.py ETCD JOB EPOCH NODE CHUNK_BYTES
+    ETCD JOB EPOCH NODE CHUNK_BYTES
 
 Writes two chunks, prints ``written``, and then waits for a third that never comes.
 """
@@ -25,7 +26,7 @@ def tensors(chunk_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     threading.Event().wait(120)
 
 
-if __name__ == "__main__":
+def main() -> None:
     etcd_servers, job, epoch, node, chunk_bytes = sys.argv[1:]
     with EtcdClient([etcd_servers], call_timeout_s=2.0) as etcd:
         publisher = Publisher(etcd, Keys(job), "policy", epoch=int(epoch), owner="doomed",

@@ -1,6 +1,7 @@
 """One rank of a trainer that publishes, without a model: half of the tensors of each version, to a node of its own.
+It is a process (``support.forked``) with the arguments
 
-    publish_rank.py ETCD JOB EPOCH RANK PORT ROUNDS
+    ETCD JOB EPOCH RANK PORT ROUNDS
 
 Prints ``committed N`` or ``dropped`` after each round, and ``lost: WHY`` when the other rank is lost.
 """
@@ -56,7 +57,7 @@ def publish_all(etcd_servers: str, job: str, epoch: int, rank: int, rounds: int)
         background.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
     etcd_servers, job, epoch, rank, port, rounds = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2,
                             timeout=timedelta(seconds=30))

@@ -6,7 +6,6 @@ import itertools
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from support.dcs_cluster import CHUNK, DcsCluster, assert_same, flip_a_byte, model
 from support.etcd_server import EtcdServers
+from support.forked import ForkedProcess
 from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import pins, reads
@@ -127,9 +127,8 @@ def test_publisher_killed_during_publish_leaves_nothing_visible(dcs: DcsCluster)
     dcs.start("a")
     before = dcs.publish(1)
     used = dcs.stat()["used_bytes"]
-    script = Path(__file__).with_name("dcs_publisher.py")
-    doomed = subprocess.Popen([sys.executable, str(script), dcs.etcd_servers.endpoints[0], dcs.keys.job,
-                               str(dcs.epoch), "a", str(CHUNK)], stdout=subprocess.PIPE)
+    doomed = ForkedProcess(["dcs_publisher", dcs.etcd_servers.endpoints[0], dcs.keys.job, str(dcs.epoch), "a",
+                            str(CHUNK)], stdout=subprocess.PIPE)
     try:
         assert doomed.stdout and doomed.stdout.readline() == b"written\n"
         assert dcs.states()[2] is VersionState.STAGING

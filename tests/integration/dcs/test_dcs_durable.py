@@ -13,6 +13,7 @@ import torch
 from support.dcs_cluster import CHUNK, DcsCluster
 from support.etcd_server import EtcdServers
 from support.shared_fixtures import small_disk
+from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.dcs.durable.store import DurableStore
@@ -21,9 +22,11 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn, stop
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
 BUCKET = "elastic-rl-test"
+OTHER_STORE = full(proved_in="tests/integration/dcs/test_dcs_durable.py", why="the same on the other kind of store")
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -50,7 +53,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         def answers() -> bool:
             try:
-                return httpx.get(settings["AWS_ENDPOINT_URL"]).status_code < 500
+                return http_client.request("GET", settings["AWS_ENDPOINT_URL"]).status_code < 500
             except httpx.HTTPError:
                 return False
 
@@ -96,11 +99,12 @@ def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
         yield out
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("s3") if request.param == "s3" else f"file://{tmp_path}/durable"
 
 
+@pytest.mark.parametrize("url", ["s3", pytest.param("file", marks=OTHER_STORE)], indirect=True)
 def test_versions_are_read_from_the_durable_store_when_every_node_is_lost(dcs: DurableCluster, url: str) -> None:
     dcs.copy_to(url, "a")
     dcs.publish_durably(1, 2, 3, 4, 5)
@@ -114,6 +118,7 @@ def test_versions_are_read_from_the_durable_store_when_every_node_is_lost(dcs: D
         dcs.require(weights(number), number, node="b")
 
 
+@pytest.mark.parametrize("url", ["file", pytest.param("s3", marks=OTHER_STORE)], indirect=True)
 def test_copied_states_of_two_groups_belong_together(dcs: DurableCluster, url: str) -> None:
     dcs.copy_to(url, "a")
     policy, critic = dcs.publisher(stream="trainer_state"), dcs.publisher(stream="critic_state")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.dcs_nodes import await_node
 from support.etcd_server import EtcdServers
+from support.forked import spawn
 from support.tcp_link import Link, Links, Tamper
 from support.waiting import wait_until
 
@@ -29,7 +30,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Version
-from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.host.processes import stop
 from elastic_rl.net.addresses import free_port
 
 MIB = 1 << 20
@@ -67,11 +68,11 @@ class Fleet:
             self.link[node_id] = self.links.add(self.port[node_id], self.bytes_per_s)
         settings = {"arena_bytes": 32 * MIB, "disk_bytes": 0, "disk_dir": self.folder / "disk", "orphan_grace_s": 0,
                     "delta": "false", "port": self.port[node_id], "advertise_port": self.link[node_id].port, **dcs}
-        self.process[node_id] = spawn(python(
+        self.process[node_id] = spawn(
             "elastic_rl.dcs.node.service", "--etcd", ",".join(self.etcd_servers.endpoints), "--id", node_id,
             f"--job={self.keys.job}", f"--run_dir={self.folder / 'runs'}",
             "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=2",
-            *(f"--dcs.{key}={value}" for key, value in settings.items())), log=self.folder / f"{node_id}.log")
+            *(f"--dcs.{key}={value}" for key, value in settings.items()), log=self.folder / f"{node_id}.log")
 
     def publisher(self, node: str = SOURCE) -> Publisher:
         out = Publisher(self.etcd, self.keys, "policy", epoch=self.epoch, owner=f"test-{next(self._names)}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from publish_rank import STREAMS, TENSORS, tensor
 from support.dcs_cluster import CHUNK, DcsCluster
 from support.etcd_server import EtcdServers
+from support.forked import ForkedProcess
 from support.tiers import full, parametrize
 from support.waiting import wait_until
 
@@ -58,10 +58,9 @@ def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
 # -- ranks in processes of their own -----------------------------------------------------------------------------------
 def spawn_ranks(dcs: TwoNodes, rounds: int, failpoint: dict[int, str]) -> list[subprocess.Popen[str]]:
     port = free_port()
-    path = Path(__file__).with_name("publish_rank.py")
-    return [subprocess.Popen(
-        [sys.executable, path, dcs.etcd_servers.endpoints[0], dcs.keys.job, str(dcs.epoch), str(rank), str(port),
-         str(rounds)],
+    return [ForkedProcess(
+        ["publish_rank", dcs.etcd_servers.endpoints[0], dcs.keys.job,
+         *map(str, (dcs.epoch, rank, port, rounds))],
         stdout=subprocess.PIPE, text=True, env={**os.environ, failpoints.ENV: failpoint.get(rank, "")})
         for rank in (0, 1)]
 

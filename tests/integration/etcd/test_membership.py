@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from support import member_process
+from support import forked
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
@@ -20,7 +19,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Evidence, Member, ProcessFinding
 from elastic_rl.etcd.transaction import Op
-from elastic_rl.host.processes import spawn
 
 TTL_S = 3
 
@@ -28,9 +26,8 @@ TTL_S = 3
 @pytest.fixture
 def worker(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is the member trainer/rank-0 and counts steps."""
-    program = Path(member_process.__file__)
-    process = spawn([sys.executable, str(program), ",".join(etcd_servers.endpoints), keys.job, "trainer", "rank-0",
-                     str(TTL_S)], log=tmp_path / "member.log", cwd=program.parents[2])
+    process = forked.spawn("support.member_process", ",".join(etcd_servers.endpoints), keys.job, "trainer", "rank-0",
+                           str(TTL_S), log=tmp_path / "member.log")
     yield process
     process.kill()
     process.wait(60)

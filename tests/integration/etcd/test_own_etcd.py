@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from support.waiting import wait_until
 
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host import etcd_server
 from elastic_rl.host.processes import spawn
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
 
@@ -39,7 +39,7 @@ def test_etcd_has_no_http_gateway_for_web_pages(endpoint: str) -> None:
         etcd.put("/key", b"ours")
         body = '{"key": "L2tleQ==", "value": "eA=="}'  # /key and x, in base64
         for path in ("put", "range"):
-            answer = httpx.post(f"http://{endpoint}/v3/kv/{path}", content=body, timeout=10, trust_env=False,
+            answer = http_client.request("POST", f"http://{endpoint}/v3/kv/{path}", content=body, timeout=10,
                                 headers={"Content-Type": "text/plain", "Origin": "https://evil.example"})
             assert answer.status_code == 404, answer.text
         kv = etcd.get("/key")
@@ -50,7 +50,7 @@ def test_etcd_refuses_other_host_names(endpoint: str) -> None:
     port = endpoint.rpartition(":")[2]
 
     def status(host: str) -> int:
-        return httpx.get(f"http://{endpoint}/health", headers={"Host": host}, timeout=10, trust_env=False).status_code
+        return http_client.request("GET", f"http://{endpoint}/health", headers={"Host": host}, timeout=10).status_code
 
     assert status(f"rebound.example:{port}") == 421, "DNS rebinding"
     assert status(f"localhost:{port}") == status(endpoint) == 200

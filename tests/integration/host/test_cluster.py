@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -37,6 +36,7 @@ from elastic_rl.etcd.records import JobSpec, JobStatus, PoolSpec
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, local_cluster, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.job import check as job_check
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
 ARENA_BYTES = 32 << 20
@@ -119,7 +119,8 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     assert {k: v for k, v in second.items() if k != "coordinator-0"} == {
         k: v for k, v in first.items() if k != "coordinator-0"}
     assert repaired == info, "clients find it at the address that it had"
-    assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in repaired.coordinators)
+    assert all(http_client.request("GET", f"{url}/healthz",
+                                   timeout=5).status_code == 200 for url in repaired.coordinators)
 
     for name in first:
         rotated = cluster.cfg.log_dir / f"{name}.log.1"

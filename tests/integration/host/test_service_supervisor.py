@@ -26,6 +26,7 @@ from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.processes import marked
 from elastic_rl.host.restart_policy import RestartLimits
 from elastic_rl.host.service_supervisor import ServiceSupervisor
+from elastic_rl.net import http_client
 
 TENSOR = torch.arange(1000.0)
 QUICK = RestartLimits(backoff_initial_s=0.2, backoff_max_s=1.0, budget=100)
@@ -98,7 +99,7 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+        return http_client.request("GET", f"{url}/healthz", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -1,0 +1,133 @@
+"""Processes of the product that are forked from one which has imported their module.
+
+Imports are most of what a short process costs: two CPU seconds for a coordinator, one and a half for a DCS node. A test
+process starts one *fork server* for each module it asks for. Each process forked from it is a child of the test process
+as if that had started ``python -m MODULE`` (a session, an environment and files of its own; waited for, signalled and
+killed with the test process in the same way) but for the interpreter's start, which tests of ``elastic_rl.host`` and
+whole runs have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, AnyStr
+
+from elastic_rl.runtime.files import UMASK_ENV, user_umask
+from elastic_rl.runtime.process import die_with_parent, start_child
+from elastic_rl.telemetry.log_files import open_log
+
+_CLONE_PARENT = 0x8000
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_MESSAGE_BYTES = 1 << 17
+
+
+# -- in the test process -----------------------------------------------------------------------------------------------
+class ForkedProcess(subprocess.Popen[AnyStr]):
+    """``ForkedProcess([module, *arguments], ...)`` runs ``module.main()``. Of Popen's options it knows ``stdin``,
+    ``stdout``, ``stderr`` and ``env``."""
+
+    def _execute_child(self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
+                       cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: Any,
+                       p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
+                       *_: Any) -> None:
+        module, *arguments = args
+        request = {"arguments": arguments, "env": dict(os.environ if env is None else env), "cwd": os.getcwd()}
+        given = (p2cread, c2pwrite, errwrite)
+        try:
+            self.pid = _server(module).fork(request, [own if fd == -1 else fd for own, fd in enumerate(given)])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def spawn(module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """As ``host.processes.spawn(python(module, *arguments))``, of a child."""
+    with open_log(log) as out:
+        return ForkedProcess([module, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                             env={**os.environ, UMASK_ENV: f"{user_umask():03o}", **(env or {})})
+
+
+class _ForkServer:
+    def __init__(self, module: str) -> None:
+        self._requests, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            self._process = start_child(
+                [sys.executable, __file__, module, str(far.fileno())], pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                # It finds modules where this process does. Threads that imports start would not survive a fork.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"})
+
+    def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
+        socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
+        answer = self._requests.recv(_MESSAGE_BYTES)
+        assert answer, f"a fork server ended with {self._process.wait(60)}"
+        return int(answer)
+
+
+@functools.cache
+def _server(module: str) -> _ForkServer:
+    return _ForkServer(module)
+
+
+# -- the fork server ---------------------------------------------------------------------------------------------------
+def main() -> None:
+    module_name, requests_fd = sys.argv[1:]
+    del sys.path[0]  # the folder of this file, which python puts there
+    module = importlib.import_module(module_name)
+    assert os.listdir("/proc/self/task") == [str(os.getpid())], f"imports of {module_name} start threads"
+    gc.freeze()
+    with socket.socket(fileno=int(requests_fd)) as requests:
+        while True:
+            message, fds, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+            if not message:
+                return
+            if (pid := _fork_sibling()) == 0:
+                break
+            requests.send(str(pid).encode())
+            for fd in fds:
+                os.close(fd)
+    _become(json.loads(message), fds)
+    sys.argv = [str(module.__file__), *json.loads(message)["arguments"]]
+    sys.exit(module.main())
+
+
+def _fork_sibling() -> int:
+    """As ``os.fork``, but the new process is a child of this process's parent, which can wait for it."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = ctypes.PyDLL(None).syscall(_SYS_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    assert pid >= 0, "no process could be forked"
+    return int(pid)
+
+
+def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Gives a forked process what the request says, and what ``start_child`` gives a child."""
+    die_with_parent()
+    os.setsid()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if failpoints := sys.modules.get("elastic_rl.dcs.failpoints"):
+        importlib.reload(failpoints)  # it reads the environment when it is imported
+
+
+if __name__ == "__main__":
+    main()
