@@ -27,6 +27,7 @@ from typing import Any, AnyStr
 from elastic_rl.runtime.files import UMASK_ENV, user_umask
 from elastic_rl.runtime.process import die_with_parent, start_child
 from elastic_rl.telemetry.log_files import open_log
+from support.waiting import PATIENCE_S
 
 _CLONE_PARENT = 0x8000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -62,6 +63,7 @@ def spawn(module: str, *arguments: str, log: Path, env: Mapping[str, str] | None
 class _ForkServer:
     def __init__(self, module: str) -> None:
         self._requests, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(PATIENCE_S)
         with far:
             self._process = start_child(
                 [sys.executable, __file__, module, str(far.fileno())], pass_fds=[far.fileno()],
@@ -71,9 +73,9 @@ class _ForkServer:
 
     def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
         socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
-        answer = self._requests.recv(_MESSAGE_BYTES)
-        assert answer, f"a fork server ended with {self._process.wait(60)}"
-        return int(answer)
+        pid = self._requests.recv(_MESSAGE_BYTES)  # which the process sends once it has its session and files
+        assert pid, f"a fork server ended with {self._process.wait(60)}"
+        return int(pid)
 
 
 @functools.cache
@@ -93,13 +95,14 @@ def main() -> None:
             message, fds, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
             if not message:
                 return
-            if (pid := _fork_sibling()) == 0:
+            if _fork_sibling() == 0:
                 break
-            requests.send(str(pid).encode())
             for fd in fds:
                 os.close(fd)
-    _become(json.loads(message), fds)
-    sys.argv = [str(module.__file__), *json.loads(message)["arguments"]]
+        request = json.loads(message)
+        _become(request, fds)
+        requests.send(str(os.getpid()).encode())
+    sys.argv = [str(module.__file__), *request["arguments"]]
     sys.exit(module.main())
 
 

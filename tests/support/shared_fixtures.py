@@ -36,6 +36,18 @@ def keys() -> Keys:
     return Keys(f"t-{secrets.token_hex(6)}")
 
 
+@pytest.fixture(scope="module")
+def forked_senders() -> Iterator[None]:
+    """Notifiers of this process fork their sender processes; those of coordinators start them as they always do."""
+    from elastic_rl.coordinator.alerts import sender_process
+    from support.forked import ForkedProcess
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sender_process, "start_child",
+                      lambda _, **popen: ForkedProcess(["support.alert_sender"], **popen))
+        yield
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A file system of its own, as small as ``size`` says (such as 1M). Skips the test where none can be mounted."""

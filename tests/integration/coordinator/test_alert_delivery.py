@@ -35,6 +35,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, JobStatus, Version, VersionState
 
+pytestmark = pytest.mark.usefixtures("forked_senders")
+
 
 class Service:
     """A notification service that records what is posted to each of its paths, except those of ``refuses``."""

@@ -23,6 +23,8 @@ from elastic_rl.coordinator.alerts.sender_process import REFUSED, SenderProcess,
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
 from elastic_rl.net.addresses import free_port
 
+pytestmark = pytest.mark.usefixtures("forked_senders")
+
 
 class Service:
     """A notification service. ``/ok`` takes what is posted, ``/refuse`` refuses it, ``/hang`` never answers, and

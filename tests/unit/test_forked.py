@@ -1,0 +1,31 @@
+"""Processes that are forked in place of a start: for the rest of the suite they are children like any other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+from support import forked
+from support.forked import ForkedProcess
+
+MODULE = "json.tool"
+"""It has a ``main``, and is imported at once."""
+
+
+def test_forked_process_is_a_child_with_a_session_and_files_of_its_own() -> None:
+    process = ForkedProcess([MODULE, "--compact"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    found = psutil.Process(process.pid)
+    assert found.ppid() == os.getpid() and os.getsid(process.pid) == process.pid
+    assert process.communicate(b'{"a": 1}') == (b'{"a":1}\n', None) and process.returncode == 0
+
+
+def test_failed_and_killed_forked_processes_have_their_exit_codes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert forked.spawn(MODULE, "--no-such-option", log=log).wait(60) == 2
+    assert "unrecognized arguments" in log.read_text()
+    waiting = ForkedProcess([MODULE], stdin=subprocess.PIPE)
+    waiting.kill()
+    assert waiting.wait(60) == -signal.SIGKILL
