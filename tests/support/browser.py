@@ -65,11 +65,11 @@ class Pages:
     errors: list[str] = field(default_factory=list)
     _contexts: list[Any] = field(default_factory=list)
     _expected: dict[Page, str] = field(default_factory=dict)
-    _shown: dict[tuple[object, ...], Page] = field(default_factory=dict)
+    _shown: tuple[tuple[object, ...], Page] | None = None
 
     def context(self, width: int = 1400, height: int = 900, **more: object) -> Any:
-        """A browser profile without cookies."""
-        made = self.browser.new_context(viewport={"width": width, "height": height}, **more)
+        """A browser profile without cookies, whose user wants no animations: without a GPU they take a core."""
+        made = self.browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce", **more)
         made.set_default_timeout(LONG_MS)
         made.add_init_script("""document.addEventListener('securitypolicyviolation',
             (e) => console.error('CSP ' + e.violatedDirective + ' ' + e.blockedURI));""")
@@ -96,18 +96,21 @@ class Pages:
 
     def show(self, replica: str = "a", *, role: str = "operator", expected: str = "", width: int = 1400,
              color_scheme: str = "light") -> Page:
-        """The dashboard as ``open`` does, in the tab that an earlier call for this replica, role, width and scheme has
-        opened: a tab costs three CPU seconds. Tests leave it without dialogs and filters."""
+        """The dashboard as ``open`` does, in the tab of the last call if that was for this replica, role, width and
+        scheme: to open a tab takes three CPU seconds, and one that stays open goes on drawing. Tests leave it without
+        dialogs and filters."""
         wanted = (replica, role, width, color_scheme)
-        if wanted not in self._shown:
-            self._shown[wanted] = self.open(replica, role=role, width=width, color_scheme=color_scheme)
-        page = self._shown[wanted]
+        if self._shown is None or self._shown[0] != wanted:
+            self.close()
+            self._shown = wanted, self.open(replica, role=role, width=width, color_scheme=color_scheme)
+        page = self._shown[1]
         self._expected[page] = expected
         return page
 
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        while self._contexts:
+            self._contexts.pop().close()
+        self._shown = None
 
     @contextmanager
     def without_errors(self) -> Iterator[Self]:

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, AnyStr
@@ -64,16 +65,18 @@ class _ForkServer:
     def __init__(self, module: str) -> None:
         self._requests, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.settimeout(PATIENCE_S)
+        self._lock = threading.Lock()
         with far:
             self._process = start_child(
                 [sys.executable, __file__, module, str(far.fileno())], pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 # It finds modules where this process does. Threads that imports start would not survive a fork.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"})
 
     def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
-        socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
-        pid = self._requests.recv(_MESSAGE_BYTES)  # which the process sends once it has its session and files
+        with self._lock:
+            socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
+            pid = self._requests.recv(_MESSAGE_BYTES)  # which the process sends once it has its session and files
         assert pid, f"a fork server ended with {self._process.wait(60)}"
         return int(pid)
 

@@ -115,21 +115,6 @@ def test_files_need_no_token_and_have_a_strict_content_security_policy(cluster: 
     assert Path(dashboard.__file__).parent.joinpath("app.js").is_file()
 
 
-# -- access ------------------------------------------------------------------------------------------------------------
-def test_viewer_reads_why_nothing_may_be_changed(show: Open, cluster: ApiCluster) -> None:
-    page = show(role="viewer", expected="403")
-    before = desired(cluster)
-    page.get_by_role("button", name="Scale pool rollout").click()
-    dialog = page.get_by_role("dialog", name="Scale pool rollout")
-    dialog.get_by_label("Desired engines").fill("7")
-    dialog.get_by_role("button", name="Scale").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("is a viewer")
-    expect(dialog.get_by_role("alert")).to_contain_text("needs an operator's session")
-    assert desired(cluster) == before
-    page.keyboard.press("Escape")
-    expect(dialog).to_be_hidden()
-
-
 # -- changes -----------------------------------------------------------------------------------------------------------
 def test_scaling_asks_first_is_followed_and_can_be_cancelled(show: Open, cluster: ApiCluster) -> None:
     make_pool(cluster, "scaled")
@@ -246,22 +231,6 @@ def test_scaling_works_with_the_keyboard_alone(show: Open, cluster: ApiCluster) 
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
-def test_changes_in_etcd_are_shown_without_a_reload(show: Open, cluster: ApiCluster) -> None:
-    page = show("b")
-    keys = cluster.keys
-    cluster.etcd.put(keys.engine("fresh"), engine("fresh", "none", version=42).encode())
-    expect(row(page, "engines", "fresh")).to_contain_text("ready")
-    cluster.etcd.put(keys.engine("fresh"), engine("fresh", "none", state=EngineState.QUARANTINED).encode())
-    expect(row(page, "engines", "fresh")).to_contain_text("quarantined")
-    cluster.etcd.put(keys.step_metrics(41), StepMetrics(step=41, at=time.time(), reward=0.875, samples=32).encode())
-    expect(page.locator("#metric-reward .value")).to_have_text("0.875")
-    status = read(cluster, keys.job_status(), JobStatus)
-    cluster.etcd.put(keys.job_status(), status.replace(step=41).encode())
-    expect(page.locator("#tile-step")).to_contain_text("41 / 400")
-    cluster.etcd.delete(keys.engine("fresh"))
-    expect(row(page, "engines", "fresh")).to_have_count(0)
-
-
 def test_text_of_records_is_never_markup(show: Open, cluster: ApiCluster) -> None:
     page = show()
     event = events.build(event_kinds.POOL_SCALED, "<b>x</b>", "<img src=x onerror=alert(1)> said")
@@ -282,42 +251,6 @@ def put_samples(cluster: ApiCluster) -> None:
     samples[2] = samples[2].replace(response=HOSTILE + "x" * 2000, finish_reason="<b>length</b>", cut=True,
                                     reward_parts={"<i>answer</i>": 1.0})
     cluster.bulk([(cluster.keys.sample(n), sample) for n, sample in enumerate(samples)])
-
-
-def test_samples_are_read_on_demand_and_filtered(show: Open, cluster: ApiCluster) -> None:
-    put_samples(cluster)
-    page = show(role="viewer")
-    asked: list[str] = []
-    page.on("request", lambda r: asked.append(r.url) if "/v1/samples" in r.url else None)
-    expect(page.locator("#samples li.sample")).to_have_count(0)
-    assert asked == []  # nobody looks at them
-    page.get_by_role("button", name="Show samples").click()
-    expect(page.locator("#samples li.sample")).to_have_count(3)
-    expect(page.locator("#samples li.sample").first).to_contain_text("Step 40, group 16, sample 2")
-    page.get_by_label("Largest reward").fill("0")
-    expect(page.locator("#samples li.sample")).to_have_count(1)
-    expect(page.locator("#samples li.sample pre").first).to_have_text("2 + 0 =")
-    page.get_by_label("Step", exact=True).fill("40")
-    expect(page.locator("#samples")).to_contain_text("No sample matches")
-    page.get_by_role("button", name="Hide samples").click()
-    expect(page.locator("#samples-panel")).to_be_hidden()
-
-
-def test_hostile_sample_is_shown_as_text(show: Open, cluster: ApiCluster) -> None:
-    put_samples(cluster)
-    page = show(width=360)
-    page.get_by_role("button", name="Show samples").click()
-    first = page.locator("#samples li.sample").first
-    response = first.get_by_role("group", name="Response")
-    expect(response).to_contain_text("<script>window.owned = 1</script><img src=x")
-    expect(response).to_contain_text("\u241b[2J \u2400 \u27e8U+202E\u27e9right to left\u27e8U+202C\u27e9")
-    expect(response).to_contain_text("\u27e8U+009B\u27e931m")
-    expect(first).to_contain_text("<b>length</b>")
-    expect(first).to_contain_text("<i>answer</i> 1")
-    assert page.locator("#samples :is(script, img, b, i)").count() == 0
-    assert page.evaluate("window.owned") is None
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert response.evaluate("node => node.clientHeight") < 400
 
 
 def test_page_says_what_the_run_waits_for(show: Open, cluster: ApiCluster) -> None:
@@ -404,24 +337,6 @@ def test_charts_are_of_metrics_that_a_step_reports() -> None:
 @parametrize("scheme", ["light", "dark"],
              proved_in="tests/integration/coordinator/test_dashboard.py",
              why="the dark scheme")
-def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open, scheme: str) -> None:
-    page = show(width=360, color_scheme=scheme)
-    expect(page.locator("#engines tbody tr").first).to_be_visible()
-    expect(page.locator("#metric-reward svg polyline").first).to_be_visible()
-    expect(page.locator("#metric-step-time")).to_be_hidden()  # engines are below, and would be far below
-    page.get_by_role("heading", name="Throughput").click()
-    expect(page.locator("#metric-step-time svg polygon").first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    page.get_by_role("button", name="Scale pool rollout").click()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    page.keyboard.press("Escape")
-    red = int(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]"))
-    assert (red < 60) == (scheme == "dark")
-
-
-@parametrize("scheme", ["light", "dark"],
-             proved_in="tests/integration/coordinator/test_dashboard.py",
-             why="the dark scheme")
 def test_axe_finds_no_accessibility_violation(show: Open, cluster: ApiCluster, scheme: str) -> None:
     page = show(color_scheme=scheme)
     expect(page.locator("#engines tbody tr").first).to_be_visible()
@@ -437,7 +352,92 @@ def test_axe_finds_no_accessibility_violation(show: Open, cluster: ApiCluster, s
     page.get_by_role("button", name="Hide samples").click()
 
 
+# -- other sessions and screens ----------------------------------------------------------------------------------------
+def test_viewer_reads_why_nothing_may_be_changed(show: Open, cluster: ApiCluster) -> None:
+    page = show(role="viewer", expected="403")
+    before = desired(cluster)
+    page.get_by_role("button", name="Scale pool rollout").click()
+    dialog = page.get_by_role("dialog", name="Scale pool rollout")
+    dialog.get_by_label("Desired engines").fill("7")
+    dialog.get_by_role("button", name="Scale").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("is a viewer")
+    expect(dialog.get_by_role("alert")).to_contain_text("needs an operator's session")
+    assert desired(cluster) == before
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+
+
+def test_samples_are_read_on_demand_and_filtered(show: Open, cluster: ApiCluster) -> None:
+    put_samples(cluster)
+    page = show(role="viewer")
+    asked: list[str] = []
+    page.on("request", lambda r: asked.append(r.url) if "/v1/samples" in r.url else None)
+    expect(page.locator("#samples li.sample")).to_have_count(0)
+    assert asked == []  # nobody looks at them
+    page.get_by_role("button", name="Show samples").click()
+    expect(page.locator("#samples li.sample")).to_have_count(3)
+    expect(page.locator("#samples li.sample").first).to_contain_text("Step 40, group 16, sample 2")
+    page.get_by_label("Largest reward").fill("0")
+    expect(page.locator("#samples li.sample")).to_have_count(1)
+    expect(page.locator("#samples li.sample pre").first).to_have_text("2 + 0 =")
+    page.get_by_label("Step", exact=True).fill("40")
+    expect(page.locator("#samples")).to_contain_text("No sample matches")
+    page.get_by_role("button", name="Hide samples").click()
+    expect(page.locator("#samples-panel")).to_be_hidden()
+
+
+def test_hostile_sample_is_shown_as_text(show: Open, cluster: ApiCluster) -> None:
+    put_samples(cluster)
+    page = show(width=360)
+    page.get_by_role("button", name="Show samples").click()
+    first = page.locator("#samples li.sample").first
+    response = first.get_by_role("group", name="Response")
+    expect(response).to_contain_text("<script>window.owned = 1</script><img src=x")
+    expect(response).to_contain_text("\u241b[2J \u2400 \u27e8U+202E\u27e9right to left\u27e8U+202C\u27e9")
+    expect(response).to_contain_text("\u27e8U+009B\u27e931m")
+    expect(first).to_contain_text("<b>length</b>")
+    expect(first).to_contain_text("<i>answer</i> 1")
+    assert page.locator("#samples :is(script, img, b, i)").count() == 0
+    assert page.evaluate("window.owned") is None
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert response.evaluate("node => node.clientHeight") < 400
+
+
+@parametrize("scheme", ["light", "dark"],
+             proved_in="tests/integration/coordinator/test_dashboard.py",
+             why="the dark scheme")
+def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open, scheme: str) -> None:
+    page = show(width=360, color_scheme=scheme)
+    expect(page.locator("#engines tbody tr").first).to_be_visible()
+    expect(page.locator("#metric-reward svg polyline").first).to_be_visible()
+    expect(page.locator("#metric-step-time")).to_be_hidden()  # engines are below, and would be far below
+    page.get_by_role("heading", name="Throughput").click()
+    expect(page.locator("#metric-step-time svg polygon").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_role("button", name="Scale pool rollout").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.keyboard.press("Escape")
+    red = int(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]"))
+    assert (red < 60) == (scheme == "dark")
+
+
 # -- outages -----------------------------------------------------------------------------------------------------------
+def test_changes_in_etcd_are_shown_without_a_reload(show: Open, cluster: ApiCluster) -> None:
+    page = show("b")
+    keys = cluster.keys
+    cluster.etcd.put(keys.engine("fresh"), engine("fresh", "none", version=42).encode())
+    expect(row(page, "engines", "fresh")).to_contain_text("ready")
+    cluster.etcd.put(keys.engine("fresh"), engine("fresh", "none", state=EngineState.QUARANTINED).encode())
+    expect(row(page, "engines", "fresh")).to_contain_text("quarantined")
+    cluster.etcd.put(keys.step_metrics(41), StepMetrics(step=41, at=time.time(), reward=0.875, samples=32).encode())
+    expect(page.locator("#metric-reward .value")).to_have_text("0.875")
+    status = read(cluster, keys.job_status(), JobStatus)
+    cluster.etcd.put(keys.job_status(), status.replace(step=41).encode())
+    expect(page.locator("#tile-step")).to_contain_text("41 / 400")
+    cluster.etcd.delete(keys.engine("fresh"))
+    expect(row(page, "engines", "fresh")).to_have_count(0)
+
+
 def test_page_whose_replica_dies_says_so_and_catches_up_when_it_is_back(show: Open, cluster: ApiCluster) -> None:
     page = show("b", expected="ERR_|Failed to load")
     replicas = cluster.replicas

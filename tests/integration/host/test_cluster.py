@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from support.etcd_server import EtcdServers
-from support.tiers import parametrize
+from support.tiers import full, parametrize
 from support.waiting import wait_until
 
 from elastic_rl.cli import main, run
@@ -119,8 +119,8 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     assert {k: v for k, v in second.items() if k != "coordinator-0"} == {
         k: v for k, v in first.items() if k != "coordinator-0"}
     assert repaired == info, "clients find it at the address that it had"
-    assert all(http_client.request("GET", f"{url}/healthz",
-                                   timeout=5).status_code == 200 for url in repaired.coordinators)
+    assert all(http_client.request("GET", f"{url}/healthz", timeout=5).status_code == 200
+               for url in repaired.coordinators)
 
     for name in first:
         rotated = cluster.cfg.log_dir / f"{name}.log.1"
@@ -130,6 +130,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     assert cluster.down() == [], "down again is harmless"
 
 
+@full(proved_in="tests/integration/host/test_cluster.py", why="the loss of etcd alone, in place of everything")
 def test_killed_etcd_is_restarted_with_its_data_on_its_port(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
