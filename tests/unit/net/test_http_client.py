@@ -1,8 +1,9 @@
-"""Our HTTP clients: none of them goes by a proxy of the environment."""
+"""Our HTTP clients: none goes by a proxy of the environment, or reads certificates that it does not need."""
 
 from __future__ import annotations
 
 import ast
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.net import http_client
 
 ROOT = Path(__file__).resolve().parents[3] / "elastic_rl"
 _MAKERS = {"get", "post", "put", "patch", "delete", "head", "options", "request", "stream", "Client", "AsyncClient"}
@@ -68,3 +71,16 @@ def test_only_http_client_makes_clients() -> None:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="httpx"), attr=name)) if name in _MAKERS:
                     wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} httpx.{name}")
     assert wrong == []
+
+
+def test_clients_read_trusted_certificates_for_tls_only_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tls.trust("") is tls.trust("")
+
+    def read(*_: object, **__: object) -> ssl.SSLContext:
+        raise AssertionError("the trusted certificates were read")
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", read)
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", read)
+    http_client.client(base_url="http://127.0.0.1:9").close()
+    with pytest.raises(AssertionError):
+        http_client.client(base_url="https://127.0.0.1:9")
