@@ -137,7 +137,7 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
         """The answer of a leader; a busy one answers too late (504), and then the same change is asked for again."""
         def answered() -> httpx.Response | None:
             answer = http_client.request("PATCH", f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
-                                 headers={**AUTH, "If-Match": etag}, timeout=60)
+                                         headers={**AUTH, "If-Match": etag}, timeout=60)
             return answer if answer.status_code < 500 else None
 
         return wait_until(answered, what="an answer of the leader")
@@ -152,8 +152,8 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     wait_until(lambda: len(events_of(etcd, keys, "leader.elected", new)) == 1, what="its event")
     assert len(events_of(etcd, keys, "leader.elected", old)) == 1
     assert patch(2).status_code == 200
-    assert [(a["kind"], a["subject"], a["phase"]) for a in alerts(replicas, new)] == [
-        ("coordinator.dead", old, "firing")]
+    wait_until(lambda: [(a["kind"], a["subject"], a["phase"]) for a in alerts(replicas, new)]
+               == [("coordinator.dead", old, "firing")], what="the alert of the death")
     replicas.start(old)
     wait_until(lambda: not alerts(replicas, new), what="the end of the alert")
     assert len(events_of(etcd, keys, "coordinator.returned", old)) == 1
