@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import math
 import os
 import pickle
@@ -43,10 +44,14 @@ from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers, read
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import ProgressLimit, wait_until
 
+log = logging.getLogger(__name__)
+
 _START_STEPS = {"cpu_s": 0.5, "starved_s": 0.5, "read_bytes": 1 << 16}
 """What counts as progress of a start: a tree of processes that all wait still wakes up now and then."""
 _START_LOOK_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0
+_KILLED_S = 60.0
+"""A killed process is gone at once, but for one that waits for a device or for a CPU."""
 _OTHER_KEY = (f"{OTHER_KEY}; an external one is to be started with `{KEY_FILE_ENV}=…/cluster/engine.key python -m "
               "elastic_rl.engine.sglang.launch …`")
 
@@ -393,7 +398,11 @@ class SGLangServer(EngineServer):
                 if runs(process):
                     process.kill()
             stop(self._process.pid, grace_s=grace_s)
-            self._process.wait(timeout=10.0)
+            try:
+                self._process.wait(_KILLED_S)
+            except subprocess.TimeoutExpired:  # it ends when the kernel lets it; what follows must not wait for it
+                log.warning("the server of %s (pid %d) has not ended %d s after SIGKILL", self._tag, self._process.pid,
+                            _KILLED_S)
             for process in self._processes[1:]:  # those that had left the tree when the main process ended
                 if runs(process):
                     process.kill()
