@@ -30,9 +30,10 @@ def parametrize(names: str | tuple[str, ...], cases: Iterable[Any], *, by_defaul
         for n, case in enumerate(cases)], ids=ids)
 
 
-def selected(request: pytest.FixtureRequest, name: str) -> set[Any]:
-    """The values of this parameter in the tests of the requesting file that run. For fixtures that start something for
-    each value: what no test asks for need not be started."""
-    return {item.callspec.params[name] for item in request.session.items
-            if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
-            and name in item.callspec.params}
+def selected(request: pytest.FixtureRequest, *names: str) -> set[Any]:
+    """The values of this parameter, or the tuples of these ones, in the tests of the requesting file that run. For
+    fixtures that start something for each value: what no test asks for need not be started."""
+    found = (item.callspec.params for item in request.session.items
+             if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec"))
+    return {params[names[0]] if len(names) == 1 else tuple(params[name] for name in names)
+            for params in found if params.keys() >= set(names)}

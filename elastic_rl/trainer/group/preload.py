@@ -7,6 +7,7 @@ sets its parent-death signal itself: it cannot rely on the pipe to the agent, wh
 from __future__ import annotations
 
 import torch
+import torch._dynamo  # torch's optimizers import it when they are first called
 
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent

@@ -8,7 +8,8 @@ entered around the optimizer and the pipeline schedule, never around the model a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic_rl.errors import PreflightFailed
 
+_LOGGERS = ("wandb", "torch.utils.tensorboard")
 _installed = False
 
 
@@ -28,9 +30,10 @@ def install() -> None:
                               hint="set device.type to cuda or auto")
     if _installed:
         return
-    from megatron.core.jit import disable_jit_fuser
+    with _first_import_of_megatron():
+        from megatron.core.jit import disable_jit_fuser
 
-    disable_jit_fuser()  # the default is torch.compile, which would need a C++ compiler on the host
+    disable_jit_fuser()
     patches: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
         "synchronize": lambda *_a, **_k: None,
@@ -52,6 +55,28 @@ def install() -> None:
     dispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
     _take_uneven_parts()
     _installed = True
+
+
+@contextmanager
+def _first_import_of_megatron() -> Iterator[None]:
+    """Inside, torch.compile leaves functions as they are, and loggers that Megatron imports where they are installed,
+    and that no rank calls, count as not installed. Megatron imports modules with its jit decorator before the decorator
+    can be disabled: they would need a C++ compiler on the host. All this would be a quarter of a start's CPU time."""
+    compiling, loggers = torch.compile, {name: sys.modules.get(name) for name in _LOGGERS}
+    torch.compile = _uncompiled  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(_LOGGERS))  # type: ignore[arg-type]  # None makes an import fail
+    try:
+        yield
+    finally:
+        torch.compile = compiling
+        for name, module in loggers.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
+    return _uncompiled if function is None else function
 
 
 def _take_uneven_parts() -> None:

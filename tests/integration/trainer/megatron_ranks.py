@@ -55,6 +55,8 @@ CUTS: dict[str, dict[str, Any]] = {
     "packed again": {"micro_batch_tokens": 40, "packing": True},
     "packed, one sequence each": {"micro_batch_tokens": 1, "packing": True}}
 """Settings of the trainer under which gradients are the same, by a name for them."""
+ATTENDED = [(1, 0), (2, 0), (2, 1), (4, 1)]
+"""Numbers of context-parallel ranks, with the rank whose attention is measured."""
 
 
 def synthetic(cfg: Config, samples: int) -> Batch:
@@ -166,6 +168,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         return signs_of_life(policy, adam, cfg, par)
     if scenario == "recompute":
         return recompute(model, cfg, par)
+    if scenario == "attention":
+        return attention()
     if scenario == "failing":
         return failing(policy, adam, cfg, par)
     if scenario == "corrected":
@@ -230,6 +234,30 @@ def throughput(train_step: TrainStep) -> dict[str, torch.Tensor]:
         out |= {f"{name}/{metric}": value for metric, value in measure.of_step(Passed.of(share), 2, 1.0).items()}
         out[f"{name}/tokens"] = float(whole["lengths"].sum())
     return {f"{par.rank}/{name}": torch.tensor([value], dtype=torch.float64) for name, value in out.items()}
+
+
+def attention() -> dict[str, torch.Tensor]:
+    """The bytes that attention over sequences of some lengths keeps for its backward pass, by ``ATTENDED`` and length.
+    """
+    from elastic_rl.trainer.megatron.packed_attention import attend
+
+    def kept(length: int, cp: int, cp_rank: int) -> int:
+        sizes: dict[int, int] = {}
+        tensors = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)  # so that no other one gets its memory
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        q, k, v = (torch.randn(1, heads, n, 16, requires_grad=True) for heads, n in (
+            (4, length // cp), (2, length), (2, length)))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            attend(q, k, v, 0.25, cp, cp_rank)
+        return sum(sizes.values())
+
+    return {f"{cp} {cp_rank} {length}": torch.tensor([kept(length, cp, cp_rank)])
+            for cp, cp_rank in ATTENDED for length in (1024, 2048)}
 
 
 def with_algorithm(cfg: Config, **algorithm: Any) -> Config:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_ranks import ATTENDED
 from safetensors.torch import save_file
 from support.rank_processes import RankProcesses, Scenario, Sizes, Tensors, assert_close
 from support.tiers import parametrize, selected
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.trainer.megatron import megatron_cpu
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups
 
@@ -24,9 +24,9 @@ ALONE: Sizes = (1, 1, 1, 1)
 SPLIT: list[Sizes] = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2), (1, 3, 1, 1)]
 EXPERTS: list[Sizes] = [ALONE, (2, 2, 1, 1), (1, 2, 1, 2)]
 MORE_SIZES = {"proved_in": "tests/integration/trainer/test_context_parallel.py "
-                           "tests/unit/trainer/test_context_positions.py",
+                           "tests/integration/trainer/test_megatron.py tests/unit/trainer/test_context_positions.py",
               "why": "context parallelism with each further way to split"}
-ON_SPLIT = parametrize("sizes", SPLIT, by_default=2, **MORE_SIZES)
+ON_SPLIT = parametrize("sizes", SPLIT, **MORE_SIZES)
 
 
 def make_config(sizes: Sizes, family: str = "qwen3", *, distributed_optimizer: bool = False) -> Config:
@@ -52,30 +52,27 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("context")
     dense = make_model_dir(folder / "dense", make_config(ALONE))
     experts = make_model_dir(folder / "experts", make_config(ALONE, "qwen3_moe"))
-    runs, ranks, saved = Runs(folder), RankProcesses(folder), folder / "state.safetensors"
-    try:
-        runs.distributed = ranks.run(folder / "distributed", make_config((1, 2, 1, 2), distributed_optimizer=True),
-                                     [Scenario("train", "train", dense)])["train"]
-        save_file(runs.distributed, saved)
-        asked = selected(request, "sizes") | {ALONE}
-        for sizes in (ALONE, *SPLIT):
-            if sizes not in asked:
-                continue
-            scenarios = [Scenario(kind, kind, dense) for kind in (
-                "algorithms", "packed", "temperature", "one sample", "train", "failing")]
-            runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), [
-                *scenarios, Scenario("restore", "restore", dense, str(saved))])
-        for sizes in EXPERTS:
-            if sizes not in asked:
-                continue
+    runs, saved = Runs(folder), folder / "state.safetensors"
+    runs.distributed = ranks.run(folder / "distributed", make_config((1, 2, 1, 2), distributed_optimizer=True),
+                                 [Scenario("train", "train", dense)])["train"]
+    save_file(runs.distributed, saved)
+    asked, with_experts = selected(request, "sizes") | {ALONE}, selected(request, "with_experts")
+    for sizes in (ALONE, *SPLIT):
+        if sizes in asked:
+            kinds = ["algorithms", "packed", "one sample", "train"]
+            kinds += ["attention"] if sizes == ALONE else ["temperature", "failing"]
+            scenarios = [Scenario(kind, kind, dense) for kind in kinds]
+            if sizes != ALONE:
+                scenarios.append(Scenario("restore", "restore", dense, str(saved)))
+            runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), scenarios)
+    for sizes in EXPERTS if with_experts else ():
+        if sizes in with_experts | {ALONE}:
             scenarios = [Scenario(kind, kind, experts) for kind in ("gradients", "packed", "one sample")]
             runs.experts[sizes] = ranks.run(folder / f"experts {sizes}", make_config(sizes, "qwen3_moe"), scenarios)
-    finally:
-        ranks.close()
     return runs
 
 
@@ -127,31 +124,17 @@ def test_loss_that_fails_on_one_rank_is_raised_on_all_and_leaves_no_rank_waiting
 
 
 @pytest.mark.parametrize("scenario", ["gradients", "packed", "one sample"])
-@parametrize("sizes", EXPERTS[1:], **MORE_SIZES)
-def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, sizes: Sizes, scenario: str) -> None:
+@parametrize("with_experts", EXPERTS[1:], by_default=0,
+             proved_in="tests/integration/trainer/test_context_parallel.py tests/integration/trainer/test_families.py",
+             why="a mixture of experts whose positions are split too")
+def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, with_experts: Sizes, scenario: str
+                                                                 ) -> None:
     """With expert parallelism a replica without samples fills up with micro-batches of its own."""
-    assert_close(runs.experts[sizes][scenario], runs.experts[ALONE][scenario], sizes)
+    assert_close(runs.experts[with_experts][scenario], runs.experts[ALONE][scenario], with_experts)
 
 
-@pytest.mark.parametrize(("cp", "cp_rank"), [(1, 0), (2, 0), (2, 1), (4, 1)])
-def test_what_attention_keeps_for_the_backward_pass_grows_with_the_length_and_not_with_its_square(cp: int, cp_rank: int
-                                                                                                  ) -> None:
-    megatron_cpu.install()
-    from elastic_rl.trainer.megatron.packed_attention import attend
-
-    def kept(length: int) -> int:
-        sizes: dict[int, int] = {}
-        tensors = []
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            tensors.append(tensor)  # so that no other one gets its memory
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        q, k, v = (torch.randn(1, heads, n, 16, requires_grad=True) for heads, n in (
-            (4, length // cp), (2, length), (2, length)))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            attend(q, k, v, 0.25, cp, cp_rank)
-        return sum(sizes.values())
-
-    assert kept(2048) <= 2.1 * kept(1024)
+@pytest.mark.parametrize(("cp", "cp_rank"), ATTENDED)
+def test_what_attention_keeps_for_the_backward_pass_grows_with_the_length_and_not_with_its_square(
+        runs: Runs, cp: int, cp_rank: int) -> None:
+    kept = {length: int(runs.dense[ALONE]["attention"][f"{cp} {cp_rank} {length}"]) for length in (1024, 2048)}
+    assert 0 < kept[2048] <= 2.1 * kept[1024]

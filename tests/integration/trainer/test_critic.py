@@ -11,6 +11,7 @@ import torch
 from critic_ranks import with_values
 from safetensors.torch import load_file, save_file
 from support.rank_processes import RankProcesses, Scenario, Sizes, Tensors, assert_close
+from support.tiers import full, parametrize, selected
 from transformers import AutoModel
 
 from elastic_rl import config
@@ -27,6 +28,8 @@ SAVED: Sizes = (2, 1, 2, 1)
 SPLIT: list[Sizes] = [SAVED, (2, 1, 1, 1), (1, 1, 2, 2), (1, 2, 1, 1)]
 EXPERTS: list[Sizes] = [ALONE, (2, 1, 1, 1)]
 """With tensor parallelism the layers of a mixture of experts split the positions too."""
+MORE_SIZES = {"proved_in": "tests/integration/trainer/test_critic.py tests/integration/trainer/test_megatron.py",
+              "why": "a critic at each further parallel size"}
 
 
 def make_config(sizes: Sizes, family: str = "qwen3") -> Config:
@@ -52,41 +55,46 @@ class Runs:
     model: Path
     bare: Path
     dense: dict[Sizes, dict[str, Tensors]] = field(default_factory=dict)
-    experts: dict[Sizes, dict[str, Tensors]] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("critic")
     runs = Runs(with_head(folder / "model", make_config(ALONE)), make_model_dir(folder / "bare", make_config(ALONE)))
-    experts = with_head(folder / "experts", make_config(ALONE, "qwen3_moe"))
-    ranks, saved = RankProcesses(folder), folder / "state.safetensors"
-    try:
-        for sizes in (SAVED, ALONE, *SPLIT[1:]):
+    saved, asked = folder / "state.safetensors", {SAVED, ALONE} | selected(request, "sizes")
+    for sizes in (SAVED, ALONE, *SPLIT[1:]):
+        if sizes in asked:
             scenarios = [Scenario(kind, kind, runs.model) for kind in ("critic", "critic with one sample")]
-            scenarios += ([Scenario("train", "critic train", runs.model)] if sizes == SAVED else
-                          [Scenario("restore", "critic restore", runs.model, str(saved))])
-            scenarios.append(Scenario("bare", "critic", runs.bare))
+            scenarios.append(Scenario("train", "critic train", runs.model) if sizes == SAVED else
+                             Scenario("restore", "critic restore", runs.model, str(saved)))
+            if sizes == ALONE:
+                scenarios.append(Scenario("bare", "critic", runs.bare))
             runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), scenarios)
             if sizes == SAVED:
                 save_file(runs.dense[sizes]["train"], saved)
-        for sizes in EXPERTS:
-            runs.experts[sizes] = ranks.run(folder / f"experts {sizes}", make_config(sizes, "qwen3_moe"),
-                                            [Scenario("critic", "critic", experts)])
-    finally:
-        ranks.close()
     return runs
 
 
+@pytest.fixture(scope="module")
+def experts(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> dict[Sizes, Tensors]:
+    folder = tmp_path_factory.mktemp("critic of experts")
+    model = with_head(folder / "model", make_config(ALONE, "qwen3_moe"))
+    return {sizes: ranks.run(folder / str(sizes), make_config(sizes, "qwen3_moe"),
+                             [Scenario("critic", "critic", model)])["critic"] for sizes in EXPERTS}
+
+
 @pytest.mark.parametrize("scenario", ["critic", "critic with one sample"])
-@pytest.mark.parametrize("sizes", SPLIT)
+@parametrize("sizes", SPLIT, **MORE_SIZES)
 def test_values_and_gradients_do_not_depend_on_the_parallel_sizes(runs: Runs, sizes: Sizes, scenario: str) -> None:
     assert_close(runs.dense[sizes][scenario], runs.dense[ALONE][scenario], sizes)
 
 
-def test_values_and_gradients_of_a_mixture_of_experts_do_not_depend_on_the_parallel_sizes(runs: Runs) -> None:
+@full(proved_in="tests/integration/trainer/test_critic.py tests/integration/trainer/test_families.py",
+      why="a critic that is a mixture of experts")
+def test_values_and_gradients_of_a_mixture_of_experts_do_not_depend_on_the_parallel_sizes(
+        experts: dict[Sizes, Tensors]) -> None:
     for sizes in EXPERTS[1:]:
-        assert_close(runs.experts[sizes]["critic"], runs.experts[ALONE]["critic"], sizes)
+        assert_close(experts[sizes], experts[ALONE], sizes)
 
 
 def test_values_and_gradients_equal_those_of_transformers_in_float64(runs: Runs) -> None:
@@ -124,6 +132,6 @@ def test_state_of_a_critic_is_restored_bit_for_bit_at_other_sizes(runs: Runs) ->
     state = runs.dense[SAVED]["train"]
     names = [name for name in state if not name.startswith("rng.")]
     assert VALUE_HEAD in names and f"exp_avg.{VALUE_HEAD}" in names and "lm_head.weight" not in names
-    for sizes in (ALONE, *SPLIT[1:]):
+    for sizes in runs.dense.keys() - {SAVED}:
         restored = runs.dense[sizes]["restore"]
         assert all(torch.equal(state[name], restored[name]) for name in names)

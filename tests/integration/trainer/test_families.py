@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.rank_processes import RankProcesses, Scenario, Tensors, assert_reference_is
+from support.tiers import parametrize, selected
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -34,20 +35,20 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Settings of the small model, and what is changed in its config.json."""
 DENSE, EXPERTS = ["llama", "qwen2", "qwen3"], ["moe", "moe-unnormalised"]
 GROUPS: dict[Sizes, list[str]] = {
-    (2, 2, 1, 1): DENSE + EXPERTS, (2, 1, 2, 2): EXPERTS, (1, 2, 2, 2): EXPERTS, ALONE: DENSE + EXPERTS,
+    (2, 1, 2, 2): EXPERTS, (2, 2, 1, 1): DENSE + EXPERTS, (1, 2, 2, 2): EXPERTS, ALONE: DENSE + EXPERTS,
     (1, 2, 1, 1): DENSE + EXPERTS}
 """Groups with the models that they run. Those of ``SAVED`` come before those that restore their state."""
-SAVED: dict[Sizes, list[str]] = {(2, 2, 1, 1): DENSE + EXPERTS, (2, 1, 2, 2): EXPERTS}
-RESTORED: list[Sizes] = [(1, 2, 2, 2), ALONE, (1, 2, 1, 1)]
-
-
-BALANCED: list[tuple[Sizes, float]] = [
-    (ALONE, 0.05), (ALONE, 0.1), ((1, 2, 1, 1), 0.05), ((2, 1, 1, 1), 0.05), ((2, 2, 1, 1), 0.05)]
+SAVED: dict[Sizes, list[str]] = {(2, 1, 2, 2): EXPERTS, (2, 2, 1, 1): DENSE + EXPERTS}
+RESTORED: list[Sizes] = [ALONE, (1, 2, 2, 2), (1, 2, 1, 1)]
+FIRST = ((2, 1, 2, 2), "moe")
+"""The group and its model that the default tier compares with one rank."""
+BALANCED, TWICE = (ALONE, 0.05), (ALONE, 0.1)
+SPLIT_BALANCED: list[tuple[Sizes, float]] = [((2, 1, 1, 1), 0.05), ((1, 2, 1, 1), 0.05), ((2, 2, 1, 1), 0.05)]
 """Groups with a coefficient of the load-balancing loss."""
-
-
-FEW: list[Sizes] = [ALONE, (1, 1, 2, 1), (1, 2, 2, 1)]
+FEW: list[Sizes] = [(1, 1, 2, 1), (1, 2, 2, 1)]
 """Groups with a load-balancing loss that get a batch of one sample, which is less than they have replicas."""
+MORE_SIZES = {"proved_in": "tests/integration/trainer/test_families.py tests/integration/trainer/test_megatron.py",
+              "why": "each model at further parallel sizes"}
 
 
 def make_config(sizes: Sizes, model: dict[str, Any] | None = None, aux: float = 0.0) -> Config:
@@ -92,41 +93,48 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("families")
     references = {name: make_reference(folder, name) for name in MODELS}
     # An odd length: with sequence parallelism sequences are padded.
     tokens = torch.randint(0, 16, (7, 11), generator=torch.Generator().manual_seed(1))
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     runs = Runs(folder, tokens, references)
-    ranks = RankProcesses(folder)
-    try:
-        for sizes, models in GROUPS.items():
-            scenarios = [Scenario(f"{kind} {name}", kind, folder / name) for name in models
-                         for kind in ("logits", "gradients", "train", "packed")]
-            for saved, names in SAVED.items() if sizes in RESTORED else ():
-                scenarios += [Scenario(f"restore {saved} {name}", "restore", folder / name,
-                                       str(folder / f"{saved}-{name}.safetensors")) for name in names if name in models]
+    asked = selected(request, "sizes", "name") | {(ALONE, name) for name in MODELS}
+    compared = {name for sizes, name in asked if sizes != ALONE}
+    for sizes, models in GROUPS.items():
+        chosen = [name for name in models if (sizes, name) in asked]
+        scenarios = [Scenario(f"{kind} {name}", kind, folder / name) for name in chosen
+                     for kind in ("logits", "gradients", "packed", *["train"] * (name in compared))]
+        scenarios += [Scenario(f"restore {saved} {name}", "restore", folder / name,
+                               str(folder / f"{saved}-{name}.safetensors"))
+                      for saved in SAVED if sizes in RESTORED for name in chosen if (saved, name) in asked]
+        if scenarios:
             runs.results[sizes] = ranks.run(folder / str(sizes), make_config(sizes), scenarios)
-            for name in SAVED.get(sizes, ()):
-                save_file(runs.results[sizes][f"train {name}"], folder / f"{sizes}-{name}.safetensors")
-        for sizes, aux in BALANCED:
-            scenarios = [Scenario(kind, kind, folder / "moe") for kind in ("gradients", "recompute")]
-            found = ranks.run(folder / f"{sizes} {aux}", make_config(sizes, aux=aux), scenarios)
-            runs.balanced[sizes, aux] = found["gradients"]
-            runs.recomputed[sizes, aux] = found["recompute"]
-        one = Scenario("one sample", "one sample", folder / "moe")
-        for sizes in FEW:
-            runs.few[sizes] = ranks.run(folder / f"{sizes} few", make_config(sizes, aux=0.01), [one])["one sample"]
-    finally:
-        ranks.close()
+        for name in chosen if sizes in SAVED else ():
+            save_file(runs.results[sizes][f"train {name}"], folder / f"{sizes}-{name}.safetensors")
+    recomputed = selected(request, "recomputed")
+    for group in (BALANCED, TWICE, *SPLIT_BALANCED):
+        if group in {BALANCED, TWICE} | selected(request, "balanced") | recomputed:
+            kinds = ["gradients", *["recompute"] * (group in recomputed)]
+            found = ranks.run(folder / str(group), make_config(group[0], aux=group[1]),
+                              [Scenario(kind, kind, folder / "moe") for kind in kinds])
+            runs.balanced[group] = found["gradients"]
+            runs.recomputed[group] = found.get("recompute", {})
+    one = Scenario("one sample", "one sample", folder / "moe")
+    for sizes in {ALONE} | selected(request, "few"):
+        runs.few[sizes] = ranks.run(folder / f"{sizes} few", make_config(sizes, aux=0.01), [one])["one sample"]
     return runs
 
 
-CASES = [(sizes, name) for sizes, models in GROUPS.items() for name in models]
+CASES = [FIRST, *((sizes, name) for sizes, models in GROUPS.items() for name in models
+                  if sizes != ALONE and (sizes, name) != FIRST)]
+ON_CASES = parametrize(("sizes", "name"), CASES, **MORE_SIZES)
+ALONE_FIRST = parametrize(("sizes", "name"), [*((ALONE, name) for name in MODELS), *CASES],
+                          by_default=len(MODELS) + 1, **MORE_SIZES)
 
 
-@pytest.mark.parametrize(("sizes", "name"), CASES)
+@ALONE_FIRST
 def test_logits_equal_transformers_and_exported_weights_equal_imported_ones(runs: Runs, sizes: Sizes, name: str
                                                                             ) -> None:
     result = runs.results[sizes][f"logits {name}"]
@@ -139,25 +147,25 @@ def test_logits_equal_transformers_and_exported_weights_equal_imported_ones(runs
     assert ("lm_head.weight" in weights) == (not MODELS[name][0].get("tied_embeddings", False))
 
 
-@pytest.mark.parametrize(("sizes", "name"), CASES)
+@ON_CASES
 def test_loss_and_gradients_do_not_depend_on_the_parallel_sizes(runs: Runs, sizes: Sizes, name: str) -> None:
     alone, found = (runs.results[s][f"gradients {name}"] for s in (ALONE, sizes))
     for tensor, expected in alone.items():
         torch.testing.assert_close(found[tensor], expected, rtol=1e-4, atol=1e-6,
                                    msg=lambda m, n=tensor: f"{n}: {m}")
-    assert all(float(g.abs().max()) > 0 for g in alone.values()), "a parameter got no gradient"
 
 
-@pytest.mark.parametrize(("sizes", "name"), CASES)
+@ALONE_FIRST
 def test_packed_sequences_give_the_gradients_of_padded_ones(runs: Runs, sizes: Sizes, name: str) -> None:
     """Replicas have different numbers of micro-batches, and with sequence parallelism rows are filled up."""
     expected, found = runs.results[ALONE][f"gradients {name}"], runs.results[sizes][f"packed {name}"]
+    assert all(float(g.abs().max()) > 0 for g in expected.values()), "a parameter got no gradient"
     for tensor in expected:
         torch.testing.assert_close(found[tensor], expected[tensor], rtol=1e-4, atol=1e-6,
                                    msg=lambda m, n=tensor: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("sizes", "name"), CASES)
+@ON_CASES
 def test_two_steps_give_the_same_weights_at_all_parallel_sizes(runs: Runs, sizes: Sizes, name: str) -> None:
     """Adam, the norm of the gradient and its clipping see each parameter once: copies of tied embeddings and experts on
     other ranks included."""
@@ -171,44 +179,48 @@ def test_two_steps_give_the_same_weights_at_all_parallel_sizes(runs: Runs, sizes
             assert (value - alone[tensor]).abs().max() < 1e-4, tensor
 
 
-@pytest.mark.parametrize(("saved", "name"), [(sizes, name) for sizes, names in SAVED.items() for name in names])
-def test_state_saved_by_one_group_is_restored_bit_for_bit_at_other_sizes(runs: Runs, saved: Sizes, name: str) -> None:
-    state = runs.results[saved][f"train {name}"]
+@parametrize(("sizes", "name"), [(sizes, name) for sizes, name in CASES if sizes in SAVED], **MORE_SIZES)
+def test_state_saved_by_one_group_is_restored_bit_for_bit_at_other_sizes(runs: Runs, sizes: Sizes, name: str) -> None:
+    state = runs.results[sizes][f"train {name}"]
     names = [n for n in state if not n.startswith("rng.")]
     assert len(names) == 4 * len([n for n in state if n.startswith("exp_avg.")])
     assert_reference_is(runs.folder / name, state)
     assert all(float(state[n].abs().max()) > 0 for n in names if n.startswith("exp_avg_sq."))
-    for sizes in RESTORED:
-        if name in GROUPS[sizes]:
-            restored = runs.results[sizes][f"restore {saved} {name}"]
-            assert set(names) <= set(restored) and all(torch.equal(state[n], restored[n]) for n in names)
+    restored = [runs.results[other][f"restore {sizes} {name}"] for other in RESTORED
+                if f"restore {sizes} {name}" in runs.results.get(other, {})]
+    assert restored
+    for found in restored:
+        assert set(names) <= set(found) and all(torch.equal(state[n], found[n]) for n in names)
 
 
-def test_load_balancing_loss_is_proportional_to_its_coefficient_and_does_not_depend_on_tp_and_pp(runs: Runs) -> None:
-    plain = runs.results[ALONE]["gradients moe"]
-    once, twice, *others = (runs.balanced[group] for group in BALANCED)
+def test_load_balancing_loss_is_proportional_to_its_coefficient(runs: Runs) -> None:
+    plain, once, twice = runs.results[ALONE]["gradients moe"], runs.balanced[BALANCED], runs.balanced[TWICE]
     router = "model.layers.0.mlp.gate.weight"
     assert (once[router] - plain[router]).abs().max() > 1e-4
     for name in plain:
         torch.testing.assert_close(twice[name] - plain[name], 2 * (once[name] - plain[name]), rtol=1e-3, atol=1e-6)
-        for found in others:
-            torch.testing.assert_close(found[name], once[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", FEW[1:])
-def test_replica_without_samples_takes_part_in_a_step_with_a_load_balancing_loss(runs: Runs, sizes: Sizes) -> None:
-    expected, found = runs.few[ALONE], runs.few[sizes]
+@parametrize("balanced", SPLIT_BALANCED, **MORE_SIZES)
+def test_load_balancing_loss_does_not_depend_on_tp_and_pp(runs: Runs, balanced: tuple[Sizes, float]) -> None:
+    for name, expected in runs.balanced[BALANCED].items():
+        torch.testing.assert_close(runs.balanced[balanced][name], expected, rtol=1e-4, atol=1e-6)
+
+
+@parametrize("few", FEW, **MORE_SIZES)
+def test_replica_without_samples_takes_part_in_a_step_with_a_load_balancing_loss(runs: Runs, few: Sizes) -> None:
+    expected, found = runs.few[ALONE], runs.few[few]
     assert found.keys() == expected.keys() and expected["logprobs"].any()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4 if name.startswith("trained ") else 1e-6,
                                    msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("group", BALANCED)
+@parametrize("recomputed", [BALANCED, TWICE, *SPLIT_BALANCED], **MORE_SIZES)
 @pytest.mark.parametrize("packed", ["", ", packed"])
-def test_load_balancing_loss_counts_once_when_activations_are_recomputed(runs: Runs, group: tuple[Sizes, float],
+def test_load_balancing_loss_counts_once_when_activations_are_recomputed(runs: Runs, recomputed: tuple[Sizes, float],
                                                                          packed: str) -> None:
-    found = runs.recomputed[group]
+    found = runs.recomputed[recomputed]
     names = [n.removeprefix(f"none{packed}/") for n in found if n.startswith(f"none{packed}/") and "/saved" not in n]
     assert any("mlp.gate" in name for name in names)
     for name in names:

@@ -24,17 +24,13 @@ def make_config(dtype: str, distributed: bool) -> Config:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+def results(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
             ) -> dict[tuple[str, bool], dict[str, Tensors]]:
     folder = tmp_path_factory.mktemp("moved")
     model = make_model_dir(folder / "model", make_config("float32", False))
-    ranks = RankProcesses(folder)
-    try:
-        return {group: ranks.run(folder / f"{group[0]}-{group[1]}", make_config(*group),
-                                 [Scenario("train", "train", model), Scenario("moved", "moved", model)])
-                for group in selected(request, "group")}
-    finally:
-        ranks.close()
+    return {group: ranks.run(folder / f"{group[0]}-{group[1]}", make_config(*group),
+                             [Scenario("train", "train", model), Scenario("moved", "moved", model)])
+            for group in selected(request, "group")}
 
 
 @parametrize("group", GROUPS, proved_in="tests/integration/trainer/test_moved_memory.py",

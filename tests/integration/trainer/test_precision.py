@@ -46,14 +46,18 @@ class Group:
 SHARDED, WHOLE = Group(dp=2, distributed=True), Group(dp=2)
 FP32_SHARDED, FP32_WHOLE = (Group(dp=2, distributed=d, dtype="float32", max_grad_norm=CLIPPING) for d in (True, False))
 ALONE, ALONE_FP32 = Group(max_grad_norm=CLIPPING), Group(dtype="float32")
-SAVED = Group(2, 2, 2, distributed=True)
+SAVED = Group(2, 1, 2, distributed=True)
 _SIZES = [Group(tp, pp, dp, distributed=distributed)
           for tp, pp, dp, distributed in product((1, 2), (1, 2), (1, 2), (True, False))]
-SOME = _SIZES[::5]
+SOME = [Group(), Group(pp=2)]
 RESTORED = [*SOME, *(group for group in _SIZES if group not in SOME)]
 """Each restores what the one before it has saved again, the first one what SAVED has trained."""
 SAVED_EXPERTS = Group(2, 1, 2, 2, distributed=True)
 RESTORED_EXPERTS = [Group(1, 2, 2, 2, distributed=True), Group(1, 1, 2, 1, distributed=True), Group()]
+WITH_EXPERTS = {"proved_in": "tests/integration/trainer/test_precision.py tests/integration/trainer/test_families.py",
+                "why": "a mixture of experts in bf16"}
+ON_CHAINS = parametrize("chain", [0, 1], ids=["dense", "experts"], **WITH_EXPERTS)
+FP32_TOO = {"proved_in": "tests/integration/trainer/test_precision.py", "why": "the same in fp32"}
 FILE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,15 +86,15 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype, **model: Any) -> Pa
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("precision")
     dense = make_folder(folder, "dense", torch.float32, tied_embeddings=True)
     experts = make_folder(folder, "experts", torch.float32, family="qwen3_moe")
+    asked = selected(request, "sharded") | selected(request, "resumed")
     halves = {dtype: make_folder(folder, f"dense-{dtype}", dtype, tied_embeddings=True) for dtype in FILE_DTYPES[1:]}
     tokens = torch.randint(0, 16, (7, 11), generator=torch.Generator().manual_seed(1))
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
-    runs, ranks = Runs(folder), RankProcesses(folder)
-    count = 0
+    runs, count = Runs(folder), 0
 
     def run(group: Group, *scenarios: Scenario) -> dict[str, Tensors]:
         nonlocal count
@@ -102,31 +106,29 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         save_file(state, folder / f"{name}.safetensors")
         return str(folder / f"{name}.safetensors")
 
-    try:
-        files: dict[Group, str] = {}
-        undisturbed, train = Scenario("undisturbed", "undisturbed", dense), Scenario("train", "train", dense)
-        for sharded, whole in ((SHARDED, WHOLE), (FP32_SHARDED, FP32_WHOLE)):
-            found = run(sharded, undisturbed, train)
-            files[sharded] = save(sharded.dtype, found["train"])
-            resume, back = (Scenario(kind, kind, dense, files[sharded]) for kind in ("resume", "go back"))
-            runs.results[sharded] = found | run(sharded, resume, back)
-            runs.results[whole] = run(whole, undisturbed, resume)
-        runs.results[ALONE] = run(ALONE, Scenario("recorded", "recorded", dense), Scenario("logits", "logits", dense),
-                                  Scenario("refused", "refused", dense, files[FP32_SHARDED]))
-        runs.results[ALONE_FP32] = run(ALONE_FP32, Scenario("refused", "refused", dense, files[SHARDED]))
-        loads = [Scenario(str(dtype), "load", halves.get(dtype, dense)) for dtype in FILE_DTYPES]
-        runs.results[SAVED] = run(SAVED, train, *loads)
-        runs.saved = [runs.results[SAVED]["train"],
-                      run(SAVED_EXPERTS, Scenario("train", "train", experts))["train"]]
-        asked = [group for group in RESTORED if group in selected(request, "restored")]
-        for model, state, groups in ((dense, runs.saved[0], asked), (experts, runs.saved[1], RESTORED_EXPERTS)):
-            restored: dict[Group, Tensors] = {}
-            for i, group in enumerate(groups):
-                file = save(f"{model.name}-{i}", state)
-                state = restored[group] = run(group, Scenario("restore", "restore", model, file))["restore"]
-            runs.restored.append(restored)
-    finally:
-        ranks.close()
+    files: dict[Group, str] = {}
+    undisturbed, train = Scenario("undisturbed", "undisturbed", dense), Scenario("train", "train", dense)
+    for sharded, whole in ((SHARDED, WHOLE), (FP32_SHARDED, FP32_WHOLE)):
+        found = run(sharded, undisturbed, train)
+        files[sharded] = save(sharded.dtype, found["train"])
+        resume, back = (Scenario(kind, kind, dense, files[sharded]) for kind in ("resume", "go back"))
+        runs.results[sharded] = found | (run(sharded, resume, back) if sharded in asked else {})
+        runs.results[whole] = run(whole, undisturbed, *[resume] * (whole in asked))
+    runs.results[ALONE] = run(
+        ALONE, Scenario("recorded", "recorded", dense), Scenario("logits", "logits", dense),
+        Scenario("refused", "refused", dense, files[FP32_SHARDED]),
+        *(Scenario(str(dtype), "load", halves.get(dtype, dense)) for dtype in FILE_DTYPES))
+    runs.results[ALONE_FP32] = run(ALONE_FP32, Scenario("refused", "refused", dense, files[SHARDED]))
+    chains = [(dense, SAVED, [group for group in RESTORED if group in selected(request, "restored")])]
+    if selected(request, "restored_experts") or 1 in selected(request, "chain"):
+        chains.append((experts, SAVED_EXPERTS, RESTORED_EXPERTS))
+    for model, saving, groups in chains:
+        state, restored = run(saving, Scenario("train", "train", model))["train"], dict[Group, Tensors]()
+        runs.saved.append(state)
+        for i, group in enumerate(groups):
+            file = save(f"{model.name}-{i}", state)
+            state = restored[group] = run(group, Scenario("restore", "restore", model, file))["restore"]
+        runs.restored.append(restored)
     return runs
 
 
@@ -156,12 +158,12 @@ def test_state_is_restored_bit_for_bit_at_all_sizes_with_and_without_the_distrib
     same(without_random_states(runs.restored[0][restored]), without_random_states(runs.saved[0]))
 
 
-def test_state_of_experts_is_restored_bit_for_bit_at_other_sizes(runs: Runs) -> None:
-    for group in RESTORED_EXPERTS:
-        same(without_random_states(runs.restored[1][group]), without_random_states(runs.saved[1]))
+@parametrize("restored_experts", RESTORED_EXPERTS, by_default=0, ids=str, **WITH_EXPERTS)
+def test_state_of_experts_is_restored_bit_for_bit_at_other_sizes(runs: Runs, restored_experts: Group) -> None:
+    same(without_random_states(runs.restored[1][restored_experts]), without_random_states(runs.saved[1]))
 
 
-@pytest.mark.parametrize("chain", [0, 1], ids=["dense", "experts"])
+@ON_CHAINS
 def test_saved_state_has_a_master_and_moments_of_each_weight(runs: Runs, chain: int) -> None:
     names = weights(runs.saved[chain]).keys()
     for kind in KINDS:
@@ -169,16 +171,16 @@ def test_saved_state_has_a_master_and_moments_of_each_weight(runs: Runs, chain: 
         assert found.keys() == names and all(t.dtype == torch.float32 and t.any() for t in found.values())
 
 
-@pytest.mark.parametrize("group", [SHARDED, FP32_SHARDED], ids=["bf16", "fp32"])
-def test_rank_that_goes_back_has_the_saved_state_and_never_two_sets_of_moments(runs: Runs, group: Group) -> None:
-    found, saved = dict(runs.results[group]["go back"]), runs.results[group]["train"]
-    for rank in range(group.dp):
+@parametrize("sharded", [SHARDED, FP32_SHARDED], ids=["bf16", "fp32"], **FP32_TOO)
+def test_rank_that_goes_back_has_the_saved_state_and_never_two_sets_of_moments(runs: Runs, sharded: Group) -> None:
+    found, saved = dict(runs.results[sharded]["go back"]), runs.results[sharded]["train"]
+    for rank in range(sharded.dp):
         before, when_allocated, moments = found.pop(f"held {rank}").tolist()
         assert (before, when_allocated) == (moments, 0) and moments > 0
     same(without_random_states(found), without_random_states(saved))
 
 
-@pytest.mark.parametrize("chain", [0, 1], ids=["dense", "experts"])
+@ON_CHAINS
 def test_parameters_are_the_rounded_masters(runs: Runs, chain: int) -> None:
     saved = runs.saved[chain]
     masters = of_kind(saved, "master.")
@@ -191,7 +193,7 @@ def test_masters_have_the_precision_of_the_files(runs: Runs, dtype: torch.dtype)
     name = "dense" if dtype == torch.float32 else f"dense-{dtype}"
     files = load_file(runs.folder / name / "model.safetensors")
     assert {t.dtype for t in files.values()} == {dtype}
-    loaded = runs.results[SAVED][str(dtype)]
+    loaded = runs.results[ALONE][str(dtype)]
     same(of_kind(loaded, "master."), {n: t.float() for n, t in files.items()})
     same(weights(loaded), {n: t.bfloat16() for n, t in files.items()})
     assert not any(t.any() for kind in KINDS[1:] for t in of_kind(loaded, kind).values())
@@ -208,10 +210,10 @@ def test_clipped_steps_of_the_distributed_optimizer_differ_by_rounding_only(runs
         torch.testing.assert_close(sharded[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("group", [SHARDED, WHOLE, FP32_SHARDED], ids=str)
-def test_resumed_training_equals_the_undisturbed_one_bit_for_bit(runs: Runs, group: Group) -> None:
+@parametrize("resumed", [SHARDED, WHOLE, FP32_SHARDED], by_default=2, ids=str, **FP32_TOO)
+def test_resumed_training_equals_the_undisturbed_one_bit_for_bit(runs: Runs, resumed: Group) -> None:
     """WHOLE resumes what SHARDED has saved."""
-    found = runs.results[group]
+    found = runs.results[resumed]
     same(found["resume"], found["undisturbed"])
 
 

@@ -21,18 +21,14 @@ def make_config(family: str, replicas: int = 1, **trainer: int) -> Config:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+def measured(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
     """By family what its only rank reports, and "replicas": what those of two replicas of two stages do."""
     folder = tmp_path_factory.mktemp("throughput")
     models = {family: make_model_dir(folder / family, make_config(family)) for family in FAMILIES}
-    ranks = RankProcesses(folder)
-    try:
-        found = ranks.run(folder / "alone", make_config("qwen3"), [
-            Scenario(family, "throughput", model) for family, model in models.items()])
-        found["replicas"] = ranks.run(folder / "replicas", make_config("qwen3", 2, pipeline_parallel=2), [
-            Scenario("qwen3", "throughput", models["qwen3"])])["qwen3"]
-    finally:
-        ranks.close()
+    found = ranks.run(folder / "alone", make_config("qwen3"), [
+        Scenario(family, "throughput", model) for family, model in models.items()])
+    found["replicas"] = ranks.run(folder / "replicas", make_config("qwen3", 2, pipeline_parallel=2), [
+        Scenario("qwen3", "throughput", models["qwen3"])])["qwen3"]
     return {name: {key: float(value) for key, value in tensors.items()} for name, tensors in found.items()}
 
 
