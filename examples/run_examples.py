@@ -207,10 +207,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{e.message}; {e.hint}")
     except ValueError:
         parser.error(f"--seeds={given.seeds} is no list of numbers, as 0,1,2")
-    subprocess.run([sys.executable, str(EXAMPLES / "make_assets.py")], check=True, stdout=subprocess.DEVNULL)
+    make_assets()
     results = run_all([(name, seed) for name in names for seed in seeds], known, given.limit_s)
     print("", *table(results), sep="\n")
     return int(any(result.fault for result in results))
+
+
+def make_assets() -> None:
+    """Models, tokenizers and data of the examples, those that are not there."""
+    subprocess.run([sys.executable, str(EXAMPLES / "make_assets.py")], check=True, stdout=subprocess.DEVNULL)
 
 
 def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], limit_s: float) -> list[Result]:

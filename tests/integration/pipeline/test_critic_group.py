@@ -4,11 +4,13 @@ last step, with the weights and optimizer states of a run that nothing disturbed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.etcd_server import EtcdServers
+from support.tiers import full
 from support.trainer_groups import TOKEN, Engines, Groups, running_groups
 from support.waiting import wait_until
 
@@ -37,13 +39,16 @@ def states_of(groups: Groups, group: GroupSpec) -> list[Version]:
     return [v for v in reads.list_versions(groups.job.etcd, groups.job.keys, group.state) if v.committed_at > 0]
 
 
-def test_run_whose_critic_is_killed_and_whose_actor_is_replaced_equals_the_undisturbed_one(
-        etcd_servers: EtcdServers, etcd: EtcdClient, tmp_path: Path) -> None:
-    found = {}
-    for name in ("undisturbed", "disturbed"):
-        with running_groups(etcd_servers, etcd, tmp_path / name, SETTINGS, steps=STEPS,
+RunToItsEnd = Callable[..., dict[str, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture
+def run_to_its_end(etcd_servers: EtcdServers, etcd: EtcdClient, tmp_path: Path) -> RunToItsEnd:
+    """Runs a job, and returns the tensors of its last states by group."""
+    def run(*, disturbed: bool) -> dict[str, dict[str, torch.Tensor]]:
+        with running_groups(etcd_servers, etcd, tmp_path / f"disturbed-{disturbed}", SETTINGS, steps=STEPS,
                             engines=Engines(sample_advantages)) as groups:
-            if name == "disturbed":
+            if disturbed:
                 groups.wait_for(3)
                 groups.kill_rank(CRITIC)
                 wait_until(lambda: "critic.recovered" in groups.kinds(), what="the recovery")
@@ -51,10 +56,24 @@ def test_run_whose_critic_is_killed_and_whose_actor_is_replaced_equals_the_undis
             groups.finish()
             assert_at_the_last_step(groups)
             kinds = groups.kinds()
-            assert ("critic.failed" in kinds) is (name == "disturbed") and "trainer.failed" not in kinds
-            found[name] = {group.name: groups.state(group) for group in (ACTOR, CRITIC)}
-    for group, expected in found["undisturbed"].items():
-        tensors = found["disturbed"][group]
+            assert ("critic.failed" in kinds) is disturbed and "trainer.failed" not in kinds
+            return {group.name: groups.state(group) for group in (ACTOR, CRITIC)}
+
+    return run
+
+
+def test_critic_that_is_killed_and_actor_that_is_replaced_cost_no_step(run_to_its_end: RunToItsEnd) -> None:
+    assert all(run_to_its_end(disturbed=True).values())
+
+
+@full(proved_in="tests/integration/pipeline/test_critic_group.py tests/integration/trainer/test_precision.py "
+                "tests/unit/pipeline/test_trainer_groups.py",
+      why="the bits of two groups, of which one resumed in the middle of a job")
+def test_run_whose_critic_is_killed_and_whose_actor_is_replaced_equals_the_undisturbed_one(
+        run_to_its_end: RunToItsEnd) -> None:
+    undisturbed, disturbed = run_to_its_end(disturbed=False), run_to_its_end(disturbed=True)
+    for group, expected in undisturbed.items():
+        tensors = disturbed[group]
         assert set(tensors) == set(expected)
         assert [n for n in expected if not torch.equal(tensors[n], expected[n])] == [], group
 

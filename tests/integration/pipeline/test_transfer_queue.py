@@ -201,6 +201,19 @@ def test_another_process_reads_samples_by_the_address_of_the_queue(queue: Transf
     assert answer.stdout.splitlines()[-1] == f"False {[((1, 2), (0, 1, 2, 1, 2), (7,))] * 2}"
 
 
+def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:
+    """Its sockets take pickles from whoever connects; Ray knows the host by its address in the network."""
+    queue.put(_group(0))
+    assert queue._actors is not None and not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in queue._actors._all()])
+    zmq_ports = {port for actor in queue._actors._all()
+                 for port in ray.get(actor.get_zmq_server_info.remote()).ports.values()}
+    listening = [c.laddr for pid in pids for c in psutil.Process(pid).net_connections("inet")
+                 if c.status == psutil.CONN_LISTEN and c.laddr.port in zmq_ports]
+    assert len(zmq_ports) >= 3 and {at.port for at in listening} == zmq_ports
+    assert {at.ip for at in listening} == {"127.0.0.1"}
+
+
 def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue: TransferQueueQueue) -> None:
     queue.put(_group(0))
     samples = RemoteSamples(3.0).at(queue.address or {})
@@ -220,22 +233,9 @@ def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue:
     wait_until(is_told, what="the end of the actors")
 
 
-def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:
-    """Its sockets take pickles from whoever connects; Ray knows the host by its address in the network."""
-    queue.put(_group(0))
-    assert queue._actors is not None and not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback
-    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in queue._actors._all()])
-    zmq_ports = {port for actor in queue._actors._all()
-                 for port in ray.get(actor.get_zmq_server_info.remote()).ports.values()}
-    listening = [c.laddr for pid in pids for c in psutil.Process(pid).net_connections("inet")
-                 if c.status == psutil.CONN_LISTEN and c.laddr.port in zmq_ports]
-    assert len(zmq_ports) >= 3 and {at.port for at in listening} == zmq_ports
-    assert {at.ip for at in listening} == {"127.0.0.1"}
-
-
-@parametrize("killed", [0, 1], ids=["controller", "storage"],
+@parametrize("killed", [0, 1], by_default=0, ids=["controller", "storage"],
              proved_in="tests/integration/pipeline/test_transfer_queue.py",
-             why="the death of each kind of actor")
+             why="the death of each kind of actor, without a job")
 def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
         queue: TransferQueueQueue, killed: int) -> None:
     for ordinal in range(3):
@@ -273,7 +273,7 @@ def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_train
     monkeypatch.setattr("elastic_rl.pipeline.flow.background.make_queue", make)
     job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
         "train.schedule": "fully_async", "train.max_staleness": "1", "train.queue": "transfer_queue",
-        "train.queue_call_timeout_s": "20"})
+        "train.queue_units": "1", "train.queue_call_timeout_s": "20"})
     try:
         job.start_actor()
         job.wait_for(1)

@@ -51,7 +51,7 @@ class TrainerInTurns(TrainerWithoutTensors):
 
     def _take(self) -> None:
         while not self._stop.is_set() and self.epoch_claims.take_for_trainer(self.member.incarnation):
-            self._stop.wait(0.005)
+            self._stop.wait(0.05)
         self.has_memory = not self._stop.is_set()
 
     def _run(self) -> None:
@@ -88,7 +88,7 @@ class EngineInTurns:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(0.005):
+        while not self._stop.wait(0.05):
             seen = SeenTurn.of(self._etcd.get(self._keys.device_turn()), self._epoch)
             if self.holds and seen.side is Side.TRAINER and not self.stuck.is_set():
                 self.holds = False

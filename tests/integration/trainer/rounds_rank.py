@@ -1,10 +1,11 @@
-"""One rank that runs jobs in rounds, without a model. Prints what came of each.
+"""Ranks that run jobs in rounds, without a model. Each prints its number and what came of each job.
 
-    rounds_rank.py RANK PORT
+    rounds_rank.py PORT
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,10 @@ def main(rank: int, port: int) -> None:
     par = ParallelDims(rank, WORLD, WORLD, rank, 1, 0, torch.device("cpu"))
     rounds = CountingRounds(par, dist.group.WORLD, round_timeout_s=60)
 
+    def say(*found: object) -> None:
+        """Writes a line as a whole, which a print does not."""
+        os.write(1, (" ".join(map(str, (rank, *found))) + "\n").encode())
+
     def slow_on_rank_1(job: Job[Any]) -> str:
         while rank == 1 and rounds.made < 3:
             job.cancelled.wait(_TICK_S)
@@ -53,18 +58,24 @@ def main(rank: int, port: int) -> None:
         job.cancelled.wait()
         return ""
 
-    print(rounds.run(slow_on_rank_1), rounds.made >= 3, flush=True)
+    say(rounds.run(slow_on_rank_1), rounds.made >= 3)
     try:
         rounds.run(unavailable_on_rank_1)
     except Unavailable as e:
-        print(e, flush=True)
-    print(rounds.run(lambda job: "again"), flush=True)
+        say(e)
+    say(rounds.run(lambda job: "again"))
     try:
         rounds.run(broken_on_rank_1)
     except (TrainerFailed, ValueError) as e:
-        print(type(e).__name__, flush=True)
+        say(type(e).__name__)
 
 
 if __name__ == "__main__":
     die_with_parent()
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    for number in range(WORLD):  # forked, so that torch is imported once
+        if not os.fork():
+            die_with_parent()
+            main(number, int(sys.argv[1]))
+            os._exit(0)
+    for _ in range(WORLD):
+        os.wait()

@@ -57,7 +57,7 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
     dense = make_model_dir(folder / "dense", make_config(ALONE))
     experts = make_model_dir(folder / "experts", make_config(ALONE, "qwen3_moe"))
     runs, saved = Runs(folder), folder / "state.safetensors"
-    runs.distributed = ranks.run(folder / "distributed", make_config((1, 2, 1, 2), distributed_optimizer=True),
+    runs.distributed = ranks.run(folder / "distributed", make_config(SPLIT[0], distributed_optimizer=True),
                                  [Scenario("train", "train", dense)])["train"]
     save_file(runs.distributed, saved)
     asked, with_experts = selected(request, "sizes") | {ALONE}, selected(request, "with_experts")
@@ -137,4 +137,5 @@ def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, wit
 def test_what_attention_keeps_for_the_backward_pass_grows_with_the_length_and_not_with_its_square(
         runs: Runs, cp: int, cp_rank: int) -> None:
     kept = {length: int(runs.dense[ALONE]["attention"][f"{cp} {cp_rank} {length}"]) for length in (1024, 2048)}
-    assert 0 < kept[2048] <= 2.1 * kept[1024]
+    assert kept[2048] <= 2.1 * kept[1024]
+    assert cp > 1 or kept[1024], "of several ranks a checkpoint keeps the inputs only, which are not counted"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.elastic_group import Group, elastic_group
 from support.etcd_server import EtcdServers
+from support.tiers import full
 
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.intervals import IntervalSet
@@ -69,6 +70,8 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
         client.accumulate(2, parts[1], 1)
 
 
+@full(proved_in="tests/integration/trainer/test_step_parts.py tests/integration/trainer/test_trainer_group.py "
+                "tests/integration/pipeline/test_fully_async.py", why="a real rank that dies with parts of a step")
 def test_parts_that_a_dead_rank_had_are_computed_again(group: Group) -> None:
     client, parts = group.client, parts_of(group)
     before = client.wait_ready()

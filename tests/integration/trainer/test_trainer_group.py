@@ -19,6 +19,7 @@ from support.elastic_group import START_S, TOKEN, Group, elastic_group
 from support.etcd_server import EtcdServers
 from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
 from support.otlp_collector import Span
+from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
@@ -183,6 +184,7 @@ def test_stopped_rank_is_replaced_before_its_collective_times_out(group: Group) 
     assert not runs(stopped)
 
 
+@full(proved_in="tests/unit/trainer/test_rank_watch.py", why="two ranks of a real group that are lost at once")
 def test_rank_that_does_not_react_is_killed_when_another_one_has_died(group: Group) -> None:
     before = group.client.wait_ready()
     os.kill(group.rank(1), signal.SIGSTOP)
@@ -319,7 +321,6 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
     ranks = group.ranks()
     made = tagged_files(tag := file_tag(group.ctx.config.cluster_dir, "trainer"))
     assert len(ranks) == 2 and any(list(folder.glob("torchelastic_*")) for folder in made)
-    assert any(folder.name.endswith("wandb-media") for folder in made), "of the server that ranks are forked from"
     os.kill(group.agent.pid, signal.SIGKILL)
     group.agent.wait(timeout=60)
     await_end(ranks)
@@ -363,6 +364,8 @@ def restart_with(group: Group, **algorithm: Any) -> TrainerStatus:
     return group.ready(after=before.group)
 
 
+@full(proved_in="tests/unit/trainer/test_reference.py", why="the refusal of a real group, of two starts with other "
+                                                            "settings")
 def test_state_without_a_reference_policy_is_not_trained_on_with_another_one(group: Group) -> None:
     """Neither a start with such settings nor a release that does not compare them may make the reference another."""
     without = restart_with(group, kl_coef=0.0)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import reasoning_gym
 from support.text_model import make_tokenizer_folder
 
 from elastic_rl import config
@@ -48,6 +47,8 @@ TASKS = [{"name": "basic_arithmetic", "weight": 3, "config": {"max_terms": 2}}, 
 
 
 def test_tasks_give_problems_without_end_by_weight_which_their_task_scores(tmp_path: Path, model: Path) -> None:
+    from reasoning_gym import create_dataset  # in seconds, which each process that collects tests would take
+
     source = make(tmp_path, model, "reasoning_gym", tasks=TASKS, eval_prompts=20, system_prompt="be brief",
                   template="Q: {question}", **SIZES)
     assert len(source.train) == 3 * ENDLESS and {n: len(p) for n, p in source.evals.items()} == {
@@ -59,7 +60,7 @@ def test_tasks_give_problems_without_end_by_weight_which_their_task_scores(tmp_p
     for p in prompts[:10] + list(source.eval)[-3:]:
         known = json.loads(json.dumps(dict(p.metadata)))
         assert known == p.metadata
-        task = reasoning_gym.create_dataset(known["task"], seed=known["seed"], size=known["size"], **known["config"])
+        task = create_dataset(known["task"], seed=known["seed"], size=known["size"], **known["config"])
         entry = known["entry"]
         assert task[known["index"]]["question"] == entry["question"]
         assert p.text == f"<|system|>be brief<|end|><|user|>Q: {entry['question']}<|end|><|assistant|>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import threading
 from typing import Any
@@ -17,7 +18,7 @@ from elastic_rl.environments.registry import make_environment
 from elastic_rl.environments.textarena_games import opening
 from elastic_rl.errors import ConfigError, PluginFailed
 
-pytest.importorskip("textarena")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="textarena is not installed")
 GUESS = {"game": "GuessTheNumber-v0", "game_options": {"max_number": 8}}
 
 
