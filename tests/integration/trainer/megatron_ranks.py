@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,6 +58,8 @@ CUTS: dict[str, dict[str, Any]] = {
 """Settings of the trainer under which gradients are the same, by a name for them."""
 ATTENDED = [(1, 0), (2, 0), (2, 1), (4, 1)]
 """Numbers of context-parallel ranks, with the rank whose attention is measured."""
+NOT_IMPORTED = ("torch._inductor.compile_fx", "wandb", "torch.utils.tensorboard")
+"""The compiler, and loggers, which Megatron would import and no rank on a CPU uses."""
 
 
 def synthetic(cfg: Config, samples: int) -> Batch:
@@ -168,6 +171,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         return signs_of_life(policy, adam, cfg, par)
     if scenario == "recompute":
         return recompute(model, cfg, par)
+    if scenario == "imports":
+        return {} if par.rank else {module: torch.tensor([module in sys.modules]) for module in NOT_IMPORTED}
     if scenario == "attention":
         return attention()
     if scenario == "failing":

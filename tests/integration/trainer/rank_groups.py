@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from elastic_rl.config import Config
 from elastic_rl.runtime.process import die_with_parent
-from elastic_rl.trainer.megatron import megatron_cpu, parallel
+from elastic_rl.trainer.megatron import parallel
 
 
 def run_rank(folder: Path, cfg: Config, scenarios: list[list[str]]) -> None:
@@ -69,10 +69,7 @@ def wait_all(ranks: list[int]) -> list[int]:
 
 
 def main() -> None:
-    megatron_cpu.install()
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401
+    from elastic_rl.trainer.group import preload  # noqa: F401  # as the server does that ranks are forked from
 
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))

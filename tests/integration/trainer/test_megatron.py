@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_ranks import VARIANTS, with_reference
+from megatron_ranks import NOT_IMPORTED, VARIANTS, with_reference
 from safetensors.torch import load_file, save_file
 from support.rank_processes import RankProcesses, Scenario, Tensors, assert_reference_is
 from support.tiers import parametrize, selected
@@ -38,7 +38,7 @@ ON_SPLIT = parametrize("split", [sizes for sizes in GROUPS if sizes != ALONE], *
 ON_ALL = parametrize("sizes", [ALONE, *(sizes for sizes in GROUPS if sizes != ALONE)], **MORE_SIZES)
 FREE, HELD = "drift 0", "drift 20"
 """Scenarios of steps without and with a large coefficient of the divergence from the reference policy."""
-ON_ONE_RANK = ("parts", "cuts", "reference", "signs of life", "minibatches")
+ON_ONE_RANK = ("imports", "parts", "cuts", "reference", "signs of life", "minibatches")
 """Further results, whose rules are not about parallel sizes."""
 
 
@@ -96,6 +96,13 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
         if sizes in SAVED:
             save_file(runs.results[sizes]["train"], folder / f"{sizes}.safetensors")
     return runs
+
+
+def test_rank_on_a_cpu_imports_neither_a_compiler_nor_loggers(runs: Runs) -> None:
+    """Megatron imports them where they are installed, and has wrapped functions by torch.compile before it can be told.
+    """
+    found = runs.results[ALONE]["imports"]
+    assert found.keys() == set(NOT_IMPORTED) and not [name for name, imported in found.items() if imported]
 
 
 @ON_SPLIT
