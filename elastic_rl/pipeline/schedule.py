@@ -1,7 +1,7 @@
 """What a run does next, as a function of committed state. Pure.
 
-The schedule is a generator of effects: it yields what is to be done and is sent the outcome. It does no I/O and has no
-clock, so the same code runs the job and is run thousands of times in a simulated world that crashes.
+The schedule is a generator of effects: it yields what is to be done and is sent the outcome. It does no I/O and goes by
+no clock, so the same code runs the job and is run thousands of times in a simulated world that crashes.
 
 Nothing that a run decides lives in the actor alone. Its position is the trainer's committed state: phase, step, the
 consumed groups, and the cursor, in which the schedule keeps its evaluations. A replaced actor therefore asks the
@@ -26,6 +26,7 @@ from elastic_rl.data.samples import Group
 from elastic_rl.pipeline.drop_reasons import failure
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.training.accumulated import Accumulated
 from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4
@@ -126,18 +127,8 @@ class TakenStep:
     consumption: Consumption
     metrics: Mapping[str, float] = field(default_factory=dict)
     """How the groups came, by the names of ``training_metrics``."""
-    timer: StepTimer = field(default_factory=StepTimer)
-    """Began with the step."""
-
-
-@dataclass(frozen=True)
-class SampledStep:
-    """The groups of a step that trains nothing."""
-
-    groups: Sequence[tuple[Group, str]]
-    """Each with its rewards and the reason to drop it, or ""; one for each ordinal."""
-    timer: StepTimer = field(default_factory=StepTimer)
-    """Began with the step."""
+    accumulated: Accumulated = Accumulated()
+    """What the trainer has computed of the step already."""
 
 
 # -- effects: what the schedule asks for. The docstring says what it is sent.
@@ -177,13 +168,15 @@ class BeginRl:
 
 @dataclass(frozen=True)
 class SampleGroups:
-    """→ SampledStep, of a job that trains nothing."""
+    """→ the group of each ordinal, with its rewards and the reason to drop it, or "". For a job that trains nothing."""
 
     step: int
     ordinals: Sequence[int]
     leased: IntervalSet
     """The groups that this writer works on, which is written down before."""
     min_version: int
+    timer: StepTimer = field(default_factory=StepTimer)
+    """The step begins with this effect, however often the effect is tried."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +186,8 @@ class Take:
     settings say so."""
 
     step: int
+    timer: StepTimer = field(default_factory=StepTimer)
+    """The step begins with this effect, however often the effect is tried."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +199,8 @@ class Train:
     cursor: Mapping[str, Any]
     policy_version: int
     """The newest one before the step."""
+    timer: StepTimer
+    """The timer of the ``Take`` before."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +232,7 @@ class Write:
     consumption: Consumption
     cursor: Mapping[str, Any]
     timer: StepTimer
+    """The timer of the ``SampleGroups`` before."""
 
 
 @dataclass(frozen=True)
@@ -360,8 +358,9 @@ def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Steps:
 
 def _step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
     """One RL step; returns the version that it makes."""
-    taken: TakenStep = yield Take(state.step + 1)
-    version: int = yield Train(state.step + 1, taken, state.cursor, state.policy_version)
+    take = Take(state.step + 1)
+    taken: TakenStep = yield take
+    version: int = yield Train(take.step, taken, state.cursor, state.policy_version, take.timer)
     flow.trained(taken.consumption, version)
     return version
 
@@ -373,16 +372,17 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
     ledger, cursor = GroupLedger(state.consumed), state.cursor
     while (left := plan.groups - len(ledger.taken)) > 0:
         ordinals = ledger.lease(min(plan.groups_per_step, left))
-        sampled: SampledStep = yield SampleGroups(position.step + 1, ordinals, ledger.open, state.policy_version)
+        sampling = SampleGroups(position.step + 1, ordinals, ledger.open, state.policy_version)
+        sampled: Sequence[tuple[Group, str]] = yield sampling
         kept: list[Group] = []
-        for group, reason in sampled.groups:
+        for group, reason in sampled:
             ledger.generated(group.ordinal)
             if plan.mode != "eval" and (group.failed or reason):
                 ledger.drop(group.ordinal, failure(group) if group.failed else reason)
             else:
                 kept.append(group)
         consumption = ledger.consumption([group.ordinal for group in kept])
-        cursor = yield Write(position.step + 1, kept, consumption, cursor, sampled.timer)
+        cursor = yield Write(position.step + 1, kept, consumption, cursor, sampling.timer)
         ledger.consumed(consumption)
         position.step += 1
     yield Complete(position.step, cursor)

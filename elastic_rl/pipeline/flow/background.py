@@ -13,12 +13,11 @@ from elastic_rl.config import Config
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.errors import GroupsLost
 from elastic_rl.etcd.records import Engine
-from elastic_rl.pipeline.flow.generation import OnPart
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.group_queue import QueueLoss
 from elastic_rl.pipeline.flow.producer import Producer
 from elastic_rl.pipeline.flow.queues import make_queue
-from elastic_rl.pipeline.flow.shared_flow import SharedFlow, Taken
+from elastic_rl.pipeline.flow.shared_flow import OnPart, SharedFlow, Taken
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollouts import Rollouts
 from elastic_rl.telemetry import traces

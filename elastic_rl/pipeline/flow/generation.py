@@ -8,17 +8,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.errors import GroupsLost
 from elastic_rl.etcd.records import Engine
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
-from elastic_rl.pipeline.flow.shared_flow import SharedFlow, Taken
+from elastic_rl.pipeline.flow.shared_flow import OnPart, SharedFlow, Taken
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollouts import Rollouts
-
-OnPart = Callable[[StepGroups, bool], None]
-"""See ``SharedFlow.take``."""
 
 
 class Generation(Protocol):

@@ -24,6 +24,7 @@ from elastic_rl.pipeline.flow.group_flow import (
     GroupFlow,
 )
 from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
+from elastic_rl.pipeline.training.accumulated import Accumulated
 from elastic_rl.pipeline.waits import Waits
 
 
@@ -35,6 +36,13 @@ class Taken:
     chosen: ChosenStep
     metrics: dict[str, float]
     """Metrics by the names of ``training_metrics``."""
+    accumulated: Accumulated
+    """What ``on_part`` returned for the last part."""
+
+
+OnPart = Callable[[StepGroups, Accumulated], Accumulated]
+"""Computes with a part of a step: from its groups and what the parts before it have added, nothing for the first one,
+to what all of them have added."""
 
 
 class SharedFlow:
@@ -110,15 +118,14 @@ class SharedFlow:
 
     # -- the trainer ------------------------------------------------------------------------------------------------
     def take(self, waits: Waits, more: Callable[[], None], on_loss: Callable[[QueueLoss], None],
-             on_part: Callable[[StepGroups, bool], None], *, poll_s: float = 0.0) -> Taken:
+             on_part: OnPart, *, poll_s: float = 0.0) -> Taken:
         """The groups of the next step, as soon as there are enough. ``more`` is called while there are not: it
         generates some or, each ``poll_s``, says what the thread that does so waits for. ``on_loss`` is called with
-        what the queue has lost, once that is to be generated again; ``on_part`` with the groups of each part as soon as
-        they are there, and whether it is the step's first, after which those of earlier calls are of no step. Raises
-        Fenced and what these raise."""
+        what the queue has lost, once that is to be generated again; ``on_part`` with each part as soon as its groups
+        are there. A step that is chosen again begins with a first part again. Raises Fenced and what these raise."""
         with self._changed:
             self._flow.choose_again()  # this call may follow one that failed
-        groups: Mapping[int, GroupSummary] = {}
+        groups, accumulated = dict[int, GroupSummary](), Accumulated()
         while True:
             self._take_loss(on_loss)
             if (part := self._next_part(poll_s)) is None:
@@ -129,10 +136,12 @@ class SharedFlow:
             if missing := [ordinal for ordinal in part.ordinals if ordinal not in found]:
                 self.lost(missing, on_loss)
                 continue
-            groups = {**({} if part.first else groups), **found}
-            on_part(self._step_groups(found, part.ordinals), part.first)
+            if part.first:
+                groups, accumulated = {}, Accumulated()
+            groups |= found
+            accumulated = on_part(self._step_groups(found, part.ordinals), accumulated)
             if (chosen := part.step) is not None:
-                return Taken(self._step_groups(groups, chosen.ordinals), chosen, self._metrics(chosen))
+                return Taken(self._step_groups(groups, chosen.ordinals), chosen, self._metrics(chosen), accumulated)
 
     def _step_groups(self, groups: Mapping[int, GroupSummary], ordinals: Sequence[int]) -> StepGroups:
         return StepGroups(tuple(groups[ordinal] for ordinal in ordinals), self._queue)

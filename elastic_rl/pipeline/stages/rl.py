@@ -76,21 +76,20 @@ class RlStages:
             self._generation.lost(error)
 
     def _take(self, effect: schedule.Take) -> TakenStep:
-        timer = StepTimer()
-        taken = self._generation.take(effect.step, timer, lambda groups, first: self._maker.add(
-            groups, effect.step, timer, first=first))
-        return TakenStep(taken.groups, taken.chosen.consumption, taken.metrics, timer)
+        taken = self._generation.take(effect.step, effect.timer, lambda groups, before: self._maker.add(
+            groups, effect.step, effect.timer, before))
+        return TakenStep(taken.groups, taken.chosen.consumption, taken.metrics, taken.accumulated)
 
     def _train(self, effect: schedule.Train) -> int:
         term, taken = self._term, effect.taken
-        groups, timer = taken.groups, taken.timer
+        groups, timer = taken.groups, effect.timer
         self._trainer.turns.to_trainer(timer)
         with traces.span("train_step", step=effect.step):
             metrics = step_metrics(
                 effect.step, groups, policy_version=effect.policy_version,
                 dropped={reason: len(dropped) for reason, dropped in taken.consumption.dropped.items()})
             cursor = {**effect.cursor, **known_before(metrics, taken.consumption.trained)}
-            made, advantages = self._maker.make(groups, effect.step, timer, taken.consumption, cursor)
+            made, advantages = self._maker.make(taken, effect.step, timer, cursor)
         trained = {**taken.metrics, **made, **self._generation.take_metrics()}
         timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         term.step, version = effect.step, int(trained["policy_version"])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.samples import Group
 from elastic_rl.errors import Conflict, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.reporting import log_sampled, step_metrics
-from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded
 from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS
-from elastic_rl.pipeline.schedule import RunPlan, SampledStep, State
+from elastic_rl.pipeline.schedule import RunPlan, State
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
 from elastic_rl.pipeline.untrained.base_policy import output_of
 from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
@@ -77,12 +77,11 @@ class SampledStages:
         return State(phase=status.phase, step=status.step, policy_version=status.policy_version,
                      consumed=status.consumed.groups, cursor={**status.cursor, PROMPTS: prompts})
 
-    def _sample(self, effect: schedule.SampleGroups) -> SampledStep:
-        timer = StepTimer()
+    def _sample(self, effect: schedule.SampleGroups) -> Sequence[tuple[Group, str]]:
         self._waits.stage("source")
         self._term.write_lease(effect.leased)
-        return SampledStep(self._rollouts.generate(effect.step, effect.min_version, timer, lambda: self._mode.generate(
-            effect.ordinals, effect.min_version)), timer)
+        return self._rollouts.generate(effect.step, effect.min_version, effect.timer, lambda: self._mode.generate(
+            effect.ordinals, effect.min_version))
 
     def _write(self, effect: schedule.Write) -> Mapping[str, Any]:
         term, mode, output, timer = self._term, self._mode, self._output, effect.timer

@@ -32,7 +32,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import TxnResult
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.schedule import Lost, RunPlan, SampledStep, State
+from elastic_rl.pipeline.schedule import Lost, RunPlan, State
 from elastic_rl.pipeline.untrained.output import Output
 from elastic_rl.pipeline.untrained.pieces import Piece, PieceFolder
 from elastic_rl.runtime import files
@@ -124,7 +124,7 @@ class World:
                 found = output.resume()
                 return State(found.phase, found.step, found.policy_version, found.consumed.groups, found.cursor)
             case schedule.SampleGroups(ordinals=ordinals):
-                return SampledStep([(group(o), "uniform" if o % 4 == 3 else "") for o in ordinals])
+                return [(group(o), "uniform" if o % 4 == 3 else "") for o in ordinals]
             case schedule.Write(step=step, groups=groups, consumption=consumption, cursor=cursor):
                 generation = next(self.generations)
                 lines = [json.dumps({"ordinal": g.ordinal, "generation": generation}).encode() + b"\n" for g in groups]

@@ -60,7 +60,7 @@ def _generation(rollouts: Rollouts, leased: list[IntervalSet]) -> InlineGenerati
 
 
 def _take(generation: InlineGeneration) -> Taken:
-    return generation.take(1, StepTimer(), lambda groups, first: None)
+    return generation.take(1, StepTimer(), lambda groups, before: before)
 
 
 def test_dropped_groups_are_replaced_up_to_the_limit_by_ordinal() -> None:

@@ -49,7 +49,7 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
     meanwhile: list[Any] = []
     queue.at_drop = lambda: meanwhile.append(flow.lease(0.0))  # type: ignore[method-assign]
     if gives_up == "trained":
-        taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+        taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
         flow.trained(taken.chosen.consumption, 2)
     elif gives_up == "rewound":
         flow.resume(0, 3, IntervalSet(), Branch(0, 3))
@@ -63,7 +63,7 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
             raise Enough
 
         with pytest.raises(Enough):
-            flow.take(waits, look, lambda loss: None, lambda groups, first: None)
+            flow.take(waits, look, lambda loss: None, lambda groups, before: before)
     grant = flow.lease(0.0)
     assert meanwhile == [None] and grant is not None
     for ordinal in grant.ordinals:
@@ -262,7 +262,7 @@ def test_step_is_chosen_without_reading_its_groups(monkeypatch: pytest.MonkeyPat
     for ordinal in grant.ordinals:
         flow.finished(group(ordinal), "", waits)
     monkeypatch.setattr(Rows, "get", None)
-    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
     assert [g.ordinal for g in taken.groups.groups] == list(grant.ordinals)
     assert isinstance(batch_of(taken.groups, [0.0] * 6), QueuedBatch)
 
@@ -274,7 +274,7 @@ def test_group_that_is_gone_when_it_is_read_is_generated_again(queue: TransferQu
     assert flow.lease(0.0) is not None
     for ordinal in (0, 1):
         flow.finished(group(ordinal), "", waits)
-    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
     actors: Any = queue._actors
     del actors.rows.data[1, 1]
     with pytest.raises(GroupsLost) as lost:
@@ -284,7 +284,7 @@ def test_group_that_is_gone_when_it_is_read_is_generated_again(queue: TransferQu
     grant = flow.lease(0.0)
     assert grant is not None and grant.ordinals == (1,)
     flow.finished(group(1, version=7), "", waits)
-    again = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    again = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
     assert [s.oldest_version for s in again.groups.samples] == [1, 1, 7, 7]
     assert len(again.groups.reader.read(again.groups.refs)) == 4
 
@@ -297,7 +297,7 @@ def test_loss_that_is_told_late_is_none_of_what_was_generated_again(queue: Trans
     for ordinal in (0, 1):
         assert flow.lease(0.0) is not None
         flow.finished(group(ordinal), "", waits)
-    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
     queue._replace(queue._generation, "its controller is gone")
     with pytest.raises(GroupsLost) as lost:
         taken.groups.reader.read(taken.groups.refs)
@@ -307,5 +307,5 @@ def test_loss_that_is_told_late_is_none_of_what_was_generated_again(queue: Trans
         grant = flow.lease(0.0)
         assert grant is not None and grant.ordinals == (ordinal,)
         flow.finished(group(ordinal), "", waits)
-    again = flow.take(waits, lambda: None, lambda loss: told.append(loss.groups), lambda groups, first: None)
+    again = flow.take(waits, lambda: None, lambda loss: told.append(loss.groups), lambda groups, before: before)
     assert told == [(0, 1)] and again.metrics["groups_lost"] == 2

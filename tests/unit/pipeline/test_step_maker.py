@@ -1,0 +1,138 @@
+"""Steps whose gradients are computed in parts, and the time of a step that is tried again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl import config
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import Consumption
+from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.errors import RoleUnavailable
+from elastic_rl.pipeline import pipeline, schedule
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.schedule import RunPlan, State, TakenStep
+from elastic_rl.pipeline.training.accumulated import Accumulated
+from elastic_rl.pipeline.training.step_maker import StepMaker
+from elastic_rl.pipeline.waits import Waits
+
+
+@settings(max_examples=seeds(40))
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(-10, 10)), min_size=1, max_size=6))
+def test_accumulated_metric_is_the_mean_over_all_tokens(parts: list[tuple[int, float]]) -> None:
+    total = Accumulated()
+    for number, (tokens, mean) in enumerate(parts):
+        total = total.plus({number: [mean]}, {"entropy": mean}, tokens)
+    tokens = sum(t for t, _ in parts)
+    assert (total.parts, total.tokens) == (len(parts), tokens) and list(total.advantages) == list(range(len(parts)))
+    assert total.metrics["entropy"] == pytest.approx(sum(t * mean for t, mean in parts) / tokens, abs=1e-6)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+
+    def accumulate(self, step: int, batch: Any, part: int) -> None:
+        self.log.append(("accumulate", part))
+
+    def apply(self, step: int, parts: int, **_: Any) -> dict[str, Any]:
+        self.log.append(("apply", parts))
+        return {"loss": 1.0}
+
+    def update(self, phase: str, step: int, batch: Any, **_: Any) -> dict[str, Any]:
+        self.log.append(("update", 0))
+        return {"loss": 2.0}
+
+
+class Batches:
+    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> Any:
+        return SimpleNamespace(batch=SimpleNamespace(loss_tokens=10 * len(groups.groups)), metrics={"kl": 0.5},
+                               advantages=[float(g.ordinal) for g in groups.groups for _ in g.samples])
+
+    def forget(self) -> None:
+        pass
+
+
+def _groups(*ordinals: int) -> StepGroups:
+    sample = Sample((Segment((2,), (-0.1,), version=1),))
+    return StepGroups.from_groups([Group(o, Prompt((1,)), (sample, sample)) for o in ordinals])
+
+
+def _maker(trainer: Trainer, *, in_parts: bool) -> StepMaker:
+    return StepMaker(Batches(), trainer, Waits(lambda *_: None, threading.Event()), in_parts=in_parts)
+
+
+def _made(maker: StepMaker, groups: StepGroups, accumulated: Accumulated) -> tuple[Mapping[str, Any], list[float]]:
+    return maker.make(TakenStep(groups, Consumption(), accumulated=accumulated), 1, StepTimer(), {})
+
+
+def test_step_that_is_taken_again_has_the_parts_of_the_last_attempt_only() -> None:
+    trainer = Trainer()
+    maker, timer = _maker(trainer, in_parts=True), StepTimer()
+    maker.add(_groups(7), 1, timer, Accumulated())  # of an attempt that failed
+    first = maker.add(_groups(3), 1, timer, Accumulated())
+    both = maker.add(_groups(1), 1, timer, first)
+    metrics, advantages = _made(maker, _groups(1, 3), both)
+    assert trainer.log == [("accumulate", 0), ("accumulate", 0), ("accumulate", 1), ("apply", 2)]
+    assert metrics == {"kl": 0.5, "loss": 1.0} and advantages == [1.0, 1.0, 3.0, 3.0]
+    assert (first.parts, both.parts) == (1, 2), "what was accumulated before does not change"
+
+
+def test_step_without_parts_is_one_update() -> None:
+    trainer = Trainer()
+    maker = _maker(trainer, in_parts=False)
+    accumulated = maker.add(_groups(1), 1, StepTimer(), Accumulated())
+    metrics, advantages = _made(maker, _groups(1), accumulated)
+    assert trainer.log == [("update", 0)] and metrics == {"kl": 0.5, "loss": 2.0} and advantages == [1.0, 1.0]
+
+
+class FailingOnce:
+    """Stages whose first attempt of each effect fails; the timers that each kind of effect brought."""
+
+    def __init__(self, steps: schedule.Steps) -> None:
+        self.steps, self.failed = steps, set[type]()
+        self.timers: dict[type, list[StepTimer]] = {}
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        if (timer := getattr(effect, "timer", None)) is not None:
+            self.timers.setdefault(type(effect), []).append(timer)
+        if type(effect) not in self.failed:
+            self.failed.add(type(effect))
+            raise RoleUnavailable("away for a moment")
+        match effect:
+            case schedule.Resume():
+                return State("rl", 0, 1)
+            case schedule.Take():
+                return TakenStep(_groups(0), Consumption(IntervalSet.from_values([0])))
+            case schedule.Train():
+                return 2
+            case schedule.SampleGroups():
+                return [(group, "") for group in [Group(0, Prompt((1,)), ())]]
+            case schedule.Write():
+                return effect.cursor
+        return 0.0
+
+    def lost(self, error: Exception) -> None:
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("mode", ["rl", "generate"])
+def test_step_begins_once_however_often_its_effects_are_tried(mode: str) -> None:
+    flow = SimpleNamespace(resume=lambda *_: None, trained=lambda *_: None)
+    cfg = config.parse({"train": {"steps": 1}})
+    steps = schedule.run_rl(RunPlan.of(cfg), flow) if mode == "rl" else schedule.run_sampled(
+        replace(RunPlan.of(cfg), mode="eval", groups_per_step=1, groups=1))
+    stages = FailingOnce(steps)
+    pipeline._drive(stages, SimpleNamespace(waits=Waits(lambda *_: None, threading.Event())))  # type: ignore[arg-type]
+    timers = [timer for of_kind in stages.timers.values() for timer in of_kind]
+    assert len(timers) == 4 and len({id(timer) for timer in timers}) == 1
