@@ -43,11 +43,12 @@ import enum
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from elastic_rl.config import Config
+from elastic_rl.errors import SourceFailed
 from elastic_rl.runtime.backoff import RetryBackoff
 
 T = TypeVar("T")
@@ -149,7 +150,7 @@ class DropLimit:
 class FaultIsolation(Generic[T]):
     """Says of one function which groups are tried where and when, and what becomes of those for which it fails.
 
-    The caller makes the calls: it sends what ``start`` and ``wants_probe`` give, and settles what has ended.
+    The caller makes the calls: it sends what ``start`` and ``probe`` give, and settles what has ended.
     """
 
     def __init__(self, *, attempts: int, limit: DropLimit, retry_s: tuple[float, float], halves: bool = False) -> None:
@@ -158,6 +159,10 @@ class FaultIsolation(Generic[T]):
         as many, which explains the end of many in few rounds where one attempt takes minutes; else one by one, which
         ends the process no more often than there are groups to blame."""
         self._attempts, self._limit, self._retry_s, self._halves = attempts, limit, retry_s, halves
+        self._known_good: T | None = None
+        """The group for which the function worked last: as long as it works for that one again, it works."""
+        self._others = 0
+        """Other groups that probes were made of."""
         self.reset()
 
     @classmethod
@@ -167,7 +172,8 @@ class FaultIsolation(Generic[T]):
             cfg.rollout.max_failed_rewards, max(cfg.train.prompts_per_step, cfg.groups_per_request)))
 
     def reset(self) -> None:
-        """Forgets all groups that are not done; the limit still knows of the last groups."""
+        """Forgets all groups that are not done; the limit still knows of the last groups, and probes of the one that
+        worked."""
         self._lanes: dict[Lane, _LaneState[T]] = {lane: _LaneState({}, {}) for lane in Lane}
 
     @property
@@ -220,17 +226,29 @@ class FaultIsolation(Generic[T]):
                     if lane is Lane.MAIN or not (state.running or state.is_probing) for trial in state.waiting),
                    default=math.inf)
 
-    def wants_probe(self, lane: Lane) -> bool:
-        """Whether a probe is to be sent there now, which is then taken to be under way, until ``probed``. In
-        ``PROBATION`` none is sent beside groups, whose process it would share."""
+    def probe(self, lane: Lane, other: Callable[[int], T]) -> T | None:
+        """The group that is to be tried in the lane now to show whether the function works; it is taken to be under way
+        until ``probed``. In ``PROBATION`` none is sent beside groups, whose process it would share.
+
+        ``other``: a group of the source that was not among those of the run, another one for each number, since the
+        function may fail for some of them too. It is asked for as long as the function has worked for no group: else
+        one that always fails would be tried without end when it is an actor's first. None where no probe is wanted, and
+        where ``other`` raises SourceFailed, since the source gives none now."""
         state = self._lanes[lane]
         if not state.wants_probe or state.is_probing or (lane is Lane.PROBATION and state.running):
-            return False
+            return None
         state.wants_probe, state.is_probing = False, True
-        return True
+        if self._known_good is not None:
+            return self._known_good
+        self._others += 1
+        try:
+            return other(self._others)
+        except SourceFailed:
+            self.probed(lane, works=False)
+            return None
 
     def probed(self, lane: Lane, *, works: bool) -> None:
-        """A probe has ended, or could not be sent."""
+        """A probe has ended."""
         state = self._lanes[lane]
         state.is_probing = False
         state.worked += works
@@ -256,9 +274,10 @@ class FaultIsolation(Generic[T]):
         at_once = sum(len(trial.groups) for trial in state.running)
         for trial, found in ended:
             del state.running[trial]
-            worked = sum(failure is None for failure in found)
-            state.worked += worked
-            self._limit.kept(worked)
+            worked = [group for group, failure in zip(trial.groups, found, strict=True) if failure is None]
+            state.worked += len(worked)
+            self._limit.kept(len(worked))
+            self._known_good = worked[-1] if worked else self._known_good
         return [[Verdict.DONE if failure is None else self._failed(trial, group, failure, at_once, now)
                  for group, failure in zip(trial.groups, found, strict=True)] for trial, found in ended]
 

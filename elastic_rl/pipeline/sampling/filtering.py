@@ -10,7 +10,7 @@ from functools import partial
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group
-from elastic_rl.errors import PluginFailed, SourceFailed
+from elastic_rl.errors import PluginFailed
 from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Verdict
 from elastic_rl.pipeline.sampling.reward_calls import GRACE_S, error_text
@@ -37,11 +37,9 @@ class Filters:
         """Waits for the user's code, which may take long to be imported. Raises ConfigError for a setting that names
         nothing, PluginFailed, and Fenced."""
         self._waits, self._calls, self._other = waits, UserCalls(waits), other
-        self._limit_s, self._others = cfg.rollout.reward_timeout_s, 0
+        self._limit_s = cfg.rollout.reward_timeout_s
         self._isolation: FaultIsolation[Group] = FaultIsolation.of(cfg, _RETRY_S)
         self._failed: deque[tuple[int, str]] = deque()
-        self._known_good: Group | None = None
-        """A group that the filters took: as long as they can again, they work."""
         with contextlib.ExitStack() as made:
             self._filters = []
             for entry in cfg.rollout.filters:
@@ -76,26 +74,22 @@ class Filters:
                     self._waits.waits("plugin", verdict.reason(str(e), "the filter or the prompts' metadata"))
                 else:
                     isolation.settle(Lane.MAIN, [(trial, [None])], time.monotonic())
-                    self._known_good = group
                     self._waits.works()
                     return reason
-            if isolation.wants_probe(Lane.MAIN):
-                isolation.probed(Lane.MAIN, works=self._works())
+            if (probe := isolation.probe(Lane.MAIN, self._other_group)) is not None:
+                isolation.probed(Lane.MAIN, works=self._works_for(probe))
             self._waits.pause(isolation.left_s(time.monotonic()))
 
     def take_failed(self) -> dict[int, str]:
         """The groups that were dropped since a filter failed, and why it did, since the last call. In any thread."""
         return dict(self._failed.popleft() for _ in range(len(self._failed)))
 
-    def _works(self) -> bool:
-        """Whether the filters work for a group that they took before or, before there is one, for another prompt of the
-        source each time, with a sample that nobody generated."""
-        with contextlib.suppress(PluginFailed, SourceFailed):
-            group = self._known_good
-            if group is None:
-                self._others += 1
-                prompt, sample = self._other(self._others)
-                group = Group(-1, prompt, (sample.rewarded(0.0, {}),))
+    def _other_group(self, number: int) -> Group:
+        prompt, sample = self._other(number)
+        return Group(-1, prompt, (sample.rewarded(0.0, {}),))
+
+    def _works_for(self, group: Group) -> bool:
+        with contextlib.suppress(PluginFailed):
             self.attempt(group)
             return True
         return False

@@ -42,17 +42,15 @@ class GroupRequests:
     """Generates groups; ``FaultIsolation`` says where and when those are tried again for which the user's function
     fails. A request that fails as a whole is sent again, after a pause that grows, without end. Used by one thread."""
 
-    def __init__(self, cfg: Config, generate: Generate, waits: Waits, *, other: Callable[[], PromptRequest | None],
+    def __init__(self, cfg: Config, generate: Generate, waits: Waits, *, other: Callable[[int], PromptRequest],
                  no_engine: Callable[[], str], on_failed: Callable[[Sequence[int], str], None]) -> None:
-        """``other``: another prompt each time, or None where there is none now. ``no_engine``: says which engines are
+        """``other``: a prompt to probe with, see ``FaultIsolation.probe``. ``no_engine``: says which engines are
         missing while none serves; else "". ``on_failed``: called with groups that are dropped, and why; it raises
         nothing but Fenced."""
         self._generate, self._waits, self._other, self._no_engine = generate, waits, other, no_engine
         self._on_failed, self._groups_per_request = on_failed, cfg.groups_per_request
         # An episode may take minutes: halves show in few rounds which of many groups has ended their process.
         self._isolation: FaultIsolation[_Asked] = FaultIsolation.of(cfg, _RETRY_S, halves=True)
-        self._known_good: _Asked | None = None
-        """A group that was generated, to probe with: as long as it can be again, the user's function works."""
         self._threads = ThreadPoolExecutor(sum(_REQUESTS.values()), "generate")
         self._show_at, self._quiet, self._min_version = 0.0, False, 0
         self.begin()
@@ -106,19 +104,11 @@ class GroupRequests:
         return answered, failed
 
     def _send_due(self, lane: Lane, now: float) -> None:
-        # As long as nothing was generated another prompt probes each time: of the first groups of an actor some may
-        # always fail.
-        if self._isolation.wants_probe(lane):
-            if (probe := self._known_good or self._other_asked()) is not None:
-                self._submit(lane, [probe], None)
-            else:
-                self._isolation.probed(lane, works=False)
+        if (probe := self._isolation.probe(lane, lambda number: _Asked(self._other(number), self._min_version))
+                ) is not None:
+            self._submit(lane, [probe], None)
         for trial in self._isolation.start(lane, now, _REQUESTS[lane]):
             self._submit(lane, trial.groups, trial)
-
-    def _other_asked(self) -> _Asked | None:
-        other = self._other()
-        return None if other is None else _Asked(other, self._min_version)
 
     def _submit(self, lane: Lane, groups: Sequence[_Asked], trial: Trial[_Asked] | None) -> None:
         self._running[lane][self._threads.submit(
@@ -131,10 +121,8 @@ class GroupRequests:
         answered = [(asked, samples) for trial, results in found
                     for asked, samples in zip(trial.groups, results, strict=True)
                     if not isinstance(samples, GenerateFault)]
-        if answered:
-            if not self._quiet:
-                self._waits.works()
-            self._known_good = answered[-1][0]
+        if answered and not self._quiet:
+            self._waits.works()
         verdicts = self._isolation.settle(lane, [(trial, [
             Failure.of(shared=one.shared, away=bool(one.away)) if isinstance(one, GenerateFault) else None
             for one in results]) for trial, results in found], time.monotonic())

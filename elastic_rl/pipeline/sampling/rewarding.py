@@ -17,7 +17,6 @@ from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Prompt, Sample, as_episode
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import SourceFailed
 from elastic_rl.pipeline.sampling.fault_isolation import FaultIsolation, Lane, Verdict
 from elastic_rl.pipeline.sampling.generating import Answer
 from elastic_rl.pipeline.sampling.reward_calls import Key, RewardAttempt, RewardCalls, Rewarded, RewardFault, with_text
@@ -54,10 +53,7 @@ class Rewarder:
         nothing, and for what the reward needs and this machine lacks; PluginFailed; and Fenced.
         """
         self._waits, self._other, self._decode = waits, other, decode
-        self._others = 0
         self._isolation: FaultIsolation[Answer] = FaultIsolation.of(cfg, _RETRY_S)
-        self._known_good: Answer | None = None
-        """A group that was rewarded: as long as it can be again, the reward works."""
         make = partial(make_reward, cfg.rollout.reward, cfg.rollout.reward_options, decode=decode,
                        pools=cfg.pool_settings(""), judge=judge, seed=cfg.seed, attempts=cfg.rollout.max_attempts)
         self._side = SideCalls("reward-probation", waits)
@@ -112,7 +108,7 @@ class Rewarder:
         self._add(self._more())
         found: dict[Key, Answer] = {
             trial: trial.groups[0] for trial in self._isolation.start(Lane.MAIN, time.monotonic())}
-        if (probe := self._probe(Lane.MAIN)) is not None:
+        if (probe := self._isolation.probe(Lane.MAIN, self._other_answer)) is not None:
             found[None] = probe
         return found
 
@@ -136,7 +132,7 @@ class Rewarder:
                 self._side.submit(self._second_reward.close)
         if not self._isolation.has_probation:
             return
-        if (probe := self._probe(Lane.PROBATION)) is not None:
+        if (probe := self._isolation.probe(Lane.PROBATION, self._other_answer)) is not None:
             self._second_call = None, self._side.submit(partial(self._second_reward.one, probe))
             return
         for trial in self._isolation.start(Lane.PROBATION, time.monotonic()):
@@ -155,7 +151,6 @@ class Rewarder:
             request, samples = trial.groups[0]
             if not isinstance(what, RewardFault):
                 self._waits.works()
-                self._known_good = trial.groups[0]
                 self._give(Group(request.ordinal, request.prompt, tuple(what)))
                 continue
             kind = "reward" if isinstance(what.error, RewardAway) else "plugin"
@@ -166,18 +161,6 @@ class Rewarder:
             else:
                 self._waits.waits(kind, verdict.reason(why, "the reward or the prompts' metadata"))
 
-    def _probe(self, lane: Lane) -> Answer | None:
-        """A group that was rewarded before or, before there is one, another prompt of the source each time, with a
-        sample that nobody generated: else a group that makes the reward fail would be waited for without end when it is
-        the first one of an actor. None where no probe is wanted, or the source gives none now."""
-        if not self._isolation.wants_probe(lane):
-            return None
-        if self._known_good is not None:
-            return self._known_good
-        self._others += 1  # the reward may fail for one too
-        try:
-            prompt, sample = self._other(self._others)
-        except SourceFailed:
-            self._isolation.probed(lane, works=False)
-            return None
+    def _other_answer(self, number: int) -> Answer:
+        prompt, sample = self._other(number)
         return PromptRequest(-1, prompt, Sampling(1), 1), [as_episode(with_text(sample, self._decode))]

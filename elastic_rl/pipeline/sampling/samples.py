@@ -15,7 +15,6 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstratio
 from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import SourceFailed
 from elastic_rl.pipeline.sampling.filtering import Filters
 from elastic_rl.pipeline.sampling.generating import Generate, GroupRequests
 from elastic_rl.pipeline.sampling.reward_stream import Judged, RewardStream
@@ -59,7 +58,6 @@ class Sampler:
         self._reads = reads or SourceReads(cfg.data.source, waits)
         self._order = waits.retry("source", lambda: self._reads.read("be ordered", lambda: order_of(
             source, cfg.seed))) if cfg.uses_training_prompts else None
-        self._others = 0
         self.reward_s = 0.0
         """Seconds in which only rewards were waited for, since it was last set to 0; part of the time of ``groups``."""
         self._requests = GroupRequests(cfg, generate, waits, other=self._other_request, no_engine=no_engine,
@@ -137,14 +135,10 @@ class Sampler:
         return prompt, demonstration(prompt) if prompt.answer_ids else Sample(
             (Segment(tuple(self._source.stop_token_ids[:1]) or prompt.token_ids[:1]),))
 
-    def _other_request(self) -> PromptRequest | None:
-        """A request for another held-out prompt each time, since the user's function may fail for one too; None where
-        the source gives none now."""
-        self._others += 1
-        with contextlib.suppress(SourceFailed):
-            return PromptRequest(-1, self._held_out(self._others, self._reads), self._sampling(
-                self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, 0)), 1)
-        return None
+    def _other_request(self, number: int) -> PromptRequest:
+        """A request for a held-out prompt. Raises SourceFailed."""
+        return PromptRequest(-1, self._held_out(number, self._reads), self._sampling(
+            self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, 0)), 1)
 
     def _sampling(self, temperature: float, seed: int | None) -> Sampling:
         return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed,

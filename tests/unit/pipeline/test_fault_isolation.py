@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
+from elastic_rl.errors import SourceFailed
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit, Failure, FaultIsolation, Lane, Trial, Verdict
 
 _RETRY_S = (1.0, 4.0)
@@ -19,6 +20,11 @@ _PAUSE_S = 10.0
 
 def isolation(attempts: int = 2, share: float = 1.0, window: int = 64, *, halves: bool = False) -> FaultIsolation[int]:
     return FaultIsolation(attempts=attempts, limit=DropLimit(share, window), retry_s=_RETRY_S, halves=halves)
+
+
+def other(number: int) -> int:
+    """A group that is not among those of the run."""
+    return -number
 
 
 class Clock:
@@ -32,7 +38,7 @@ class Clock:
 def fail(of: FaultIsolation[int], clock: Clock, failure: Failure, lane: Lane = Lane.MAIN, *, probe: bool = True
          ) -> Verdict:
     """Tries the only group that is due. ``probe``: whether the function works for another one meanwhile."""
-    if of.wants_probe(lane):
+    if of.probe(lane, other) is not None:
         of.probed(lane, works=probe)
     [trial] = of.start(lane, clock.next())
     [[verdict]] = of.settle(lane, [(trial, [failure])], clock.now)
@@ -109,9 +115,43 @@ def test_what_was_not_called_is_due_at_once_with_its_probe() -> None:
     one.add([1])
     fail(one, clock, Failure.GROUP)
     one.start(Lane.MAIN, clock.next())
-    assert one.wants_probe(Lane.MAIN) and not one.wants_probe(Lane.MAIN)
+    assert one.probe(Lane.MAIN, other) and not one.probe(Lane.MAIN, other)
     one.take_back(Lane.MAIN)
-    assert len(one.start(Lane.MAIN, clock.now)) == 1 and one.wants_probe(Lane.MAIN)
+    assert len(one.start(Lane.MAIN, clock.now)) == 1 and one.probe(Lane.MAIN, other)
+
+
+def test_probe_is_another_group_each_time_until_the_function_has_worked_for_one() -> None:
+    one, clock, probes = isolation(attempts=9), Clock(), list[int | None]()
+
+    def fails() -> None:
+        [trial] = one.start(Lane.MAIN, clock.next())
+        one.settle(Lane.MAIN, [(trial, [Failure.GROUP])], clock.now)
+        probes.append(one.probe(Lane.MAIN, other))
+        one.probed(Lane.MAIN, works=False)
+
+    one.add([7])
+    fails()
+    fails()
+    one.add([8])
+    [first, second] = one.start(Lane.MAIN, clock.next())
+    one.settle(Lane.MAIN, [(first, [Failure.GROUP]), (second, [None])], clock.now)
+    one.reset()
+    one.add([7])
+    fails()
+    assert probes == [-1, -2, 8]
+
+
+def test_probe_that_the_source_does_not_give_is_asked_for_again_after_the_next_failure() -> None:
+    one, clock = isolation(), Clock()
+
+    def away(number: int) -> int:
+        raise SourceFailed("the file is gone for a moment")
+
+    one.add([7])
+    fail(one, clock, Failure.GROUP)
+    assert one.probe(Lane.MAIN, away) is None and one.probe(Lane.MAIN, other) is None
+    fail(one, clock, Failure.GROUP)
+    assert one.probe(Lane.MAIN, other) == -2
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=60), st.sampled_from([0.0, 0.01, 0.25, 1.0]),
@@ -157,8 +197,10 @@ class World:
                 return
 
     def _send(self, lane: Lane, now: float) -> None:
-        if self.one.wants_probe(lane):
+        if (probe := self.one.probe(lane, other)) is not None:
             assert lane is Lane.MAIN or not self.running[lane], "a probe shares no process of a group in probation"
+            worked = [group for group, verdict in self.verdicts.items() if verdict is Verdict.DONE]
+            assert probe in worked if worked else probe < 0
             self.running[lane].append(None)
         sent = self.one.start(lane, now, 16)
         if lane is Lane.PROBATION and sent:
@@ -220,7 +262,7 @@ def test_end_of_a_process_with_many_groups_takes_few_rounds_to_explain(culprits:
     trials = one.start(Lane.MAIN, clock.next())
     one.settle(Lane.MAIN, [(trial, [Failure.PROCESS]) for trial in trials], clock.now)
     while one.is_pending:
-        if one.wants_probe(Lane.PROBATION):
+        if one.probe(Lane.PROBATION, other) is not None:
             rounds += 1
             one.probed(Lane.PROBATION, works=True)
         if trials := one.start(Lane.PROBATION, clock.next()):

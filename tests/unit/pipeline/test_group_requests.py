@@ -125,7 +125,7 @@ def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes) -> GroupRe
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])
     made = GroupRequests(cfg, lambda prompts, version, probation: [], Waits(lambda *_: None, threading.Event()),
-                         no_engine=str, other=lambda: _request(-1), on_failed=lambda ordinals, why: None)
+                         no_engine=str, other=lambda number: _request(-1), on_failed=lambda ordinals, why: None)
     made.close()
     made._threads = processes  # type: ignore[assignment]
     return made
