@@ -1,9 +1,14 @@
 """The group ledger: what has become of each prompt group, so that each is trained on exactly once or dropped (I5).
 Pure.
 
-    (none) ──lease──▶ leased ──generated──▶ generated ──consumed──▶ trained | dropped(reason)
-      ▲                                         │
-      └────────────────release──────────────────┘  its data was lost, or is too stale: it is generated again
+    (none) ──lease──▶ leased ──generated──▶ generated ──queued──▶ queued ◀──────▶ chosen ──consumed──▶ trained
+      ▲                 │                     │     │               │               │
+      └─────release─────┴─────────────────────┴─────┼───────────────┴───────────────┘
+                                                    └──drop──▶ dropped(reason)
+
+A group is released, and leased again, when it is not being generated after all, or when its data was lost, is too
+stale, or is of weights that the trainer went back from. Only what is to wait for its step is queued and chosen: a step
+that is made of all that was generated consumes groups as they are.
 
 There is no way back from trained or dropped: the set of both is committed inside ``trainer_state``, in the same
 transaction as the weights that it made, and so can never disagree with them. Everything else is work in progress
@@ -14,7 +19,7 @@ leased again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -30,6 +35,17 @@ class GroupState(StrEnum):
 
     LEASED = "leased"
     GENERATED = "generated"
+    """Its samples are there; they are on their way into the queue, where there is one."""
+    QUEUED = "queued"
+    CHOSEN = "chosen"
+    """It is part of the step that is made now."""
+
+
+@dataclass(frozen=True)
+class _OpenGroup:
+    state: GroupState
+    versions: tuple[int, ...]
+    """Of its tokens, ascending; while it is leased, the oldest one that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +121,12 @@ class GroupLedger:
 
     def __init__(self, consumed: IntervalSet) -> None:
         self._taken = consumed
-        self._open: dict[int, GroupState] = {}
+        self._open: dict[int, _OpenGroup] = {}
+        """Groups by ordinal; those that were queued are last, in this order."""
         self._dropped: dict[str, set[int]] = {}
+        self._stale: set[int] = set()
+        self._stop = 0
+        """One more than the highest group that was ever leased."""
 
     @property
     def taken(self) -> IntervalSet:
@@ -115,43 +135,86 @@ class GroupLedger:
 
     @property
     def open(self) -> IntervalSet:
-        """Groups that are leased or generated and not consumed."""
-        return IntervalSet.from_values(self._open)
+        """Groups that were begun and that no update has recorded: in progress, dropped, or released."""
+        return self._taken.complement(self._stop)
 
-    def lease(self, count: int) -> list[int]:
+    def of(self, *states: GroupState) -> dict[int, tuple[int, ...]]:
+        """Groups in these states, one state after the other → the versions of their tokens, ascending; of a leased one
+        the oldest version that is asked for."""
+        return {ordinal: group.versions for state in states for ordinal, group in self._open.items()
+                if group.state is state}
+
+    def state(self, ordinal: int) -> GroupState | None:
+        """None for a group that is not in progress."""
+        group = self._open.get(ordinal)
+        return None if group is None else group.state
+
+    def was_stale(self, ordinal: int) -> bool:
+        """Whether the group was released since it was too stale, and has not been consumed or dropped."""
+        return ordinal in self._stale
+
+    @property
+    def dropped(self) -> Mapping[str, Collection[int]]:
+        """Reason → groups that the next update records as dropped."""
+        return self._dropped
+
+    def lease(self, count: int, min_version: int = 0) -> list[int]:
         """Takes the ``count`` lowest groups that nobody has."""
         busy = self._taken | IntervalSet.from_values([*self._open, *(g for d in self._dropped.values() for g in d)])
         ordinals = busy.first_missing(count)
-        self._open |= dict.fromkeys(ordinals, GroupState.LEASED)
+        self._open |= dict.fromkeys(ordinals, _OpenGroup(GroupState.LEASED, (min_version,)))
+        self._stop = max(self._stop, self._taken.stop, ordinals[-1] + 1)
         return ordinals
 
-    def generated(self, ordinal: int) -> None:
-        """Raises IllegalTransition for a group that is not leased: its samples are not to be used."""
+    def generated(self, ordinal: int, versions: Sequence[int] = ()) -> None:
+        """``versions``: of its tokens, ascending. Raises IllegalTransition for a group that is not leased: its samples
+        are not to be used."""
         self._require(ordinal, GroupState.LEASED)
-        self._open[ordinal] = GroupState.GENERATED
+        self._open[ordinal] = _OpenGroup(GroupState.GENERATED, tuple(versions) or (0,))
+
+    def queued(self, ordinal: int) -> None:
+        """A generated group waits for its step, after those that do so already; a chosen one waits again, in its former
+        place. Raises IllegalTransition."""
+        self._require(ordinal, GroupState.GENERATED, GroupState.CHOSEN)
+        group = self._open[ordinal] if self.state(ordinal) is GroupState.CHOSEN else self._open.pop(ordinal)
+        self._open[ordinal] = replace(group, state=GroupState.QUEUED)
+
+    def chosen(self, ordinal: int) -> None:
+        """Raises IllegalTransition for a group that is not queued: it could be in two steps."""
+        self._require(ordinal, GroupState.QUEUED)
+        self._open[ordinal] = replace(self._open[ordinal], state=GroupState.CHOSEN)
 
     def drop(self, ordinal: int, reason: str) -> None:
         """Takes a generated group out; the next update records why. Raises IllegalTransition."""
         self._require(ordinal, GroupState.GENERATED)
         del self._open[ordinal]
+        self._stale.discard(ordinal)
         self._dropped.setdefault(reason, set()).add(ordinal)
 
-    def release(self, ordinal: int) -> None:
-        """Gives a generated group back: its data is not to be used. Raises IllegalTransition."""
-        self._require(ordinal, GroupState.GENERATED)
+    def release(self, ordinal: int, *, stale: bool = False) -> None:
+        """Gives a group back, which is to be generated again. Raises IllegalTransition for one that nobody has."""
+        self._require(ordinal, *GroupState)
         del self._open[ordinal]
+        if stale:
+            self._stale.add(ordinal)
 
-    def rebase(self, consumed: IntervalSet) -> None:
-        """The trainer is at another committed state, with these groups. What is in progress goes on but for them."""
+    def rebase(self, consumed: IntervalSet) -> list[int]:
+        """The trainer is at another committed state, with these groups. What is in progress goes on but for them.
+        Returns those that were in progress."""
         self._taken = consumed
-        self._open = {ordinal: state for ordinal, state in self._open.items() if ordinal not in consumed}
+        gone = [ordinal for ordinal in self._open if ordinal in consumed]
+        for ordinal in gone:
+            del self._open[ordinal]
         dropped = {reason: {g for g in groups if g not in consumed} for reason, groups in self._dropped.items()}
         self._dropped = {reason: groups for reason, groups in dropped.items() if groups}
+        self._stale = {ordinal for ordinal in self._stale if ordinal not in consumed}
+        return gone
 
     def consumption(self, trained: Collection[int]) -> Consumption:
-        """What an update on these generated groups consumes, with all that were dropped. Raises IllegalTransition."""
+        """What an update on these groups consumes, with all that were dropped. Raises IllegalTransition for one that
+        was not generated."""
         for ordinal in trained:
-            self._require(ordinal, GroupState.GENERATED)
+            self._require(ordinal, GroupState.GENERATED, GroupState.CHOSEN)
         return Consumption(IntervalSet.from_values(trained),
                            {reason: IntervalSet.from_values(groups) for reason, groups in self._dropped.items()})
 
@@ -159,10 +222,9 @@ class GroupLedger:
         """The update was executed. Groups that were dropped since it was decided on are for the next one."""
         self.rebase(self._taken | consumption.groups)
 
-    def _require(self, ordinal: int, state: GroupState) -> None:
-        now = self._open.get(ordinal)
-        if now is not state:
-            raise IllegalTransition(f"group {ordinal} is {now or 'not open'}, not {state}")
+    def _require(self, ordinal: int, *states: GroupState) -> None:
+        if (now := self.state(ordinal)) not in states:
+            raise IllegalTransition(f"group {ordinal} is {now or 'not open'}, not {' or '.join(states)}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which prompt groups are generated and trained next, in turn or both at once. Pure.
 
-    (none) ──lease──▶ leased ──finished──▶ arriving ──arrived──▶ queued ──choose──▶ training ──trained──▶ consumed
+    (none) ──lease──▶ leased ──finished──▶ generated ──arrived──▶ queued ──choose──▶ chosen ──trained──▶ consumed
       ▲                 │ dropped by a filter: on the record with the next update     │             │
       └── lost by the queue, too stale when it was due,                               │             │
           or of weights that the trainer went back from: generated again ◀────────────┴─────────────┘
@@ -31,9 +31,11 @@ from dataclasses import dataclass, field
 
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.ledger import Consumption, GroupLedger
+from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.pipeline.drop_reasons import FAILED
+
+LEASED, GENERATED, QUEUED, CHOSEN = GroupState
 
 
 @dataclass(frozen=True)
@@ -126,28 +128,17 @@ class Depth:
 
 @dataclass
 class GroupFlow:
-    """The groups of one actor. Not thread-safe."""
+    """The groups of one actor: which of them the ledger moves when. Not thread-safe."""
 
     limits: FlowLimits
     counts: FlowCounts = field(default_factory=FlowCounts)
 
     def __post_init__(self) -> None:
         self._ledger = GroupLedger(IntervalSet())
-        self._step = self._version = self._stop = 0
+        self._step = self._version = 0
         self._begun = False
-        self._leased: dict[int, int] = {}
-        """Ordinal → the version that was asked for."""
         self._branches: list[Branch] = []
         """Branches that may tell of groups within the staleness; the newest one last."""
-        self._arriving: dict[int, tuple[int, ...]] = {}
-        """Ordinal → its versions, ascending."""
-        self._queued: dict[int, tuple[int, ...]] = {}
-        """Ordinal → its versions, in the order in which they finished."""
-        self._training: dict[int, tuple[int, ...]] = {}
-        self._retried: set[int] = set()
-        """Groups that were too stale once and are not consumed."""
-        self._dropped: set[int] = set()
-        """Groups that filters dropped and that no update has recorded."""
 
     # -- the trainer's state ----------------------------------------------------------------------------------------
     def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> list[int]:
@@ -156,40 +147,21 @@ class GroupFlow:
         trainer went back from: then it is generated again. Returns the groups whose data nobody needs any more."""
         self._step, self._version, self._begun = step, version, True
         if not self.limits.beside_steps:
-            self._branches = [branch]
-            return self._begin_again(consumed)
+            gone, self._ledger, self._branches = list(self._ledger.of(*GroupState)), GroupLedger(consumed), [branch]
+            return gone
         oldest = version - self.limits.max_staleness  # what is older need not be told from what is abandoned
         self._branches = [b for b in self._branches if b.first > oldest and b.first != branch.first] + [branch]
-        # Those of the step in progress: if it was not made, they are next.
-        self._queued = {**self._training, **self._queued}
-        self._training = {}
-        gone = [o for o in (*self._queued, *self._arriving, *self._leased) if o in consumed]
-        for ordinal in gone:
-            self._forget(ordinal)
-        gone += self._give_up_abandoned()
-        self._dropped = {ordinal for ordinal in self._dropped if ordinal not in consumed}
-        self._ledger.rebase(consumed)
-        return gone
+        self.choose_again()  # if the step in progress was not made, its groups are next
+        gone = self._ledger.rebase(consumed)
+        abandoned = [ordinal for ordinal, versions in self._ledger.of(QUEUED, GENERATED).items()
+                     if self._is_abandoned(versions)]
+        self._release(abandoned)
+        self.counts.stale += len(abandoned)
+        return gone + abandoned
 
-    def _begin_again(self, consumed: IntervalSet) -> list[int]:
-        gone = [*self._leased, *self._arriving, *self._queued, *self._training]
-        self._ledger, self._stop = GroupLedger(consumed), 0
-        self._leased, self._arriving, self._queued, self._training = {}, {}, {}, {}
-        self._retried, self._dropped = set(), set()
-        return gone
-
-    def _give_up_abandoned(self) -> list[int]:
-        gone = [ordinal for at in (self._queued, self._arriving) for ordinal, versions in at.items()
-                if self._is_abandoned(versions)]
-        self._generate_again(gone)
-        self.counts.stale += len(gone)
-        return gone
-
-    def _generate_again(self, finished: Iterable[int]) -> None:
-        for ordinal in finished:
-            self._queued.pop(ordinal, None)
-            self._arriving.pop(ordinal, None)
-            self._ledger.release(ordinal)
+    def _release(self, ordinals: Iterable[int], *, stale: bool = False) -> None:
+        for ordinal in ordinals:
+            self._ledger.release(ordinal, stale=stale)
 
     def _is_abandoned(self, versions: Sequence[int]) -> bool:
         return any(branch.abandoned(versions) for branch in self._branches)
@@ -197,11 +169,8 @@ class GroupFlow:
     def trained(self, consumption: Consumption, version: int) -> list[int]:
         """The chosen step was made, and its policy has this number. Returns the groups whose data nobody needs any
         more."""
+        done = list(self._ledger.of(CHOSEN))
         self._ledger.consumed(consumption)
-        done = list(self._training)
-        self._training = {}
-        self._retried.difference_update(done)
-        self._dropped.difference_update(consumption.groups)
         self._step, self._version = self._step + 1, version
         return done
 
@@ -212,66 +181,59 @@ class GroupFlow:
         if not self._begun:
             return None
         size = self.limits.groups_per_step
-        ahead = len(self._leased) + len(self._arriving) + len(self._queued) + len(self._training)
+        ahead = len(self._ledger.of(*GroupState))
         room = min(self.limits.steps_ahead + 1, self.limits.steps - self._step) * size - ahead
         if self.limits.max_in_flight is not None:
-            room = min(room, self.limits.max_in_flight - len(self._leased))
+            room = min(room, self.limits.max_in_flight - len(self._ledger.of(LEASED)))
         room = min(room, size - ahead % size)  # all of a grant are due in the same step
         if room <= 0:
             return None
         min_version = max(1, self._version + ahead // size - self.limits.max_staleness, self._branches[-1].first)
-        ordinals = self._ledger.lease(room)
-        self._stop = max(self._stop, self._ledger.taken.stop, ordinals[-1] + 1)
-        self._leased |= dict.fromkeys(ordinals, min_version)
-        return Grant(tuple(ordinals), min_version)
+        return Grant(tuple(self._ledger.lease(room, min_version)), min_version)
 
     def give_back(self, ordinals: Iterable[int]) -> None:
         """These groups are not being generated any more, although they were leased: they are leased again."""
-        for ordinal in ordinals:
-            if self._leased.pop(ordinal, None) is not None:
-                self._ledger.generated(ordinal)
-                self._ledger.release(ordinal)
+        self._release([ordinal for ordinal in ordinals if self._ledger.state(ordinal) is LEASED])
 
     def finished(self, ordinal: int, versions: Sequence[int], reason: str) -> bool:
         """A group was generated and rewarded. ``versions``: of its tokens, ascending. ``reason``: why a filter drops
         it, or one of ``FAILED``; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
         ``arrived`` says so. A group that nobody waits for any more is not kept, and one of weights that the trainer
         went back from is generated again."""
-        if ordinal not in self._leased:
+        if self._ledger.state(ordinal) is not LEASED:
             return False
-        del self._leased[ordinal]
-        self._ledger.generated(ordinal)
+        self._ledger.generated(ordinal, versions)
         if self._is_abandoned(versions):
             self._ledger.release(ordinal)
             self.counts.stale += 1
             return False
-        if reason in FAILED or (reason and len(self._dropped) < self.limits.max_dropped_groups):
-            if reason not in FAILED:
-                self._dropped.add(ordinal)
+        if reason in FAILED or (reason and self._dropped_by_filters < self.limits.max_dropped_groups):
             self._ledger.drop(ordinal, reason)
-            self._retried.discard(ordinal)
             return False
-        self._arriving[ordinal] = tuple(versions) or (0,)
         return True
+
+    @property
+    def _dropped_by_filters(self) -> int:
+        return sum(len(groups) for reason, groups in self._ledger.dropped.items() if reason not in FAILED)
 
     def arrived(self, ordinal: int) -> bool:
         """The data of a kept group is in the queue. False when nobody needs it any more."""
-        if ordinal not in self._arriving:
+        if self._ledger.state(ordinal) is not GENERATED:
             return False
-        self._queued[ordinal] = self._arriving.pop(ordinal)
+        self._ledger.queued(ordinal)
         return True
 
     @property
     def open(self) -> IntervalSet:
         """Groups that were begun and that no update has recorded: leased, finished, or to be generated again."""
-        return self._ledger.taken.complement(self._stop)
+        return self._ledger.open
 
     # -- the queue --------------------------------------------------------------------------------------------------
     def lost(self, ordinals: Iterable[int]) -> list[int]:
         """The queue has no data of these groups (any more): they are generated again. Returns those that were in it.
         Those of the step in progress are not, once they were loaded; before, ``not_loaded`` says so."""
-        found = [o for o in ordinals if o in self._queued or o in self._arriving]
-        self._generate_again(found)
+        found = [ordinal for ordinal in ordinals if self._ledger.state(ordinal) in (QUEUED, GENERATED)]
+        self._release(found)
         self.counts.lost += len(found)
         return found
 
@@ -284,24 +246,24 @@ class GroupFlow:
     # -- the trainer ------------------------------------------------------------------------------------------------
     def take_stale(self) -> list[int]:
         """Gives up the queued groups that are too stale to be trained; they are leased again. Returns them."""
-        oldest = self._version - self.limits.max_staleness
-        stale = [ordinal for ordinal, versions in self._queued.items() if versions[0] < oldest]
-        for ordinal in stale:
-            del self._queued[ordinal]
-            self._ledger.release(ordinal)
-            self._retried.add(ordinal)
+        stale = self._stale()
+        self._release(stale, stale=True)
         self.counts.stale += len(stale)
         return stale
 
     @property
     def has_stale(self) -> bool:
         """Whether a queued group is too stale to be trained."""
+        return bool(self._stale())
+
+    def _stale(self) -> list[int]:
         oldest = self._version - self.limits.max_staleness
-        return any(versions[0] < oldest for versions in self._queued.values())
+        return [ordinal for ordinal, versions in self._ledger.of(QUEUED).items() if versions[0] < oldest]
 
     def choose_again(self) -> None:
         """What was chosen of the next step is not made of it."""
-        self._queued, self._training = {**self._training, **self._queued}, {}
+        for ordinal in self._ledger.of(CHOSEN):
+            self._ledger.queued(ordinal)
 
     def choose(self) -> ChosenPart | None:
         """The next part of the next step, which may be all of it; None while there are too few groups, one is waited
@@ -314,33 +276,30 @@ class GroupFlow:
         """
         if self.has_stale:
             raise IllegalTransition("a queued group is too stale to be trained")
-        left = self.limits.groups_per_step - len(self._training)
+        queued, chosen = self._ledger.of(QUEUED), self._ledger.of(CHOSEN)
+        left = self.limits.groups_per_step - len(chosen)
         size = min(self.limits.groups_per_part or left, left)
-        if not left or len(self._queued) < size or self._must_wait():
+        if not left or len(queued) < size or self._must_wait():
             return None
-        order = sorted(self._queued, key=lambda ordinal: ordinal not in self._retried)  # stable: else as they finished
-        part, first = sorted(order[:size]), not self._training
-        self._training |= {ordinal: self._queued.pop(ordinal) for ordinal in part}
-        return ChosenPart(tuple(part), first, self._whole_step() if size == left else None)
+        order = sorted(queued, key=lambda ordinal: not self._ledger.was_stale(ordinal))  # stable: else as they finished
+        part = sorted(order[:size])
+        for ordinal in part:
+            self._ledger.chosen(ordinal)
+        return ChosenPart(tuple(part), not chosen, self._whole_step() if size == left else None)
 
     def _whole_step(self) -> ChosenStep:
-        chosen = sorted(self._training)
-        ages = [max(0, self._version - versions[0]) for versions in self._training.values()]
-        return ChosenStep(tuple(chosen), self._ledger.consumption(chosen),
+        chosen = self._ledger.of(CHOSEN)
+        ages = [max(0, self._version - versions[0]) for versions in chosen.values()]
+        return ChosenStep(tuple(sorted(chosen)), self._ledger.consumption(chosen),
                           StalenessSpread(min(ages), sum(ages) / len(ages), max(ages)))
 
     def _must_wait(self) -> bool:
         """Whether one more step would make a group too stale that already was."""
         after = self._version + 1 - self.limits.max_staleness
-        oldest = {**self._leased, **{ordinal: versions[0] for ordinal, versions in self._arriving.items()}}
-        return any(version < after for ordinal, version in oldest.items() if ordinal in self._retried)
+        return any(versions[0] < after for ordinal, versions in self._ledger.of(LEASED, GENERATED).items()
+                   if self._ledger.was_stale(ordinal))
 
     @property
     def depth(self) -> Depth:
-        return Depth(len(self._leased), len(self._queued) + len(self._arriving), len(self._training))
-
-    def _forget(self, ordinal: int) -> None:
-        self._leased.pop(ordinal, None)
-        self._arriving.pop(ordinal, None)
-        self._queued.pop(ordinal, None)
-        self._retried.discard(ordinal)
+        of = self._ledger.of
+        return Depth(len(of(LEASED)), len(of(QUEUED, GENERATED)), len(of(CHOSEN)))

@@ -227,7 +227,7 @@ def test_end_of_the_producer_ends_the_actor(make_job: MakeJob, monkeypatch: pyte
     job = make_job()
     errors = job.start_actor()
     job.wait_for(1)
-    monkeypatch.setattr("elastic_rl.pipeline.flow.producer.Producer._more", lambda *_: 1 / 0)
+    monkeypatch.setattr("elastic_rl.pipeline.flow.background.Producer._more", lambda *_: 1 / 0)
     wait_until(lambda: errors, what="the end of the actor")
     assert "the producer ended: ZeroDivisionError" in str(errors[0])
     monkeypatch.undo()

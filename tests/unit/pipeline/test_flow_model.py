@@ -116,7 +116,7 @@ def _leases_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupLedger, "release", lambda self, ordinal: None)
+    monkeypatch.setattr(GroupLedger, "release", lambda self, ordinal, **how: None)
 
 
 def _consumed_groups_stay_in_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,65 @@
+"""Which transitions of a prompt group the ledger allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import GroupLedger, GroupState
+from elastic_rl.errors import IllegalTransition
+
+TRANSITIONS: dict[str, tuple[Callable[[GroupLedger], object], set[GroupState]]] = {
+    "generated": (lambda ledger: ledger.generated(0), {GroupState.LEASED}),
+    "queued": (lambda ledger: ledger.queued(0), {GroupState.GENERATED, GroupState.CHOSEN}),
+    "chosen": (lambda ledger: ledger.chosen(0), {GroupState.QUEUED}),
+    "drop": (lambda ledger: ledger.drop(0, "uniform"), {GroupState.GENERATED}),
+    "release": (lambda ledger: ledger.release(0), {*GroupState}),
+    "consumption": (lambda ledger: ledger.consumption([0]), {GroupState.GENERATED, GroupState.CHOSEN}),
+}
+
+
+def _in_state(state: GroupState | None) -> GroupLedger:
+    ledger = GroupLedger(IntervalSet())
+    if state is None:
+        return ledger
+    ledger.lease(1)
+    for to, move in ((GroupState.GENERATED, ledger.generated), (GroupState.QUEUED, ledger.queued),
+                     (GroupState.CHOSEN, ledger.chosen)):
+        if ledger.state(0) is not state:
+            move(0)
+            assert ledger.state(0) is to
+    return ledger
+
+
+@pytest.mark.parametrize("state", [None, *GroupState])
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_group_moves_only_as_the_diagram_says(name: str, state: GroupState | None) -> None:
+    move, allowed = TRANSITIONS[name]
+    ledger = _in_state(state)
+    if state in allowed:
+        move(ledger)
+    else:
+        with pytest.raises(IllegalTransition):
+            move(ledger)
+
+
+def test_released_group_is_leased_again_and_known_to_have_been_stale_until_it_is_consumed() -> None:
+    ledger = _in_state(GroupState.QUEUED)
+    ledger.release(0, stale=True)
+    assert ledger.lease(1) == [0] and ledger.was_stale(0) and list(ledger.open) == [0]
+    ledger.generated(0)
+    ledger.consumed(ledger.consumption([0]))
+    assert not ledger.was_stale(0) and not ledger.open and ledger.lease(1) == [1]
+
+
+def test_chosen_group_that_waits_again_keeps_its_place() -> None:
+    ledger = GroupLedger(IntervalSet())
+    for ordinal in ledger.lease(3):
+        ledger.generated(ordinal, (ordinal,))
+    for ordinal in (2, 0, 1):
+        ledger.queued(ordinal)
+    ledger.chosen(2)
+    ledger.queued(2)
+    assert list(ledger.of(GroupState.QUEUED).items()) == [(2, (2,)), (0, (0,)), (1, (1,))]
