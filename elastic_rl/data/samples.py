@@ -121,6 +121,13 @@ class Sample:
         return replace(self, reward=reward, reward_parts=dict(parts), turn_rewards=tuple(turns))
 
 
+REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED = "reward failed", "generate failed", "filter failed"
+"""Why groups are dropped whose reward failed, or for which the user's function to generate, or a filter, did."""
+FAILED = frozenset({REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED})
+"""Reasons for which a group is never trained on, so that ``max_dropped_groups``, which is for filters that work, does
+not count it: the sampling has limits of its own for them. No filter may give one of them (``rewards.own``)."""
+
+
 @dataclass(frozen=True)
 class Group:
     """The samples of one prompt, which are compared with one another. ``ordinal``: identifies it for the whole run."""
@@ -131,6 +138,11 @@ class Group:
     failed: str = ""
     """Why the reward failed for it or, when it has no samples, the user's function to generate them; "" when it has
     rewards. Such a group is never trained on."""
+
+    @property
+    def failure(self) -> str:
+        """The reason to drop the group, if it has failed; else ""."""
+        return "" if not self.failed else REWARD_FAILED if self.samples else GENERATE_FAILED
 
     @property
     def rewards(self) -> list[float]:

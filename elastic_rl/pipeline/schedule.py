@@ -23,7 +23,6 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
-from elastic_rl.pipeline.drop_reasons import failure
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training.accumulated import Accumulated
@@ -377,8 +376,8 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
         kept: list[Group] = []
         for group, reason in sampled:
             ledger.generated(group.ordinal)
-            if plan.mode != "eval" and (group.failed or reason):
-                ledger.drop(group.ordinal, failure(group) if group.failed else reason)
+            if plan.mode != "eval" and (why := group.failure or reason):
+                ledger.drop(group.ordinal, why)
             else:
                 kept.append(group)
         consumption = ledger.consumption([group.ordinal for group in kept])

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_rl.data.samples import Group, Prompt, Sample
+from elastic_rl.data.samples import FAILED, Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, describe, plain, resolve
@@ -91,10 +91,14 @@ def serve_filter(entry: str | Mapping[str, Any]) -> Callable[[Group], str]:
 
 
 def require_reason(given: object) -> str:
-    """A filter's answer. Raises PluginFailed for what is no text."""
+    """A filter's answer. Raises PluginFailed for what is no text, and for a reason that stands for a failure: a group
+    that the filter drops would be counted as one for which a part failed, without a limit."""
     if not isinstance(given, str):
         raise PluginFailed("it must return why a group is dropped, or an empty text to keep it, not "
                            f"{plain(type(given).__name__, 100)}")
+    if given in FAILED:
+        raise PluginFailed(f"it returned {given!r}, which says of a dropped group that a part of the job failed for it",
+                           hint="return another text for the filter's reason")
     return plain(given, _REASON)
 
 

@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
+from elastic_rl.data.samples import FAILED
 from elastic_rl.errors import IllegalTransition
-from elastic_rl.pipeline.drop_reasons import FAILED
 
 LEASED, GENERATED, QUEUED, CHOSEN = GroupState
 

@@ -14,7 +14,6 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import IllegalTransition
-from elastic_rl.pipeline.drop_reasons import failure
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
     ChosenStep,
@@ -109,7 +108,7 @@ class SharedFlow:
         take it. Raises Fenced, and IllegalTransition for a group beyond the queue's capacity: waiting would give it no
         room."""
         with self._changed:
-            kept = self._flow.finished(group.ordinal, group.versions, failure(group) if group.failed else reason)
+            kept = self._flow.finished(group.ordinal, group.versions, group.failure or reason)
             self._changed.notify_all()
         if not kept:
             return

@@ -9,9 +9,8 @@ from collections import deque
 from functools import partial
 
 from elastic_rl.config import Config
-from elastic_rl.data.samples import Group
+from elastic_rl.data.samples import FILTER_FAILED, Group
 from elastic_rl.errors import PluginFailed
-from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Verdict
 from elastic_rl.pipeline.sampling.reward_calls import GRACE_S, error_text
 from elastic_rl.pipeline.sampling.rewarding import Other

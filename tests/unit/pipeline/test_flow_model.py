@@ -17,8 +17,8 @@ from support.pipeline_simulation import Violation, World
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
+from elastic_rl.data.samples import FAILED
 from elastic_rl.errors import IllegalTransition
-from elastic_rl.pipeline.drop_reasons import FAILED
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
     ChosenStep,

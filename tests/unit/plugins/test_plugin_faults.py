@@ -22,7 +22,7 @@ from elastic_rl import config
 from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.config import Config
 from elastic_rl.data.queue.step_groups import StepGroups
-from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.samples import FAILED, Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source, prompt_fault, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest, fault_of
@@ -383,6 +383,16 @@ def test_filter_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.Mon
     attempts = Attempts(1 << 20)
     assert _filters(monkeypatch, drop, attempts=attempts, other=_held_out).drop_reason(_group(1)) == "too easy"
     assert "the service is away" in attempts.texts[0]
+
+
+@pytest.mark.parametrize("reason", sorted(FAILED))
+def test_filter_may_not_give_a_reason_that_stands_for_a_failure(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    answers = iter([reason, "too easy"])
+    attempts = Attempts()
+    found = _filters(monkeypatch, lambda group: next(answers), attempts=attempts, other=_held_out)
+    with pytest.raises(Fenced):
+        found.drop_reason(_group(1))
+    assert reason in attempts.texts[0] and "return another text for the filter's reason" in attempts.texts[0]
 
 
 def test_filter_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
