@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Any, Protocol
 
 from elastic_rl.errors import Conflict, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
@@ -17,6 +16,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.schedule import Lost
+from elastic_rl.pipeline.stages.base import Stages
 from elastic_rl.pipeline.stages.rl import RlStages, RoleCalls
 from elastic_rl.pipeline.stages.sampled import SampledStages
 from elastic_rl.pipeline.stages.sft import SftStages
@@ -25,20 +25,6 @@ from elastic_rl.runtime.backoff import RetryBackoff
 
 _LOST_RETRY_S = (0.5, 10.0)
 """Pauses after losses of the trainer with no step between them."""
-
-
-class Stages(Protocol):
-    """The stages of a mode, for one term of the actor."""
-
-    steps: schedule.Steps
-    """The schedule, which says what is done next."""
-
-    def carry_out(self, effect: schedule.Effect) -> Any:
-        """The outcome of an effect, for as long as that takes. Raises TrainerFailed and Conflict when the committed
-        state is not what the schedule believes, and Fenced."""
-
-    def lost(self, error: TrainerFailed | Conflict) -> None:
-        """An effect ended with this error; the next one is ``Resume``."""
 
 
 class Pipeline:

@@ -101,9 +101,9 @@ class State:
     """Which versions are of the weights that the trainer has."""
 
     @property
-    def eval_version(self) -> int:
-        """The oldest version that may be evaluated as this state's: no engine shall sample from weights that the
-        trainer went back from, whose numbers are all below that of the branch's first version."""
+    def min_version(self) -> int:
+        """The oldest version that engines may serve as this state's: none shall sample from weights that the trainer
+        went back from, whose numbers are all below that of the branch's first version."""
         return max(self.policy_version, self.branch.first)
 
 
@@ -132,6 +132,24 @@ class TakenStep:
 
 # -- effects: what the schedule asks for. The docstring says what it is sent.
 
+@dataclass(frozen=True, kw_only=True)
+class OnTrainer:
+    """An effect in which the trainer computes: it has the devices, where engines share them with it."""
+
+    timer: StepTimer = field(default_factory=StepTimer)
+    """Begins with the effect, however often that is tried; an effect that goes on with a step has the step's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnEngines:
+    """An effect in which engines generate: they have the devices, where the trainer shares them with them."""
+
+    min_version: int
+    """The oldest version that engines are to serve."""
+    timer: StepTimer = field(default_factory=StepTimer)
+    """See ``OnTrainer``."""
+
+
 @dataclass(frozen=True)
 class Resume:
     """→ State. ``reason``: why the trainer was lost; "" at the start."""
@@ -141,7 +159,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class SftUpdate:
+class SftUpdate(OnTrainer):
     """→ UpdateMade."""
 
     step: int
@@ -149,7 +167,7 @@ class SftUpdate:
 
 
 @dataclass(frozen=True)
-class SftEvaluate:
+class SftEvaluate(OnTrainer):
     """→ accuracy on held-out demonstrations."""
 
     step: int
@@ -158,7 +176,7 @@ class SftEvaluate:
 
 
 @dataclass(frozen=True)
-class BeginRl:
+class BeginRl(OnTrainer):
     """→ None, once the supervised phase has ended; ``Resume`` follows."""
 
     step: int
@@ -166,31 +184,26 @@ class BeginRl:
 
 
 @dataclass(frozen=True)
-class SampleGroups:
+class SampleGroups(OnEngines):
     """→ the group of each ordinal, with its rewards and the reason to drop it, or "". For a job that trains nothing."""
 
     step: int
     ordinals: Sequence[int]
     leased: IntervalSet
     """The groups that this writer works on, which is written down before."""
-    min_version: int
-    timer: StepTimer = field(default_factory=StepTimer)
-    """The step begins with this effect, however often the effect is tried."""
 
 
 @dataclass(frozen=True)
-class Take:
+class Take(OnEngines):
     """→ TakenStep, once enough groups of the flow have finished that may be trained in this step: they are
     generated now, or have been beside the steps before. Gradients of parts of them are computed meanwhile, if the
     settings say so."""
 
     step: int
-    timer: StepTimer = field(default_factory=StepTimer)
-    """The step begins with this effect, however often the effect is tried."""
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(OnTrainer):
     """→ the number of the policy version that the step makes, once it is being published."""
 
     step: int
@@ -198,20 +211,17 @@ class Train:
     cursor: Mapping[str, Any]
     policy_version: int
     """The newest one before the step."""
-    timer: StepTimer
-    """The timer of the ``Take`` before."""
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(OnEngines):
     """→ accuracy of the policy on the held-out prompts."""
 
     step: int
-    min_version: int
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(OnTrainer):
     """→ None, once the trainer's state of this step is committed. ``publish``: and its policy too."""
 
     phase: Phase
@@ -253,11 +263,11 @@ Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Take | Train | Evaluate |
           | Complete | Finish)
 Steps = Generator[Effect, Any, None]
 Attempt = Generator[Effect, Any, bool]
-"""The effects from a committed state on; returns whether the job has ended with them."""
+"""The effects from a committed state on; returns whether all of the job is done with them."""
 
 
 def run_rl(plan: RunPlan, flow: Flow) -> Steps:
-    """A job with RL steps, whose groups ``flow`` decides on, after a supervised phase. Ends after ``Finish``."""
+    """A job with RL steps, whose groups ``flow`` decides on, after a supervised phase."""
     def attempt(state: State, position: _Position) -> Attempt:
         if state.phase == "sft":
             cursor = yield from _sft(plan, state, position)
@@ -270,30 +280,30 @@ def run_rl(plan: RunPlan, flow: Flow) -> Steps:
 
 
 def run_sft(plan: RunPlan) -> Steps:
-    """A job with supervised steps only. Ends after ``Finish``."""
+    """A job with supervised steps only."""
     def attempt(state: State, position: _Position) -> Attempt:
         cursor = yield from _sft(plan, state, position)
         yield Save("sft", position.step, cursor, publish=True)
-        yield Finish(position.step)
         return True
 
     return _from_committed_state(attempt)
 
 
 def run_sampled(plan: RunPlan) -> Steps:
-    """A job that trains nothing. Ends after ``Finish``."""
+    """A job that trains nothing."""
     return _from_committed_state(partial(_sampled, plan))
 
 
 def _from_committed_state(attempt: Callable[[State, _Position], Attempt]) -> Steps:
     """Begins at the committed state, and again whenever the job turns out to be at another one, or the attempt ends
-    without the job."""
+    without the job. Ends after ``Finish``."""
     reason, at_step = "", 0
     while True:
         state: State = yield Resume(reason, at_step)
         position = _Position(state.step)
         try:
             if (yield from attempt(state, position)):
+                yield Finish(position.step)
                 return
             reason = ""
         except Lost as e:
@@ -342,7 +352,8 @@ def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Steps:
     while True:
         evals = _evals(state)
         if _evaluation_due(plan, state.step) and (not evals or evals[-1][0] != state.step):
-            accuracy = yield Evaluate(state.step, state.eval_version)  # of this step, however stale samples may be
+            # The policy of this step, however stale samples may be.
+            accuracy = yield Evaluate(state.step, min_version=state.min_version)
             evals = [*evals, (state.step, float(accuracy))][-_KEPT_EVALS:]
             # Committed with the next step; until then a successor finds it missing, and evaluates again.
             state = replace(state, cursor={**state.cursor, "evals": [list(e) for e in evals]})
@@ -352,14 +363,13 @@ def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Steps:
         position.step = state.step + 1
         state = replace(state, step=position.step, policy_version=version)
     yield Save("rl", state.step, state.cursor)
-    yield Finish(state.step)
 
 
 def _step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
     """One RL step; returns the version that it makes."""
-    take = Take(state.step + 1)
+    take = Take(state.step + 1, min_version=state.min_version)
     taken: TakenStep = yield take
-    version: int = yield Train(take.step, taken, state.cursor, state.policy_version, take.timer)
+    version: int = yield Train(take.step, taken, state.cursor, state.policy_version, timer=take.timer)
     flow.trained(taken.consumption, version)
     return version
 
@@ -371,7 +381,7 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
     ledger, cursor = GroupLedger(state.consumed), state.cursor
     while (left := plan.groups - len(ledger.taken)) > 0:
         ordinals = ledger.lease(min(plan.groups_per_step, left))
-        sampling = SampleGroups(position.step + 1, ordinals, ledger.open, state.policy_version)
+        sampling = SampleGroups(position.step + 1, ordinals, ledger.open, min_version=state.policy_version)
         sampled: Sequence[tuple[Group, str]] = yield sampling
         kept: list[Group] = []
         for group, reason in sampled:
@@ -385,7 +395,6 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
         ledger.consumed(consumption)
         position.step += 1
     yield Complete(position.step, cursor)
-    yield Finish(position.step)
     return True
 
 

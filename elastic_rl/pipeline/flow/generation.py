@@ -47,12 +47,10 @@ class InlineGeneration:
     """The loop's thread generates what the flow grants, all of it, and then takes the step. Generation and training
     alternate, so that they may share devices."""
 
-    def __init__(self, limits: FlowLimits, rollouts: Rollouts, lease: Callable[[IntervalSet], None],
-                 to_engines: Callable[[int, StepTimer], None]) -> None:
-        """``lease``: writes down that this actor works on these groups; raises Fenced and EtcdUnavailable.
-        ``to_engines``: gives the devices to engines that are to serve a version."""
+    def __init__(self, limits: FlowLimits, rollouts: Rollouts, lease: Callable[[IntervalSet], None]) -> None:
+        """``lease``: writes down that this actor works on these groups; raises Fenced and EtcdUnavailable."""
         self.flow = SharedFlow(limits, EmbeddedQueue(limits.capacity))
-        self._rollouts, self._lease, self._to_engines = rollouts, lease, to_engines
+        self._rollouts, self._lease = rollouts, lease
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -71,7 +69,6 @@ class InlineGeneration:
         try:
             rollouts.waits.stage("source")
             self._lease(self.flow.open)
-            self._to_engines(grant.min_version, timer)
             groups = rollouts.generate(step, grant.min_version, timer, lambda: rollouts.sampler.training_groups(
                 rollouts.prompts.training(grant.ordinals), grant.min_version))
         except BaseException:

@@ -10,13 +10,11 @@ from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
 from elastic_rl.pipeline.flow.generation import Generation, InlineGeneration
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
-from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
 from elastic_rl.pipeline.schedule import RunPlan, TakenStep
-from elastic_rl.pipeline.stages.sft import TrainerStages
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
-from elastic_rl.pipeline.stages.trainer_access import TrainerAccess
+from elastic_rl.pipeline.stages.trainer import TrainerAccess, TrainerStages
 from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.training.training_batch import ScoringRoles, TrainingBatches
 from elastic_rl.telemetry import traces
@@ -26,24 +24,23 @@ class RoleCalls(RolloutCalls, ScoringRoles, Protocol):
     """The stateless roles, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
 
-class RlStages:
+class RlStages(TrainerStages):
     """The parts that a job with RL steps has, and its stages: those of ``TrainerStages``, and three more."""
 
     def __init__(self, term: ActorTerm, roles: RoleCalls, closing: contextlib.ExitStack) -> None:
         """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
         cfg, waits = term.cfg, term.waits
-        self._term, self._waits = term, waits
-        self._trainer = TrainerAccess(term)
-        closing.callback(self._trainer.close)
-        self._source, reads = term.open_source()
-        self._rollouts = Rollouts(cfg, term.etcd, term.keys, term.writer, roles, self._source, reads, waits,
-                                  self._trainer.publish_again)
+        trainer = TrainerAccess(term)
+        closing.callback(trainer.close)
+        source, reads = term.open_source()
+        self._rollouts = Rollouts(cfg, term.etcd, term.keys, term.writer, roles, source, reads, waits,
+                                  trainer.publish_again)
         closing.callback(self._rollouts.close)
-        self._supervised = TrainerStages(term, self._trainer, self._source, self._rollouts.prompts)
+        super().__init__(term, trainer, source, self._rollouts.prompts)
         batches = waits.retry("plugin", lambda: TrainingBatches(
-            cfg, roles, waits, self._source.max_response_tokens, self._trainer.groups))
+            cfg, roles, waits, source.max_response_tokens, trainer.groups))
         closing.callback(batches.close)
-        self._maker = StepMaker(batches, self._trainer.groups, waits, in_parts=cfg.computes_parts)
+        self._maker = StepMaker(batches, trainer.groups, waits, in_parts=cfg.computes_parts)
         plan = RunPlan.of(cfg)
         self._generation = self._make_generation(plan)
         closing.callback(self._generation.close)
@@ -52,16 +49,13 @@ class RlStages:
     def _make_generation(self, plan: RunPlan) -> Generation:
         term = self._term
         if not plan.beside_steps:
-            return InlineGeneration(plan.flow_limits(), self._rollouts, term.write_lease,
-                                    self._trainer.turns.to_engines)
+            return InlineGeneration(plan.flow_limits(), self._rollouts, term.write_lease)
         limits = plan.flow_limits(term.cfg.train.max_groups_in_flight)
         return self._waits.retry("plugin", lambda: BackgroundGeneration(
             term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
             lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), term.ctx.host))
 
-    def carry_out(self, effect: schedule.Effect) -> Any:
-        """Raises TrainerFailed and Conflict when the trainer is not where the schedule believes it to be, and
-        Fenced."""
+    def _carry_out(self, effect: schedule.Effect) -> Any:
         match effect:
             case schedule.Take():
                 return self._take(effect)
@@ -69,7 +63,7 @@ class RlStages:
                 return self._train(effect)
             case schedule.Evaluate():
                 return self._evaluate(effect)
-        return self._supervised.carry_out(effect)
+        return super()._carry_out(effect)
 
     def lost(self, error: TrainerFailed | Conflict) -> None:
         if isinstance(error, GroupsLost):
@@ -83,7 +77,6 @@ class RlStages:
     def _train(self, effect: schedule.Train) -> int:
         term, taken = self._term, effect.taken
         groups, timer = taken.groups, effect.timer
-        self._trainer.turns.to_trainer(timer)
         with traces.span("train_step", step=effect.step):
             metrics = step_metrics(
                 effect.step, groups, policy_version=effect.policy_version,
@@ -106,9 +99,8 @@ class RlStages:
         return version
 
     def _evaluate(self, effect: schedule.Evaluate) -> float:
-        term, rollouts, timer = self._term, self._rollouts, StepTimer()
-        self._trainer.turns.to_engines(effect.min_version, timer)
-        rollouts.await_version(effect.min_version, timer)
+        term, rollouts = self._term, self._rollouts
+        rollouts.await_version(effect.min_version, effect.timer)
         self._waits.stage("evaluate")
         scores = evaluate_sets(self._source, lambda name, indices: rollouts.sampler.evaluation_groups(
             list(zip(indices, rollouts.prompts.read(self._source.evals[name], indices), strict=True)),

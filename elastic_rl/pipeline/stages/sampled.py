@@ -8,25 +8,26 @@ from typing import Any
 
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
-from elastic_rl.errors import Conflict, TrainerFailed
+from elastic_rl.errors import Conflict
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.reporting import log_sampled, step_metrics
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded
 from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS
 from elastic_rl.pipeline.schedule import RunPlan, State
+from elastic_rl.pipeline.stages.base import Stages
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
 from elastic_rl.pipeline.untrained.base_policy import output_of
 from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
 from elastic_rl.telemetry import traces
 
 
-class SampledStages:
+class SampledStages(Stages):
     """The parts that such a job has, and its stages. Its committed state is its output, in the place of a trainer's."""
 
     def __init__(self, term: ActorTerm, roles: RolloutCalls, closing: contextlib.ExitStack) -> None:
         """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
-        self._term, self._waits = term, term.waits
+        super().__init__(term)
         source, self._reads = term.open_source()
         self._rollouts = Rollouts(term.cfg, term.etcd, term.keys, term.writer, roles, source, self._reads,
                                   term.waits, self._publish_again)
@@ -39,7 +40,6 @@ class SampledStages:
         self.steps = schedule.run_sampled(self._plan)
 
     def carry_out(self, effect: schedule.Effect) -> Any:
-        """Raises Conflict when the output is not where the schedule believes it to be, and Fenced."""
         match effect:
             case schedule.Resume():
                 return self._resume()
@@ -49,12 +49,7 @@ class SampledStages:
                 return self._write(effect)
             case schedule.Complete():
                 return self._complete(effect)
-            case schedule.Finish():
-                return self._term.finish(effect.step)
-        raise TypeError(f"no effect of this mode: {effect!r}")
-
-    def lost(self, error: TrainerFailed | Conflict) -> None:
-        pass  # what was sampled and is not in the output is sampled again
+        return super().carry_out(effect)
 
     def _publish_again(self, version: int) -> None:
         """Publishes the policy again for engines that cannot get this version: its chunks may be lost with the node

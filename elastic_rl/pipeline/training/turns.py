@@ -20,6 +20,7 @@ from elastic_rl.etcd.device_claims import DeviceClaims, named
 from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.waits import Waits
 
@@ -39,6 +40,17 @@ class Turns(Protocol):
 
     def to_engines(self, version: int, timer: StepTimer) -> None:
         """``version``: the policy's that engines are to serve, at least."""
+
+
+def hand_over(turns: Turns, effect: schedule.Effect) -> None:
+    """Gives the devices to the side that the effect needs. Raises as ``Turns`` do."""
+    match effect:
+        case schedule.Resume():
+            turns.begin_resume()
+        case schedule.OnTrainer():
+            turns.to_trainer(effect.timer)
+        case schedule.OnEngines():
+            turns.to_engines(effect.min_version, effect.timer)
 
 
 class OwnDevices:

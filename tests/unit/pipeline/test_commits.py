@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_rl.pipeline.stages.trainer_access import TrainerAccess
+from elastic_rl.pipeline.stages.trainer import TrainerAccess
 from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.waits import Waits
 

@@ -53,8 +53,7 @@ def _generation(rollouts: Rollouts, leased: list[IntervalSet]) -> InlineGenerati
         rollouts.log.append("lease")
         leased.append(groups)
 
-    generation = InlineGeneration(LIMITS, rollouts, lease,  # type: ignore[arg-type]
-                                  lambda version, timer: rollouts.log.append(f"engines {version}"))
+    generation = InlineGeneration(LIMITS, rollouts, lease)  # type: ignore[arg-type]
     generation.flow.resume(0, 1, IntervalSet(), Branch(0, 1))
     return generation
 
@@ -78,10 +77,10 @@ def test_groups_are_dropped_by_ordinal_until_the_limit_and_the_next_one_is_kept(
     assert taken.chosen.consumption.dropped == {"odd": IntervalSet.from_values([0, 1])}
 
 
-def test_groups_are_generated_once_their_lease_is_written_and_the_engines_have_the_devices() -> None:
+def test_groups_are_generated_once_their_lease_is_written() -> None:
     rollouts = Rollouts(set())
     _take(_generation(rollouts, []))
-    assert rollouts.log == ["lease", "engines 1", "generate"]
+    assert rollouts.log == ["lease", "generate"]
 
 
 def test_step_that_could_not_be_taken_takes_the_same_groups_when_it_is_tried_again() -> None:

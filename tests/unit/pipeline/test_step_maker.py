@@ -126,13 +126,15 @@ class FailingOnce:
         raise AssertionError(error)
 
 
-@pytest.mark.parametrize("mode", ["rl", "generate"])
-def test_step_begins_once_however_often_its_effects_are_tried(mode: str) -> None:
-    flow = SimpleNamespace(resume=lambda *_: None, trained=lambda *_: None)
-    cfg = config.parse({"train": {"steps": 1}})
-    steps = schedule.run_rl(RunPlan.of(cfg), flow) if mode == "rl" else schedule.run_sampled(
-        replace(RunPlan.of(cfg), mode="eval", groups_per_step=1, groups=1))
+PLAN = replace(RunPlan.of(config.parse({"train": {"steps": 1}})), groups_per_step=1, groups=1)
+FLOW = SimpleNamespace(resume=lambda *_: None, trained=lambda *_: None)
+
+
+@pytest.mark.parametrize(("steps", "of_step"), [
+    (schedule.run_rl(PLAN, FLOW), (schedule.Take, schedule.Train)),
+    (schedule.run_sampled(replace(PLAN, mode="eval")), (schedule.SampleGroups, schedule.Write))], ids=["rl", "eval"])
+def test_step_begins_once_however_often_its_effects_are_tried(steps: schedule.Steps, of_step: tuple[type, ...]) -> None:
     stages = FailingOnce(steps)
     pipeline._drive(stages, SimpleNamespace(waits=Waits(lambda *_: None, threading.Event())))  # type: ignore[arg-type]
-    timers = [timer for of_kind in stages.timers.values() for timer in of_kind]
+    timers = [timer for kind in of_step for timer in stages.timers[kind]]
     assert len(timers) == 4 and len({id(timer) for timer in timers}) == 1

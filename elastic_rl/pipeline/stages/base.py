@@ -1,0 +1,30 @@
+"""What the stages of all modes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_rl.errors import Conflict, TrainerFailed
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.stages.term import ActorTerm
+
+
+class Stages:
+    """The stages of a mode, for one term of the actor."""
+
+    steps: schedule.Steps
+    """The schedule, which says what is done next."""
+
+    def __init__(self, term: ActorTerm) -> None:
+        self._term, self._waits = term, term.waits
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        """The outcome of an effect, for as long as that takes. Raises TrainerFailed and Conflict when the committed
+        state is not what the schedule believes, and Fenced."""
+        if isinstance(effect, schedule.Finish):
+            return self._term.finish(effect.step)
+        raise TypeError(f"no effect of this mode: {effect!r}")
+
+    def lost(self, error: TrainerFailed | Conflict) -> None:
+        """An effect ended with this error; the next one is ``Resume``. A mode overrides it that has something under
+        way beside what is committed."""

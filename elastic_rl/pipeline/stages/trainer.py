@@ -1,0 +1,154 @@
+"""The trainer groups of one term of the actor, and the stages of every job that trains: ``mode: sft``, and ``mode: rl``
+with its supervised phase."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from elastic_rl.data.batch import collate_answers
+from elastic_rl.data.sources import CheckedSource
+from elastic_rl.etcd import event_kinds
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.records.reporting import log_step
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS, PromptReader
+from elastic_rl.pipeline.schedule import State, UpdateMade
+from elastic_rl.pipeline.stages.base import Stages
+from elastic_rl.pipeline.stages.term import ActorTerm
+from elastic_rl.pipeline.training.commits import until_committed
+from elastic_rl.pipeline.training.trainers import Trainers
+from elastic_rl.pipeline.training.turns import OwnDevices, SharedDevices, Turns, hand_over
+from elastic_rl.telemetry import training_metrics
+
+
+class TrainerAccess:
+    """The trainer groups and the turns, used by the loop's thread."""
+
+    def __init__(self, term: ActorTerm) -> None:
+        self._term = term
+        self.groups = Trainers(
+            term.etcd, term.keys, term.security, term.cfg, epoch=term.ctx.epoch, term=term.number,
+            on_wait=self._on_wait, waits=term.waits, on_recovered=lambda group: term.emit(
+                event_kinds.GROUPS[group].recovered, group, f"the group {group} computes again", step=term.step),
+            publish_again=self._publish_lost_policy)
+        self.turns: Turns = OwnDevices() if not term.cfg.colocated else SharedDevices(
+            term.etcd, term.keys, term.writer, term.waits, self.groups, epoch=term.ctx.epoch, term=term.number)
+
+    def close(self) -> None:
+        self.groups.close()
+
+    def _on_wait(self, group: str, what: str) -> None:
+        if what:
+            self._term.waits.waits(group, what)
+        else:  # it answers; its ranks report their own progress
+            self._term.alive("waiting for the trainer's step")
+
+    def publish_again(self, version: int) -> None:
+        """Publishes the weights again for engines that cannot get this version: its chunks may be lost with the node
+        that had them, and the trainer has the weights. Raises TrainerFailed, Conflict and Fenced."""
+        self._term.events.republished(version, f"engines lack version {version}")
+        self.publish_weights_again()
+        self._term.waits.stage("sync")
+
+    def publish_weights_again(self) -> None:
+        self.turns.to_trainer(StepTimer())
+        if self._term.cfg.colocated:  # a trainer whose memory is offloaded does not repeat a commit that failed
+            committed = until_committed(self._term.waits, self.groups.publish_policy)
+            self.turns.to_engines(int(committed["policy_version"]), StepTimer())
+        else:
+            self.groups.publish_policy()
+
+    def _publish_lost_policy(self, step: int, version: int) -> None:
+        """Publishes the policy again for a group that computes with that of a step; nobody has an earlier one any more.
+        """
+        if step != self.groups.step:
+            return
+        self._term.events.republished(version, f"version {version} of the policy is lost")
+        self.turns.to_trainer(StepTimer())
+        self.groups.publish_policy()
+
+
+class TrainerStages(Stages):
+    """The stages of every job that trains: where its trainer is, supervised steps, and commits."""
+
+    def __init__(self, term: ActorTerm, trainer: TrainerAccess, source: CheckedSource, prompts: PromptReader) -> None:
+        super().__init__(term)
+        self._trainer, self._source, self._prompts = trainer, source, prompts
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        hand_over(self._trainer.turns, effect)
+        return self._carry_out(effect)
+
+    def _carry_out(self, effect: schedule.Effect) -> Any:
+        """Once the side has the devices that the effect needs."""
+        match effect:
+            case schedule.Resume():
+                return self._resume(effect)
+            case schedule.SftUpdate():
+                return self._sft_update(effect)
+            case schedule.SftEvaluate():
+                return self._sft_evaluate(effect)
+            case schedule.BeginRl():
+                return self._begin_rl(effect)
+            case schedule.Save():
+                return self._save(effect)
+        return super().carry_out(effect)
+
+    def _resume(self, effect: schedule.Resume) -> State:
+        term = self._term
+        self._waits.stage("resume")
+        status = self._waits.retry("trainer", self._trainer.groups.wait_ready)
+        rl_step = 0 if status.phase == "sft" else status.step
+        term.resume(status.phase, status.step, rl_step, status.policy_version)
+        prompts = self._prompts.require_same(status.cursor, self._source.train)
+        if (found := term.step_of_predecessor(status.cursor, rl_step, status.policy_version)) is not None:
+            metrics, groups = found
+            log_step(term.run_log, metrics, groups, [], [], {})
+            term.write(metrics=metrics, step=rl_step, reward=metrics.reward)
+        term.events.resumed(status.step, status.consumed.groups, term.number)
+        if effect.reason and status.phase == "rl":
+            term.run_log.write("rewind", from_step=effect.at_step, to_step=rl_step, reason=effect.reason)
+        term.events.trainers_recovered(self._trainer.groups.take_reformed(), effect.at_step, status.step,
+                                       status.policy_version)
+        return State(phase=status.phase, step=status.step, policy_version=status.policy_version,
+                     consumed=status.consumed.groups, branch=status.branch,
+                     cursor={**status.cursor, PROMPTS: prompts})
+
+    def _sft_update(self, effect: schedule.SftUpdate) -> UpdateMade:
+        self._waits.stage("sft")
+        demonstrations = self._prompts.demonstrations(effect.step)
+        began = time.monotonic()
+        metrics = self._trainer.groups.update("sft", effect.step, collate_answers(demonstrations),
+                                              cursor=effect.cursor)
+        self._term.step = effect.step
+        return UpdateMade(metrics, time.monotonic() - began)
+
+    def _sft_evaluate(self, effect: schedule.SftEvaluate) -> float:
+        cfg, term = self._term.cfg, self._term
+        self._waits.stage("evaluate")
+        n = len(self._source.eval)
+        picks = random.Random(f"sft-eval-{cfg.seed}").sample(range(n), min(cfg.sft.eval_problems, n))
+        batch = collate_answers(self._prompts.read(self._source.eval, picks, answers=True))
+        outputs = self._trainer.groups.forward_logprobs(batch)
+        # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
+        accuracy = float((outputs["greedy"] | ~batch["loss_mask"]).all(dim=1).float().mean())
+        eval_loss = -float(outputs["logprobs"][batch["loss_mask"]].double().mean())
+        last = effect.updates[-1].metrics if effect.updates else {}
+        term.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, eval_loss=eval_loss,
+                           passes=effect.step * cfg.sft.batch_size / len(self._source.train),
+                           **{name: last.get(name) for name in ("loss", "grad_norm", "lr")},
+                           throughput=training_metrics.of_throughput(last))
+        term.write(step=effect.step, eval_accuracy=accuracy, productive_s=term.status.latest.productive_s + sum(
+            update.seconds for update in effect.updates))
+        return accuracy
+
+    def _begin_rl(self, effect: schedule.BeginRl) -> None:
+        self._waits.stage("publish")
+        self._trainer.groups.save("sft", effect.step, begin_rl=True, cursor=effect.cursor)
+
+    def _save(self, effect: schedule.Save) -> None:
+        self._waits.stage("save")
+        until_committed(self._waits, lambda: self._trainer.groups.save(
+            effect.phase, effect.step, publish=effect.publish, cursor=effect.cursor))
