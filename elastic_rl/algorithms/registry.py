@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -97,9 +97,10 @@ class GrpoOptions(ClipOptions, GroupRelativeOptions):
     """Options of ``grpo`` and ``dapo``."""
 
 
+_GRPO = AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, GrpoOptions, _CLIP_STATS, group_relative, per_group=True)
+"""With DAPO's clip and aggregate, so that ``dapo`` is another name of it."""
 ALGOS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in (
-    AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, GrpoOptions, _CLIP_STATS, group_relative, per_group=True),
-    AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, GrpoOptions, _CLIP_STATS, group_relative, per_group=True),
+    _GRPO, replace(_GRPO, name="dapo"),
     AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, ClipOptions, _CLIP_STATS, group_centred, per_group=True,
                   aggregate="constant"),
     AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, GspoOptions, _CLIP_STATS, group_relative, per_group=True,

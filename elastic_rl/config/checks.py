@@ -23,7 +23,7 @@ from elastic_rl.config.critic import CriticConfig
 from elastic_rl.config.forward import ForwardConfig
 from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE
 from elastic_rl.config.pools import ROLLOUT_POOL
-from elastic_rl.config.rollout import ENVIRONMENT
+from elastic_rl.config.rollout import ENVIRONMENT, SINGLE_TURN
 from elastic_rl.config.section import Section, faults_of_changes
 
 Config = Any
@@ -185,13 +185,12 @@ CHECKS: tuple[Check, ...] = (
             "rollout.environment={rollout.environment} with the built-in model, which has no chat template: set "
             "model.path"),
     # Rollout.
-    Refused(lambda c: bool(c.rollout.environment) != c.rollout.plays_episodes,
-            "rollout.environment={rollout.environment!r} with rollout.generate={rollout.generate}: they belong "
-            "together: set rollout.generate to environment, and rollout.environment to what the policy acts in, or "
-            "neither"),
+    Refused(lambda c: c.rollout.environment and c.rollout.generate != SINGLE_TURN,
+            "rollout.environment={rollout.environment} with rollout.generate={rollout.generate}: either an environment "
+            "or a function generates samples; leave one of them out"),
     Refused(lambda c: ENVIRONMENT in c.rollout.reward_names and not c.rollout.generates_apart,
             "rollout.reward={rollout.reward} with rollout.generate={rollout.generate}: the reward environment is what "
-            "an environment says: set rollout.generate to environment, or choose another reward"),
+            "an environment says: set rollout.environment to what the policy acts in, or choose another reward"),
     # Modes.
     Refused(lambda c: c.mode == "sft" and not c.sft.max_steps,
             "sft.max_steps=0 with mode=sft: there is nothing to do; set it to the number of steps"),
@@ -241,7 +240,7 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.deterministic and c.engine.seeded_sampling == "off",
             "engine.seeded_sampling=off with deterministic=true: samples must be drawn by seeds; leave it at auto"),
     Refused(lambda c: c.engine.pause_mode == "drain" and c.rollout.generates_apart and c.mode == "rl",
-            "engine.pause_mode=drain with rollout.generate={rollout.generate}: all engines drain for the same version, "
+            "engine.pause_mode=drain with {rollout.generated_by}: all engines drain for the same version, "
             "and take no further turn of the samples that they have begun; set pause_mode to retract, in_place or "
             "abort"),
     # Steps whose gradients are computed in parts.

@@ -54,6 +54,7 @@ FIXED = (
     Fixed("rejection.", "the samples so far were kept by the other rule", modes=("rejection_sampling",)),
     *(Fixed(f"rollout.{key}", "the output so far was made the other way", modes=modes) for key, modes in (
         ("reward", _SAMPLED), ("reward_options", _SAMPLED), ("generate", _SAMPLED),
+        ("environment", _SAMPLED),
         ("filters", ("rejection_sampling",)), ("temperature", ("rejection_sampling",)))),
     Fixed("train.prompts_per_step", "it gives each step its prompts, so some would be skipped or trained on twice"),
     Fixed("train.group_size", "rewards are compared within a group of this size"),

@@ -10,8 +10,9 @@ from pydantic import Field, field_validator
 from elastic_rl.config.json_values import require_json
 from elastic_rl.config.section import Positive, Seconds, Section
 
+SINGLE_TURN = "single_turn"
 ENVIRONMENT = "environment"
-"""``rollout.generate`` of samples that are episodes."""
+"""``rollout.reward`` that is what the environment says of an episode."""
 
 
 class RolloutConfig(Section):
@@ -19,25 +20,25 @@ class RolloutConfig(Section):
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale``."""
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Sampling temperature. Logits are divided by it, so a value far below 0.001 would make them infinite."""
-    generate: str = "single_turn"
-    """How samples are generated: ``single_turn`` (one response to the prompt), ``environment`` (turns in turn with
-    those of an ``environment``), or your own ``GenerateFn`` as ``package.module:name``. A prompt group for which that
-    fails is tried ``reward_attempts`` times and then dropped, with the reason ``generate failed``, within
+    generate: str = SINGLE_TURN
+    """How samples are generated where there is no ``environment``: ``single_turn`` (one response to the prompt), or
+    your own ``GenerateFn`` as ``package.module:name``. A prompt group for which that, or the environment, fails is
+    tried ``reward_attempts`` times and then dropped, with the reason ``generate failed``, within
     ``max_failed_rewards``."""
     environment: str = ""
-    """With ``generate: environment``, what the policy acts in, over several turns: ``tools`` (it calls functions),
-    ``textarena`` (games), or your own factory as ``package.module:name``."""
+    """What the policy acts in, so that a sample is an episode of several turns: ``tools`` (it calls functions),
+    ``textarena`` (games), or your own factory as ``package.module:name``. Empty: samples are as ``generate`` says."""
     environment_options: dict[str, Any] = {}
     """Options of the environment."""
     max_turns: Positive = 8
-    """Turns of the policy in one sample, with ``generate: environment``. ``max_response_tokens`` of the data bounds all
-    turns together, with what the environment says."""
+    """Turns of the policy in one sample, with an ``environment``. ``max_response_tokens`` of the data bounds all turns
+    together, with what the environment says."""
     max_turn_tokens: Positive = 4096
-    """Tokens of one turn of the policy, with ``generate: environment``. A turn that is cut off ends the sample."""
+    """Tokens of one turn of the policy, with an ``environment``. A turn that is cut off ends the sample."""
     generate_timeout_s: Seconds = 300.0
     """Seconds that your own ``generate`` function may take for one prompt group, with all its calls of engines and
-    tools. With ``generate: environment``: seconds that the environment may take in one episode, without those of the
-    engines, and those in which a call of a tool, or a move, waits for a thread that others use."""
+    tools. With an ``environment``: seconds that it may take in one episode, without those of the engines, and those in
+    which a call of a tool, or a move, waits for a thread that others use."""
     reward: str = "exact_match"
     """What a sample is worth: ``exact_match`` (1 if the response equals the prompt's answer, else 0), ``f1`` (words in
     common with the answer), ``math_verify`` and ``deepscaler`` (the right mathematical result), ``code`` (the program
@@ -89,7 +90,12 @@ class RolloutConfig(Section):
     @property
     def plays_episodes(self) -> bool:
         """Whether samples are episodes in an environment."""
-        return self.generate == ENVIRONMENT
+        return bool(self.environment)
+
+    @property
+    def generated_by(self) -> str:
+        """The setting that says how samples are generated, with its value."""
+        return f"rollout.environment={self.environment}" if self.environment else f"rollout.generate={self.generate}"
 
     @property
     def reward_names(self) -> frozenset[str]:

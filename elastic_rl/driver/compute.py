@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ray
 
-from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL
+from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.targets import JOB, pool_target, role_target, router_target
 from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.parts import PartRunner
@@ -73,7 +73,7 @@ class ComputePlane:
         self.routers = {name: RouterSupervisor(RouterProcess(
             host=ctx.host, log=ctx.config.log_dir / f"router-{name}.log", key_file=ctx.config.engine_key_file,
             request_timeout_s=pool.engine.request_timeout_s,
-            sticky=name == ROLLOUT_POOL and ctx.config.rollout.generate == ENVIRONMENT), epoch=ctx.epoch, key=key)
+            sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes), epoch=ctx.epoch, key=key)
             for name, pool in ctx.config.pool_settings(ctx.model_dir).items()}
         self.pools: dict[str, EnginePool] = {}
         self.trainers: dict[str, TrainerGroup] = {}

@@ -171,8 +171,8 @@ class OwnGenerate:
 
 
 def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str) -> GenerateFn:
-    """The function that ``rollout.generate`` names. ``router_url``: "" where no engine is to be asked. Raises
-    ConfigError."""
+    """What ``rollout.generate`` or ``rollout.environment`` names. ``router_url``: "" where no engine is to be asked.
+    Raises ConfigError."""
     rollout = cfg.rollout
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")

@@ -1,4 +1,4 @@
-"""Environments in the process of the user's code: ``rollout.generate=environment``."""
+"""Environments in the process of the user's code: ``rollout.environment``."""
 
 from __future__ import annotations
 

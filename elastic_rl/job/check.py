@@ -115,7 +115,7 @@ def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
         made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
         if isinstance(made, OwnGenerate):
             made.close()
-        return f"{rollout.generate} {rollout.environment}".strip()
+        return rollout.environment or rollout.generate
 
     def queue() -> str:
         if cfg.mode != "rl" or cfg.train.schedule != "fully_async":

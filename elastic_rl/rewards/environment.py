@@ -1,4 +1,4 @@
-"""The reward ``environment``: what the environment of an episode said (``rollout.generate=environment``)."""
+"""The reward ``environment``: what the environment of an episode said (``rollout.environment``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def episode_parts(sample: Sample) -> dict[str, float]:
 def _reward(episode: Any) -> Reward:
     if not isinstance(episode, Mapping):
         raise PluginFailed("the sample is no episode of an environment",
-                           hint="set rollout.generate to environment, or choose another reward")
+                           hint="set rollout.environment to what the policy acts in, or choose another reward")
     try:
         return Reward(episode["reward"], {**episode["parts"], "turns": float(episode["turns"])},
                       episode.get("rewards", ()))

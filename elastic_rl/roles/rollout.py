@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL, Config
+from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
@@ -93,7 +93,7 @@ class RolloutRole(EngineRole):
             return await self._bounded_own(prompt, min_version, generate_fn)
 
     async def _bounded_own(self, prompt: PromptRequest, min_version: int, generate_fn: OwnGenerate) -> Generated:
-        setting, limit_s = self.ctx.config.rollout.generate, self.ctx.config.rollout.generate_timeout_s
+        setting, limit_s = self.ctx.config.rollout.generated_by, self.ctx.config.rollout.generate_timeout_s
         try:
             for _ in range(self.ctx.config.rollout.max_attempts):
                 try:
@@ -103,13 +103,13 @@ class RolloutRole(EngineRole):
                 with contextlib.suppress(ProcessLost):  # replaced for another group: that is no time of this one
                     async with generate_fn.within(limit_s):
                         return await self._group(prompt, min_version, generate_fn)
-            return GenerateFault(f"rollout.generate={setting} cannot be called for group {prompt.ordinal}: its process "
+            return GenerateFault(f"{setting} cannot be called for group {prompt.ordinal}: its process "
                                  "ended again and again", shared=True)
         except TimeoutError:
-            return GenerateFault(f"rollout.generate={setting} took longer than {limit_s:g} s for group "
+            return GenerateFault(f"{setting} took longer than {limit_s:g} s for group "
                                  f"{prompt.ordinal} (raise rollout.generate_timeout_s, or make the function faster)")
         except CallLost as e:
-            return GenerateFault(f"rollout.generate={setting} failed for group {prompt.ordinal}: {e}", shared=True)
+            return GenerateFault(f"{setting} failed for group {prompt.ordinal}: {e}", shared=True)
         except PluginAway as e:
             return GenerateFault(str(e), away="plugin")
         except PluginFailed as e:
@@ -138,10 +138,10 @@ class RolloutRole(EngineRole):
         except EtcdUnavailable as e:
             raise EngineFailed(f"it is not known which policy versions are published: {e}") from e
         if version and last:
-            generate = self.ctx.config.rollout.generate
-            if isinstance(self.generate_fn, OwnGenerate) and generate != ENVIRONMENT:
-                raise PluginFailed(f"rollout.generate={generate} gave a sample of policy version {version}, and none "
-                                   "so new was published", hint="each segment has the version of the call that made it")
+            rollout = self.ctx.config.rollout
+            if isinstance(self.generate_fn, OwnGenerate) and not rollout.plays_episodes:
+                raise PluginFailed(f"{rollout.generated_by} gave a sample of policy version {version}, and none so new "
+                                   "was published", hint="each segment has the version of the call that made it")
             raise EngineFailed(f"samples are of policy version {version}, and none so new was published",
                                hint="the router of the pool reached a server that is no engine of this job; see "
                                "`elastic-rl events`")
@@ -153,6 +153,7 @@ class RolloutRole(EngineRole):
         return self.ctx.config.deterministic and any(len(s.versions) > 1 for s in samples)
 
     async def _generate(self, prompt: PromptRequest, generate_fn: GenerateFn) -> Sequence[Sample]:
+        setting = self.ctx.config.rollout.generated_by
         try:
             samples = await generate_fn(prompt, self.client)
             fault = generation.fault_of(samples, prompt, self._vocabulary)
@@ -165,11 +166,9 @@ class RolloutRole(EngineRole):
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the request is cancelled
             why = text_of(e) if isinstance(e, PluginFailed) else describe(e)
-            raise PluginFailed(f"rollout.generate={self.ctx.config.rollout.generate} failed for group "
-                               f"{prompt.ordinal}: {why}") from e
+            raise PluginFailed(f"{setting} failed for group {prompt.ordinal}: {why}") from e
         if fault:
-            raise PluginFailed(f"rollout.generate={self.ctx.config.rollout.generate} {fault} for group "
-                               f"{prompt.ordinal}")
+            raise PluginFailed(f"{setting} {fault} for group {prompt.ordinal}")
         return samples
 
 

@@ -53,8 +53,8 @@ class EngineRounds:
 def measure_engines(cfg: Config, model: Path, folder: Path, rounds: int) -> EngineRounds:
     """Generates the prompts of the first steps of a run. ``folder``: for logs and batches. Raises Unmeasurable where
     what the run asks for does not follow from its prompts alone, and EngineFailed."""
-    if cfg.rollout.generate != "single_turn":
-        raise Unmeasurable(f"rollout.generate={cfg.rollout.generate} decides itself what it asks the engines")
+    if cfg.rollout.generates_apart:
+        raise Unmeasurable(f"{cfg.rollout.generated_by} decides itself what it asks the engines")
     if cfg.rollout.filters:
         raise Unmeasurable("rollout.filters decide how much a step generates")
     source = make_source(cfg)

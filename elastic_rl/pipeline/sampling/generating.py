@@ -49,6 +49,7 @@ class GroupRequests:
         nothing but Fenced."""
         self._generate, self._waits, self._other, self._no_engine = generate, waits, other, no_engine
         self._on_failed, self._groups_per_request = on_failed, cfg.groups_per_request
+        self._setting = cfg.rollout.generated_by
         # An episode may take minutes: halves show in few rounds which of many groups has ended their process.
         self._isolation: FaultIsolation[_Asked] = FaultIsolation.of(cfg, _RETRY_S, halves=True)
         self._threads = ThreadPoolExecutor(sum(_REQUESTS.values()), "generate")
@@ -158,7 +159,7 @@ class GroupRequests:
     def _is_dropped(self, fault: GenerateFault, verdict: Verdict) -> bool:
         """Whether the group has failed for good; else says what is waited for."""
         if verdict is not Verdict.DROP:
-            self._say(fault.away or "plugin", verdict.reason(fault.why, "rollout.generate"))
+            self._say(fault.away or "plugin", verdict.reason(fault.why, self._setting))
         return verdict is Verdict.DROP
 
     def _dropped(self, request: PromptRequest, fault: GenerateFault) -> Group:

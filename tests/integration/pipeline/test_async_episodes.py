@@ -76,7 +76,7 @@ def job(engine: Engine, etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
         "train.schedule": "fully_async", "train.max_staleness": "1", "train.eval_every_steps": "100",
-        "sft.max_steps": "0", "rollout.groups_per_request": "1", "rollout.generate": "environment",
+        "sft.max_steps": "0", "rollout.groups_per_request": "1",
         "rollout.environment": "own_quiz:make", "rollout.reward": "environment",
         "engine.request_timeout_s": str(2 * WAIT_S),
         "engine.drain_timeout_s": str(2 * WAIT_S), "model.path": str(tmp_path / "model"), "data.source": "jsonl",

@@ -91,7 +91,7 @@ def test_product_of_settings_can_be_a_limit() -> None:
     assert checks.value_of("engine.request_timeout_s * (rollout.max_attempts + 1)", _DEFAULTS) == 300
 
 
-_EPISODES = {"model": {"path": "/m"}, "rollout": {"generate": "environment", "environment": "tools"}}
+_EPISODES = {"model": {"path": "/m"}, "rollout": {"environment": "tools"}}
 
 
 @pytest.mark.parametrize("changes", [

@@ -300,14 +300,20 @@ def test_number_beyond_the_range_of_a_float_is_an_error_that_names_its_key() -> 
         config.load(None, [f"--coordinator.lease_ttl_s={'9' * 400}", "--train.steps=7"])
 
 
-@pytest.mark.parametrize("rollout", [{"generate": "environment", "environment": "tools"},
-                                     {"generate": "mine:generate"}])
+@pytest.mark.parametrize("rollout", [{"environment": "tools"}, {"generate": "mine:generate"}])
 def test_engines_do_not_drain_under_samples_of_several_turns(rollout: dict[str, str]) -> None:
     settings = {"rollout": rollout, "model": {"path": "/m"}}
     with pytest.raises(ConfigError, match="pause_mode to retract"):
         config.parse({**settings, "engine": {"pause_mode": "drain"}})
     config.parse({**settings, "engine": {"pause_mode": "abort"}})
     config.parse({"engine": {"pause_mode": "drain"}})
+
+
+def test_environment_is_all_that_says_that_samples_are_episodes() -> None:
+    found = config.parse({"rollout": {"environment": "tools"}, "model": {"path": "/m"}}).rollout
+    assert found.plays_episodes and found.generates_apart and found.generated_by == "rollout.environment=tools"
+    with pytest.raises(ConfigError, match="either an environment or a function generates samples"):
+        config.parse({"rollout": {"environment": "tools", "generate": "mine:generate"}, "model": {"path": "/m"}})
 
 
 def test_more_engines_than_a_pool_may_be_scaled_to_are_refused() -> None:

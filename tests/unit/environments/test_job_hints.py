@@ -22,7 +22,7 @@ TOLD = "data.options.system_prompt=call calculator or search"
 
 def job(*more: str, model: Path | str = "/models/policy") -> Config:
     return config.load(overrides=[
-        f"model.path={model}", "rollout.generate=environment", "rollout.environment=tools",
+        f"model.path={model}", "rollout.environment=tools",
         "rollout.environment_options={tools: [calculator, \"own.tools:search\"]}", *more])
 
 

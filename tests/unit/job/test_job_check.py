@@ -392,7 +392,7 @@ def seeded(options, context): return lambda prompt, seed: Episode(prompt.metadat
 def no_step(options, context): return lambda prompt, seed: 5
 def one_parameter(options, context): return lambda prompt: Episode(prompt)
 """
-PLAYED = ["--rollout.generate=environment", "--rollout.reward=environment"]
+PLAYED = ["--rollout.reward=environment"]
 
 
 @pytest.mark.parametrize(("name", "part", "named"), [
@@ -415,7 +415,7 @@ def test_environment_is_tried_with_the_data(tmp_path: Path, model: Path, local_p
 def test_reward_of_an_environment_needs_one(tmp_path: Path, model: Path) -> None:
     mix = "--rollout.reward_options={parts: [{reward: environment}, {reward: f1}]}"
     for more in (["--rollout.reward=environment"], ["--rollout.reward=mix", mix]):
-        with pytest.raises(ConfigError, match=r"set rollout\.generate to environment"):
+        with pytest.raises(ConfigError, match=r"set rollout\.environment to what the policy acts in"):
             text_job(tmp_path, model, ROWS, *more)
     text_job(tmp_path, model, ROWS, "--rollout.reward=environment", "--rollout.generate=my_module:plays")
 
@@ -424,7 +424,7 @@ def test_other_parts_of_a_mix_are_tried_with_the_answers(tmp_path: Path, model: 
                                                          local_plugins: Path) -> None:  # noqa: F811
     (local_plugins / "own_episodes.py").write_text(OWN)
     found = by_part(text_job(
-        tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=own_episodes:good",
+        tmp_path, model, ROWS, "--rollout.environment=own_episodes:good",
         "--rollout.reward=mix", "--rollout.reward_options={parts: [{reward: environment}, {reward: f1}]}"))
     assert not found["reward of the answers"].fault and "get 1, 1, 1, 1" in found["reward of the answers"].detail
 
@@ -440,7 +440,7 @@ def test_responses_without_room_for_a_second_turn_are_hinted_at(tmp_path: Path, 
 
 def test_hints_about_tools_are_of_the_part_that_generates(tmp_path: Path, model: Path,
                                                           local_plugins: Path) -> None:  # noqa: F811
-    cfg = text_job(tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=tools",
+    cfg = text_job(tmp_path, model, ROWS, "--rollout.environment=tools",
                    "--rollout.environment_options={tools: [calculator], parser: pythonic}", "--rollout.max_turns=1")
     found = next(f for f in job_check._plug_ins(cfg) if f.part == "generate")
     assert not found.fault and "no result is ever read" in found.hint
