@@ -36,6 +36,9 @@ class EventKind:
     """The alert about it is a condition on the state of the job, which ends with the state. The event opens none."""
     ends_alert: str = ""
     """Kind of the alert, of the event's subject, that it declares over."""
+    also_ends: tuple[str, ...] = ()
+    """Kinds of alerts that may stand for the one of ``ends_alert``, as signs of the same fault, and are over with it
+    (``coordinator.alerts.rules``)."""
 
     @property
     def part(self) -> str:
@@ -76,7 +79,8 @@ class GroupEvents:
             EventKind(f"{group}.restarts_exhausted", "torch elastic has used up `trainer.max_restarts` and ended; the "
                       "text has the last failure. The driver starts the group again",
                       alert=f"{group}.restarts_exhausted"),
-            EventKind(f"{group}.recovered", "the group works again", ends=True, ends_alert=dead),
+            EventKind(f"{group}.recovered", "the group works again", ends=True, ends_alert=dead,
+                      also_ends=(f"{group}.hung",)),
             EventKind(f"{group}.rewound", "the algorithm's loss failed after an update of a step: the group is back at "
                       "its last committed state, and makes no step before `elastic-rl restart trainer` (with corrected "
                       "code) or `restart roles/actor` (to try again)", alert=f"{group}.rewound"),
@@ -131,7 +135,7 @@ ENGINE_DRAIN_TIMEOUT = EventKind("engine.drain_timeout", "it was stopped with re
 ENGINE_STOPPED = EventKind("engine.stopped", "it has left the pool")
 ENGINE_CANNOT_FETCH = EventKind("engine.cannot_fetch", "it cannot fetch or load a version", alert="engine.cannot_fetch")
 ENGINE_FETCH_RECOVERED = EventKind("engine.fetch_recovered", "it has fetched a version again",
-                                   ends_alert="engine.cannot_fetch")
+                                   ends_alert="engine.cannot_fetch", also_ends=("engine.lagging",))
 ENGINE_DEAD = EventKind("engine.dead", "it is dead", begins=True, alert="engine.dead")
 ENGINE_QUARANTINED = EventKind("engine.quarantined", "its weights are torn, or differ from those of the other engines",
                                begins=True, alert="engine.dead")
@@ -150,8 +154,8 @@ RESTART_REQUESTED = EventKind("restart.requested", "a restart of a part was aske
                               one_time=True)
 OPERATION_SUCCEEDED = EventKind("operation.succeeded", "an operation has ended well")
 OPERATION_FAILED = EventKind("operation.failed", "an operation has failed", alert="operation.failed")
-OPERATION_CANCELLED = EventKind("operation.cancelled", "an operation was withdrawn; one of the job ends the alert "
-                                "`run.global_restart`")
+OPERATION_CANCELLED = EventKind("operation.cancelled", "an operation was withdrawn; only one of the job ends the alert",
+                                ends_alert="run.global_restart", also_ends=("driver.dead", "driver.hung"))
 ALERTS_SILENCED = EventKind("alerts.silenced", "a silence begins")
 ALERTS_UNSILENCED = EventKind("alerts.unsilenced", "a silence was ended by a person")
 ALERTS_UNDELIVERED = EventKind("alerts.undelivered", "an alert was dropped before every receiver took it")
@@ -170,7 +174,7 @@ DCS_CATALOG_MISMATCH = EventKind("dcs.catalog_mismatch", "etcd has no catalog, a
 DCS_DURABLE_FAILED = EventKind("dcs.durable_failed", "versions cannot be copied to the durable store",
                                alert="dcs.durable_failed")
 DCS_DURABLE_RECOVERED = EventKind("dcs.durable_recovered", "versions are copied to the durable store again",
-                                  ends_alert="dcs.durable_failed")
+                                  ends_alert="dcs.durable_failed", also_ends=("durable.behind",))
 
 COMPUTE_FAILING = EventKind("compute.failing", "the driver cannot keep a part running, and tries again", by_state=True)
 COMPUTE_WORKING = EventKind("compute.working", "the driver keeps the part running again")

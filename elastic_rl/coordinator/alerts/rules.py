@@ -17,10 +17,7 @@ QUIET_S = 60.0
 SETTLE_S = 3.0
 """Reports of one engine's death by its runner, its driver and the leader arrive within this time."""
 
-_ENDS_WITH = {**{f"{group}.hung": f"{group}.dead" for group in TRAINER_GROUPS},
-              "engine.lagging": "engine.cannot_fetch",
-              "durable.behind": "dcs.durable_failed", "driver.dead": "run.global_restart",
-              "driver.hung": "run.global_restart"}
+_ENDS_WITH = {also: kind.ends_alert for kind in event_kinds.KINDS.values() for also in kind.also_ends}
 """Kind of an alert that may stand for one of another kind (see ``merge_by_fault``) → that kind, whose end is its end
 too."""
 _RUN = "run"
@@ -45,10 +42,12 @@ def report(event: Event, revision: int) -> Condition | None:
 
 def resolved_key(event: Event, job: str) -> str | None:
     """Key of the alert that an event declares over, if any."""
-    if event.kind == event_kinds.OPERATION_CANCELLED.name and event.subject == JOB:
-        return f"{event_kinds.RUN_GLOBAL_RESTART.alert}/{job}"
     known = event_kinds.find(event.kind)
-    return f"{known.ends_alert}/{event.subject}" if known is not None and known.ends_alert else None
+    if known is None or not known.ends_alert:
+        return None
+    if known is event_kinds.OPERATION_CANCELLED:
+        return f"{known.ends_alert}/{job}" if event.subject == JOB else None
+    return f"{known.ends_alert}/{event.subject}"
 
 
 def fault_of(kind: str, subject: str) -> str:

@@ -70,9 +70,24 @@ def test_every_constant_of_the_table_is_written_somewhere() -> None:
     assert names <= used
 
 
+def test_dashboard_has_a_lane_for_the_events_of_every_part() -> None:
+    control = {"restart", "operation", "alerts", "leader", "etcd", "coordinator", "driver", "compute", "tracker",
+               "bench"}
+    script = (ROOT / "coordinator/dashboard/events.js").read_text()
+    lanes = re.search(r"const LANES = \[\n(.*?)\n\];", script, re.DOTALL)
+    assert lanes is not None
+    listed = [part for parts in re.findall(r"new Set\(\[(.*?)\]\)", lanes[1], re.DOTALL)
+              for part in re.findall(r'"(\w+)"', parts)]
+    roles = {"actor", "rollout", "advantages", "genrm", "teacher", "coordinator", "dcs", "driver"}
+    parts = {kind.part for kind in KINDS.values()} | roles
+    assert len(listed) == len(set(listed)) and {*listed, *TRAINER_GROUPS} == parts - control
+    assert control <= parts
+
+
 def test_alert_that_a_kind_ends_is_one_that_another_opens() -> None:
     opened = {kind.alert for kind in KINDS.values()}
     assert {kind.ends_alert for kind in KINDS.values()} - {""} <= opened
+    assert all(kind.ends_alert for kind in KINDS.values() if kind.also_ends)
     assert all(kind.alert for kind in KINDS.values() if kind.one_time)
 
 
