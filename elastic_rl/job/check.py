@@ -23,7 +23,7 @@ from elastic_rl.environments import job_hints
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.host import checkpoint_capacity, model_folder
 from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
-from elastic_rl.pipeline.sampling.samples import decoder
+from elastic_rl.pipeline.sampling.sampler import decoder
 from elastic_rl.pipeline.untrained.sampled_modes import rejection_groups
 from elastic_rl.plugins.process import CallLost
 from elastic_rl.plugins.user_code import MAX_NAME, describe, is_name, plain, text_of

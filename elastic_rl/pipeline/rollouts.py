@@ -15,7 +15,7 @@ from elastic_rl.pipeline.pool_sync import PoolSync
 from elastic_rl.pipeline.records.run_events import RunEvents, emitter
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards.judging import Judgement, JudgeRequest

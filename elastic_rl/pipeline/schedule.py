@@ -23,9 +23,9 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
+from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.records.step_timer import StepTimer
-from elastic_rl.pipeline.training.accumulated import Accumulated
 from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4

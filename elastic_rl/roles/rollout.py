@@ -9,29 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elastic_rl.config import ROLLOUT_POOL, Config
+from elastic_rl.config import ROLLOUT_POOL, Config, Stream
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import Generated, GenerateFault, GenerateFn, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
-from elastic_rl.errors import EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
+from elastic_rl.errors import ElasticRLError, EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
+from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.net.engine_key import read_key
 from elastic_rl.plugins.process import CallLost, ProcessLost
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.roles.base import EngineRole
-from elastic_rl.roles.first_sample_trace import FirstSampleTrace
-from elastic_rl.roles.published import PublishedVersions
 from elastic_rl.runtime.backoff import backoff_s
+from elastic_rl.telemetry import traces
+
+log = logging.getLogger(__name__)
 
 _RETRY_S = (0.05, 1.0)
 """First and longest pause before a group is generated again whose samples cannot be used."""
+_REPORT_S = 30.0
+"""An event of samples whose weights were not published at most so often; the alert of it lasts longer."""
 
 
 @dataclass(frozen=True)
@@ -181,3 +190,76 @@ def of_each(found: Sequence[Generated | BaseException]) -> list[Generated]:
         raise (others or errors)[0]
     return [GenerateFault(f"the engines to generate: {f}", away="engines") if isinstance(f, BaseException) else f
             for f in found]
+
+
+class PublishedVersions:
+    """Versions of the policy up to the head of their stream, which never goes back: what generated samples of any
+    others is no engine of the job. For one event loop."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
+        self._etcd, self._keys, self._epoch = etcd, keys, epoch
+        self._newest = 0
+        """The newest one that etcd was seen to have."""
+        self._reading = asyncio.Lock()
+        self._reported_at = float("-inf")
+
+    async def beyond(self, samples: Iterable[Sample]) -> int:
+        """The newest version of the samples if none so new was published; else 0. Engines may serve a version from the
+        moment on at which it is committed, so etcd is asked about each that was not known yet. Raises EtcdUnavailable.
+        """
+        version = max((segment.version for sample in samples for segment in sample.segments), default=0)
+        if version <= self._newest:
+            return 0
+        async with self._reading:
+            if version > self._newest:
+                self._newest = max(self._newest, await asyncio.to_thread(self._head))
+        if version <= self._newest:
+            return 0
+        if (now := time.monotonic()) - self._reported_at >= _REPORT_S:
+            self._reported_at = now
+            await asyncio.to_thread(self._report, version, self._newest)
+        return version
+
+    def _head(self) -> int:
+        found = reads.head(self._etcd, self._keys, Stream.POLICY)
+        return found.number if found is not None else 0
+
+    def _report(self, version: int, newest: int) -> None:
+        text = f"samples of policy version {version} are refused: the newest one that was published is {newest}"
+        log.warning("%s", text)
+        try:
+            fencing.emit(self._etcd, self._keys, self._epoch, event_kinds.SAMPLES_UNPUBLISHED, "rollout", text,
+                         severity=Severity.WARNING, version=version)
+        except ElasticRLError as e:  # the samples are refused all the same
+            log.warning("that cannot be reported: %s", e)
+
+
+class FirstSampleTrace:
+    """Completes the trace of a version with the first sample that its weights generated for this process; each of
+    several processes that request samples records its own."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+        self._etcd, self._keys = etcd, keys
+        self._newest = 0
+
+    def first_of(self, samples: Iterable[Sample]) -> int:
+        """The version of which these samples are the first; 0 when there is none, or tracing is off."""
+        if not traces.enabled():
+            return 0
+        newest = max((v for s in samples for v in s.versions), default=0)
+        if newest <= self._newest:
+            return 0
+        self._newest = newest
+        return newest
+
+    def record(self, version: int, requested_at: float, answered_at: float) -> None:
+        """Adds the span ``rollout.first_token`` to the version's trace: from the request to the sample (unix seconds).
+        Reads etcd; without etcd the span is dropped."""
+        try:
+            found = reads.get_version(self._etcd, self._keys, Stream.POLICY, version)
+        except EtcdUnavailable as e:
+            log.warning("dropping the span rollout.first_token of version %d: %s", version, e)
+            return
+        if found is not None:
+            traces.record("rollout.first_token", requested_at, answered_at, version=version,
+                          parent=traces.extract(found.meta.get("trace", {})))

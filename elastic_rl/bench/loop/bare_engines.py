@@ -26,7 +26,7 @@ from elastic_rl.engine.client import Sampling, parse_sample, sequences_of_reques
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import EngineFailed
 from elastic_rl.host.leftovers import file_tag
-from elastic_rl.pipeline.sampling.samples import decoder, sampling_seed
+from elastic_rl.pipeline.sampling.sampler import decoder, sampling_seed
 from elastic_rl.rewards.base import Decode, Reward, RewardFn
 from elastic_rl.rewards.registry import close_reward, make_reward
 from elastic_rl.runtime.sequences import batches

@@ -14,6 +14,7 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import IllegalTransition
+from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
     ChosenStep,
@@ -23,7 +24,6 @@ from elastic_rl.pipeline.flow.group_flow import (
     GroupFlow,
 )
 from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
-from elastic_rl.pipeline.training.accumulated import Accumulated
 from elastic_rl.pipeline.waits import Waits
 
 

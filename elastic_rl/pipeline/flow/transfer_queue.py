@@ -9,7 +9,7 @@ names the actors for the whole cluster and keeps one queue in each process.
 
 Trust: its sockets take pickles from whoever connects, without a password. Where the run is on one host they are bound
 to its loopback address; else to that by which Ray knows each host, which must be in a network that only the cluster
-reaches. What is written and read is bytes of numbers and JSON for each sample (``data.queue.transfer_queue``).
+reaches. What is written and read is bytes of numbers and JSON for each sample (``data.queue.row_client``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from concurrent.futures import wait
 from functools import partial
 from typing import Any, TypeVar
 
-from elastic_rl.data.queue.step_groups import SampleRef
-from elastic_rl.data.queue.summary import GroupSummary
-from elastic_rl.data.queue.transfer_queue import (
+from elastic_rl.data.queue.row_client import (
     Connection,
     RowClient,
     address_of,
@@ -35,6 +33,8 @@ from elastic_rl.data.queue.transfer_queue import (
     import_package,
     require_found,
 )
+from elastic_rl.data.queue.step_groups import SampleRef
+from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.flow.group_queue import QueueLoss

@@ -15,7 +15,7 @@ from elastic_rl.data.queue.group_codec import require_writable
 from elastic_rl.data.samples import Sample
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, Trial
-from elastic_rl.pipeline.sampling.generating import Answer
+from elastic_rl.pipeline.sampling.group_requests import Answer
 from elastic_rl.pipeline.sampling.user_calls import TOO_LONG, UserCalls
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.process import CANCEL_S, START_S, CallLost, ProcessLost

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from elastic_rl.data.samples import Group
-from elastic_rl.pipeline.sampling.generating import Answer
+from elastic_rl.pipeline.sampling.group_requests import Answer
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.sampling.side_calls import SideCalls
 

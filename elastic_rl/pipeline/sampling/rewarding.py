@@ -18,7 +18,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, as_episode
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.pipeline.sampling.fault_isolation import FaultIsolation, Lane, Verdict
-from elastic_rl.pipeline.sampling.generating import Answer
+from elastic_rl.pipeline.sampling.group_requests import Answer
 from elastic_rl.pipeline.sampling.reward_calls import Key, RewardAttempt, RewardCalls, Rewarded, RewardFault, with_text
 from elastic_rl.pipeline.sampling.side_calls import SideCalls
 from elastic_rl.pipeline.waits import Waits

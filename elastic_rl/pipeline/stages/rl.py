@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from elastic_rl.errors import Conflict, GroupsLost, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
-from elastic_rl.pipeline.flow.generation import Generation, InlineGeneration
+from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets

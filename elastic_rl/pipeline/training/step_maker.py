@@ -10,9 +10,9 @@ from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.errors import Conflict, TrainerFailed
+from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import TakenStep
-from elastic_rl.pipeline.training.accumulated import Accumulated
 from elastic_rl.pipeline.training.training_batch import MadeBatch
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.trainer.progress import Phase

@@ -20,7 +20,7 @@ from elastic_rl.data.tokenizer import Tokenizer
 from elastic_rl.errors import ConfigError
 from elastic_rl.pipeline.sampling.evaluation import generated_sets
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.untrained import eval_summary, keeping
 from elastic_rl.plugins.user_code import describe
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_rl.data.queue.transfer_queue import set_package_options
+from elastic_rl.data.queue.row_client import set_package_options
 from elastic_rl.errors import ConfigError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient

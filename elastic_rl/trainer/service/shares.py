@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.queue.queued_batch import QueuedShare
-from elastic_rl.data.queue.transfer_queue import RemoteSamples
+from elastic_rl.data.queue.row_client import RemoteSamples
 from elastic_rl.errors import ConfigError
 from elastic_rl.trainer.service.server import SMALLER_SHARES
 

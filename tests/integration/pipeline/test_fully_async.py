@@ -240,7 +240,7 @@ def test_version_that_engines_cannot_get_is_published_again_by_the_loop(
         make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic_rl.etcd.records import Engine
 
-    monkeypatch.setattr("elastic_rl.pipeline.republish.FIRST_S", 0.3)
+    monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
     job = make_job(**{"train.max_staleness": "0"})
     job.start_actor()
     job.wait_for(2)

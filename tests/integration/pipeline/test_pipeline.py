@@ -329,7 +329,7 @@ def test_actor_that_died_in_mid_step_is_continued(job: SimulatedJob) -> None:
 
 
 def test_version_whose_chunks_are_lost_is_published_again(job: SimulatedJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.pipeline.republish.FIRST_S", 0.3)
+    monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
     job.start_actor()
     job.wait_for(2)
     key = job.keys.engine("rollout-e")

@@ -23,8 +23,8 @@ from support.simulated_job import SimulatedJob
 from support.tiers import parametrize
 from support.waiting import wait_until
 
+from elastic_rl.data.queue.row_client import RemoteSamples
 from elastic_rl.data.queue.summary import GroupSummary
-from elastic_rl.data.queue.transfer_queue import RemoteSamples
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.etcd import events
@@ -193,7 +193,7 @@ def test_another_process_reads_samples_by_the_address_of_the_queue(queue: Transf
     """As a rank does, which is no process of Ray."""
     queue.put(_group(0))
     queue.put(_group(1))
-    program = ("import json, sys; from elastic_rl.data.queue.transfer_queue import RemoteSamples; import ray; "
+    program = ("import json, sys; from elastic_rl.data.queue.row_client import RemoteSamples; import ray; "
                "at, refs = json.loads(sys.argv[1]); found = RemoteSamples(20.0).at(at).read(list(map(tuple, refs))); "
                "print(ray.is_initialized(), [(p.token_ids, s.response_ids, s.versions) for p, s in found])")
     answer = subprocess.run([sys.executable, "-c", program, json.dumps([queue.address, [(1, 1), (0, 0)]])],

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
-from elastic_rl.data.batch import SCHEMA, Batch, collate
+from elastic_rl.data.batch import SCHEMA, Batch, balanced, collate
 from elastic_rl.data.samples import Prompt, Sample, Segment, demonstration
-from elastic_rl.data.shares import balanced
 from elastic_rl.errors import ConfigError
 
 thorough = settings(deadline=None, max_examples=seeds(40))

@@ -18,8 +18,8 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline.sampling.generating import GroupRequests
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.group_requests import GroupRequests
+from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
 
 
@@ -46,7 +46,7 @@ class Loop:
                 if len(self.texts) > waits:
                     stopping.set()
 
-        monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
+        monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
         cfg = config.load(overrides=["--rollout.groups_per_request=4", "--rollout.reward_attempts=2",
                                      "--train.prompts_per_step=16", *more])
         source = make_source(cfg)
@@ -121,7 +121,7 @@ class _Processes:
 
 
 def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes) -> GroupRequests:
-    monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])
     made = GroupRequests(cfg, lambda prompts, version, probation: [], Waits(lambda *_: None, threading.Event()),

@@ -14,8 +14,8 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import TrainerFailed
-from elastic_rl.pipeline.flow.generation import InlineGeneration
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
+from elastic_rl.pipeline.flow.inline import InlineGeneration
 from elastic_rl.pipeline.flow.shared_flow import Taken
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.waits import Waits

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.pipeline import pool_sync
-from elastic_rl.pipeline.pool_sync import PoolSync
+from elastic_rl.pipeline.pool_sync import PoolSync, Republish
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.pipeline.records.step_timer import StepTimer
-from elastic_rl.pipeline.republish import Republish
 from elastic_rl.pipeline.rollout_pool import describe, in_sync, serves
 from elastic_rl.pipeline.schedule import reached
 from elastic_rl.pipeline.waits import Waits

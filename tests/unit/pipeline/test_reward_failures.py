@@ -20,7 +20,7 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline.sampling import reward_calls, rewarding, user_calls
-from elastic_rl.pipeline.sampling.generating import Answer
+from elastic_rl.pipeline.sampling.group_requests import Answer
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import registry

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -15,8 +16,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import filters, registry
 from elastic_rl.rewards.base import Reward

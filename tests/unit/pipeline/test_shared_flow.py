@@ -11,8 +11,8 @@ import pytest
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.queue.queued_batch import QueuedBatch, batch_of
+from elastic_rl.data.queue.row_client import decode_row
 from elastic_rl.data.queue.step_groups import SampleRef
-from elastic_rl.data.queue.transfer_queue import decode_row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.flow import transfer_queue

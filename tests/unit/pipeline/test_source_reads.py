@@ -15,7 +15,7 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError, Fenced, SourceFailed
 from elastic_rl.pipeline.sampling import source_reads
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards.registry import REWARDS
@@ -75,7 +75,7 @@ def test_read_that_blocks_does_not_keep_the_loop_from_ending() -> None:
 def test_one_thread_is_in_a_source_also_while_its_reward_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A held-out prompt, which shows whether the reward works, is read as all others are."""
     monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.002))
-    monkeypatch.setattr("elastic_rl.pipeline.sampling.samples._POLL_S", 0.01)
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.sampler._POLL_S", 0.01)
     monkeypatch.setitem(REWARDS, "mine", lambda options, context: _refuses)
     inside, most, stopping, returns = list[int](), list[int](), threading.Event(), threading.Event()
 

@@ -20,9 +20,9 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import RoleUnavailable
 from elastic_rl.pipeline import pipeline, schedule
+from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import RunPlan, State, TakenStep
-from elastic_rl.pipeline.training.accumulated import Accumulated
 from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.waits import Waits
 

@@ -23,7 +23,7 @@ from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import ConfigError, Fenced, PluginFailed
 from elastic_rl.pipeline.sampling.filtering import Filters
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
-from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.process import CallLost, PluginProcess
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward

@@ -19,8 +19,7 @@ from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import EngineFailed, EtcdUnavailable, PluginFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.roles import rollout
-from elastic_rl.roles.published import PublishedVersions
-from elastic_rl.roles.rollout import RolloutRole
+from elastic_rl.roles.rollout import PublishedVersions, RolloutRole
 
 
 def _role(client: Any) -> RolloutRole:

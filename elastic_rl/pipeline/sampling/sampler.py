@@ -16,7 +16,7 @@ from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.pipeline.sampling.filtering import Filters
-from elastic_rl.pipeline.sampling.generating import Generate, GroupRequests
+from elastic_rl.pipeline.sampling.group_requests import Generate, GroupRequests
 from elastic_rl.pipeline.sampling.reward_stream import Judged, RewardStream
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.sampling.side_calls import SideCalls
