@@ -37,7 +37,7 @@ class TurnWriter:
             except ConfigError as e:
                 roles = ", ".join(message.role for message in messages)
                 raise ConfigError(
-                    f"rollout.environment: the model's template cannot write a turn of it ({roles}): {e.message}",
+                    f"the model's chat template cannot write a turn of the environment ({roles}): {e.message}",
                     hint="an environment needs a model whose chat template writes each turn of a conversation, and "
                     "takes messages of these roles: use the model's chat variant, or give it a template that does"
                     ) from e

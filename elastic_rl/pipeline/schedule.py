@@ -137,7 +137,8 @@ class OnTrainer:
     """An effect in which the trainer computes: it has the devices, where engines share them with it."""
 
     timer: StepTimer = field(default_factory=StepTimer)
-    """Begins with the effect, however often that is tried; an effect that goes on with a step has the step's."""
+    """The timer begins with the effect, however often that is tried; an effect that goes on with a step has the timer
+    of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)

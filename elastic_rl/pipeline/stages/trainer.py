@@ -82,7 +82,7 @@ class TrainerStages(Stages):
         return self._carry_out(effect)
 
     def _carry_out(self, effect: schedule.Effect) -> Any:
-        """Once the side has the devices that the effect needs."""
+        """The outcome of an effect whose side has the devices."""
         match effect:
             case schedule.Resume():
                 return self._resume(effect)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from elastic_rl.data.queue import transfer_queue
+from elastic_rl.data.queue import row_client
 from elastic_rl.errors import QueueUnavailable
 from elastic_rl.pipeline.flow.transfer_queue import _Actors
 
@@ -32,12 +32,12 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> list[Client]:
         made.append(Client())
         return made[-1]
 
-    monkeypatch.setattr(transfer_queue, "RowClient", client)
+    monkeypatch.setattr(row_client, "RowClient", client)
     return made
 
 
 def test_call_that_takes_too_long_names_the_setting(clients: list[Client]) -> None:
-    connection = transfer_queue.Connection("test", {}, 60.0)
+    connection = row_client.Connection("test", {}, 60.0)
     assert connection.run(lambda client: 1) == 1
     connection._call_s = 0.2
     with pytest.raises(TimeoutError, match="queue_call_timeout_s"):
@@ -47,8 +47,8 @@ def test_call_that_takes_too_long_names_the_setting(clients: list[Client]) -> No
 
 def test_client_is_made_again_after_a_call_that_failed_but_not_at_once(
         clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_queue, "_RETRY_S", (3600.0, 3600.0))
-    connection = transfer_queue.Connection("test", {}, 60.0)
+    monkeypatch.setattr(row_client, "_RETRY_S", (3600.0, 3600.0))
+    connection = row_client.Connection("test", {}, 60.0)
 
     def fails(client: object) -> None:
         raise OSError("broken")
@@ -70,15 +70,15 @@ def test_client_is_made_again_after_a_call_that_failed_but_not_at_once(
 
 
 def test_queue_that_cannot_be_reached_gets_no_client_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_queue, "_RETRY_S", (3600.0, 3600.0))
+    monkeypatch.setattr(row_client, "_RETRY_S", (3600.0, 3600.0))
     tries: list[str] = []
 
     def unreachable(name: str, address: Mapping[str, Any]) -> None:
         tries.append(name)
         raise OSError("unreachable")
 
-    monkeypatch.setattr(transfer_queue, "RowClient", unreachable)
-    connection = transfer_queue.Connection("test", {}, 60.0)
+    monkeypatch.setattr(row_client, "RowClient", unreachable)
+    connection = row_client.Connection("test", {}, 60.0)
     with pytest.raises(OSError, match="unreachable"):
         connection.run(lambda client: None)
     with pytest.raises(QueueUnavailable, match="tried again in"):
@@ -87,14 +87,14 @@ def test_queue_that_cannot_be_reached_gets_no_client_after_the_other(monkeypatch
 
 
 def test_client_that_is_made_too_late_is_closed(clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
-    make, answer = transfer_queue.RowClient, threading.Event()
+    make, answer = row_client.RowClient, threading.Event()
 
     def slow(name: str, address: Mapping[str, Any]) -> Any:
         answer.wait(60)
         return make(name, address)
 
-    monkeypatch.setattr(transfer_queue, "RowClient", slow)
-    connection = transfer_queue.Connection("test", {}, 0.2)
+    monkeypatch.setattr(row_client, "RowClient", slow)
+    connection = row_client.Connection("test", {}, 0.2)
     with pytest.raises(TimeoutError):
         connection.run(lambda client: None)
     answer.set()
@@ -102,14 +102,14 @@ def test_client_that_is_made_too_late_is_closed(clients: list[Client], monkeypat
 
 
 def test_two_that_connect_at_once_get_one_client(clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
-    make, both = transfer_queue.RowClient, threading.Barrier(2)
+    make, both = row_client.RowClient, threading.Barrier(2)
 
     def slow(name: str, address: Mapping[str, Any]) -> Any:
         both.wait(60)
         return make(name, address)
 
-    monkeypatch.setattr(transfer_queue, "RowClient", slow)
-    connection = transfer_queue.Connection("test", {}, 60.0)
+    monkeypatch.setattr(row_client, "RowClient", slow)
+    connection = row_client.Connection("test", {}, 60.0)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: connection.run(lambda client: client), range(2))
     assert first is second and [client.closed.is_set() for client in clients].count(True) == 1
@@ -119,9 +119,9 @@ def test_two_that_connect_at_once_get_one_client(clients: list[Client], monkeypa
 def test_calls_that_never_end_leave_threads_for_others_in_bounded_number(
         clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_MAX_THREADS", 2), ("_MAX_REPLACED", 1), ("_REPLACE_S", 0.0)):
-        monkeypatch.setattr(transfer_queue, name, value)
+        monkeypatch.setattr(row_client, name, value)
     end = threading.Event()
-    connection = transfer_queue.Connection("test", {}, 60.0)
+    connection = row_client.Connection("test", {}, 60.0)
 
     def hang() -> None:
         for _ in range(2):
@@ -152,9 +152,9 @@ def test_calls_that_never_end_leave_threads_for_others_in_bounded_number(
 
 def test_call_of_a_dead_actor_is_given_up_long_before_its_limit(
         clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_queue, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(row_client, "LOOK_EVERY_S", 0.01)
     actors = _Actors.__new__(_Actors)
-    actors._connection = transfer_queue.Connection("test", {}, 3600.0)
+    actors._connection = row_client.Connection("test", {}, 3600.0)
     lives = iter(["", ""])
     assert actors.run(lambda client: 1) == 1
     monkeypatch.setattr(actors, "dead", lambda: next(lives, "its controller is gone"))

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from elastic_rl.pipeline.drop_reasons import FILTER_FAILED
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.samples import FILTER_FAILED, Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
