@@ -138,7 +138,7 @@ class GroupLedger:
         """Groups that were begun and that no update has recorded: in progress, dropped, or released."""
         return self._taken.complement(self._stop)
 
-    def of(self, *states: GroupState) -> dict[int, tuple[int, ...]]:
+    def in_state(self, *states: GroupState) -> dict[int, tuple[int, ...]]:
         """Groups in these states, one state after the other → the versions of their tokens, ascending; of a leased one
         the oldest version that is asked for."""
         return {ordinal: group.versions for state in states for ordinal, group in self._open.items()

@@ -147,13 +147,14 @@ class GroupFlow:
         trainer went back from: then it is generated again. Returns the groups whose data nobody needs any more."""
         self._step, self._version, self._begun = step, version, True
         if not self.limits.beside_steps:
-            gone, self._ledger, self._branches = list(self._ledger.of(*GroupState)), GroupLedger(consumed), [branch]
+            gone = list(self._ledger.in_state(*GroupState))
+            self._ledger, self._branches = GroupLedger(consumed), [branch]
             return gone
         oldest = version - self.limits.max_staleness  # what is older need not be told from what is abandoned
         self._branches = [b for b in self._branches if b.first > oldest and b.first != branch.first] + [branch]
         self.choose_again()  # if the step in progress was not made, its groups are next
         gone = self._ledger.rebase(consumed)
-        abandoned = [ordinal for ordinal, versions in self._ledger.of(QUEUED, GENERATED).items()
+        abandoned = [ordinal for ordinal, versions in self._ledger.in_state(QUEUED, GENERATED).items()
                      if self._is_abandoned(versions)]
         self._release(abandoned)
         self.counts.stale += len(abandoned)
@@ -169,7 +170,7 @@ class GroupFlow:
     def trained(self, consumption: Consumption, version: int) -> list[int]:
         """The chosen step was made, and its policy has this number. Returns the groups whose data nobody needs any
         more."""
-        done = list(self._ledger.of(CHOSEN))
+        done = list(self._ledger.in_state(CHOSEN))
         self._ledger.consumed(consumption)
         self._step, self._version = self._step + 1, version
         return done
@@ -181,10 +182,10 @@ class GroupFlow:
         if not self._begun:
             return None
         size = self.limits.groups_per_step
-        ahead = len(self._ledger.of(*GroupState))
+        ahead = len(self._ledger.in_state(*GroupState))
         room = min(self.limits.steps_ahead + 1, self.limits.steps - self._step) * size - ahead
         if self.limits.max_in_flight is not None:
-            room = min(room, self.limits.max_in_flight - len(self._ledger.of(LEASED)))
+            room = min(room, self.limits.max_in_flight - len(self._ledger.in_state(LEASED)))
         room = min(room, size - ahead % size)  # all of a grant are due in the same step
         if room <= 0:
             return None
@@ -258,11 +259,11 @@ class GroupFlow:
 
     def _stale(self) -> list[int]:
         oldest = self._version - self.limits.max_staleness
-        return [ordinal for ordinal, versions in self._ledger.of(QUEUED).items() if versions[0] < oldest]
+        return [ordinal for ordinal, versions in self._ledger.in_state(QUEUED).items() if versions[0] < oldest]
 
     def choose_again(self) -> None:
         """What was chosen of the next step is not made of it."""
-        for ordinal in self._ledger.of(CHOSEN):
+        for ordinal in self._ledger.in_state(CHOSEN):
             self._ledger.queued(ordinal)
 
     def choose(self) -> ChosenPart | None:
@@ -276,7 +277,7 @@ class GroupFlow:
         """
         if self.has_stale:
             raise IllegalTransition("a queued group is too stale to be trained")
-        queued, chosen = self._ledger.of(QUEUED), self._ledger.of(CHOSEN)
+        queued, chosen = self._ledger.in_state(QUEUED), self._ledger.in_state(CHOSEN)
         left = self.limits.groups_per_step - len(chosen)
         size = min(self.limits.groups_per_part or left, left)
         if not left or len(queued) < size or self._must_wait():
@@ -288,7 +289,7 @@ class GroupFlow:
         return ChosenPart(tuple(part), not chosen, self._whole_step() if size == left else None)
 
     def _whole_step(self) -> ChosenStep:
-        chosen = self._ledger.of(CHOSEN)
+        chosen = self._ledger.in_state(CHOSEN)
         ages = [max(0, self._version - versions[0]) for versions in chosen.values()]
         return ChosenStep(tuple(sorted(chosen)), self._ledger.consumption(chosen),
                           StalenessSpread(min(ages), sum(ages) / len(ages), max(ages)))
@@ -296,10 +297,10 @@ class GroupFlow:
     def _must_wait(self) -> bool:
         """Whether one more step would make a group too stale that already was."""
         after = self._version + 1 - self.limits.max_staleness
-        return any(versions[0] < after for ordinal, versions in self._ledger.of(LEASED, GENERATED).items()
+        return any(versions[0] < after for ordinal, versions in self._ledger.in_state(LEASED, GENERATED).items()
                    if self._ledger.was_stale(ordinal))
 
     @property
     def depth(self) -> Depth:
-        of = self._ledger.of
-        return Depth(len(of(LEASED)), len(of(QUEUED, GENERATED)), len(of(CHOSEN)))
+        in_state = self._ledger.in_state
+        return Depth(len(in_state(LEASED)), len(in_state(QUEUED, GENERATED)), len(in_state(CHOSEN)))

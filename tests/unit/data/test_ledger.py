@@ -62,4 +62,4 @@ def test_chosen_group_that_waits_again_keeps_its_place() -> None:
         ledger.queued(ordinal)
     ledger.chosen(2)
     ledger.queued(2)
-    assert list(ledger.of(GroupState.QUEUED).items()) == [(2, (2,)), (0, (0,)), (1, (1,))]
+    assert list(ledger.in_state(GroupState.QUEUED).items()) == [(2, (2,)), (0, (0,)), (1, (1,))]
