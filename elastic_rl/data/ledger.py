@@ -18,9 +18,11 @@ leased again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Self
 
 from elastic_rl.data.intervals import IntervalSet
@@ -42,10 +44,13 @@ class GroupState(StrEnum):
 
 
 @dataclass(frozen=True)
-class _OpenGroup:
-    state: GroupState
+class OpenGroup:
+    """A group that is not consumed yet."""
+
     versions: tuple[int, ...]
-    """Of its tokens, ascending; while it is leased, the oldest one that is asked for."""
+    """The versions of its tokens, ascending; while it is leased, the oldest one that is asked for."""
+    place: int = 0
+    """Groups are queued in this order."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,8 @@ class GroupLedger:
 
     def __init__(self, consumed: IntervalSet) -> None:
         self._taken = consumed
-        self._open: dict[int, _OpenGroup] = {}
-        """Groups by ordinal; those that were queued are last, in this order."""
+        self._open: dict[GroupState, dict[int, OpenGroup]] = {state: {} for state in GroupState}
+        self._places = itertools.count(1)
         self._dropped: dict[str, set[int]] = {}
         self._stale: set[int] = set()
         self._stop = 0
@@ -138,20 +143,27 @@ class GroupLedger:
         """Groups that were begun and that no update has recorded: in progress, dropped, or released."""
         return self._taken.complement(self._stop)
 
-    def in_state(self, *states: GroupState) -> dict[int, tuple[int, ...]]:
-        """Groups in these states, one state after the other → the versions of their tokens, ascending; of a leased one
-        the oldest version that is asked for."""
-        return {ordinal: group.versions for state in states for ordinal, group in self._open.items()
-                if group.state is state}
+    def in_state(self, state: GroupState) -> Mapping[int, OpenGroup]:
+        """Groups in this state, by ordinal; a view, which changes with the ledger."""
+        return MappingProxyType(self._open[state])
+
+    @property
+    def in_progress(self) -> list[int]:
+        """Groups in any state."""
+        return [ordinal for groups in self._open.values() for ordinal in groups]
+
+    def count(self, *states: GroupState) -> int:
+        """How many groups are in these states."""
+        return sum(len(self._open[state]) for state in states)
 
     def state(self, ordinal: int) -> GroupState | None:
         """None for a group that is not in progress."""
-        group = self._open.get(ordinal)
-        return None if group is None else group.state
+        return next((state for state, groups in self._open.items() if ordinal in groups), None)
 
-    def was_stale(self, ordinal: int) -> bool:
-        """Whether the group was released since it was too stale, and has not been consumed or dropped."""
-        return ordinal in self._stale
+    @property
+    def stale(self) -> Collection[int]:
+        """Groups that were released since they were too stale, and have not been consumed or dropped."""
+        return self._stale
 
     @property
     def dropped(self) -> Mapping[str, Collection[int]]:
@@ -160,41 +172,37 @@ class GroupLedger:
 
     def lease(self, count: int, min_version: int = 0) -> list[int]:
         """Takes the ``count`` lowest groups that nobody has."""
-        busy = self._taken | IntervalSet.from_values([*self._open, *(g for d in self._dropped.values() for g in d)])
-        ordinals = busy.first_missing(count)
-        self._open |= dict.fromkeys(ordinals, _OpenGroup(GroupState.LEASED, (min_version,)))
+        dropped = (ordinal for groups in self._dropped.values() for ordinal in groups)
+        ordinals = (self._taken | IntervalSet.from_values([*self.in_progress, *dropped])).first_missing(count)
+        self._open[GroupState.LEASED] |= dict.fromkeys(ordinals, OpenGroup((min_version,)))
         self._stop = max(self._stop, self._taken.stop, ordinals[-1] + 1)
         return ordinals
 
     def generated(self, ordinal: int, versions: Sequence[int] = ()) -> None:
         """``versions``: of its tokens, ascending. Raises IllegalTransition for a group that is not leased: its samples
         are not to be used."""
-        self._require(ordinal, GroupState.LEASED)
-        self._open[ordinal] = _OpenGroup(GroupState.GENERATED, tuple(versions) or (0,))
+        self._take(ordinal, GroupState.LEASED)
+        self._open[GroupState.GENERATED][ordinal] = OpenGroup(tuple(versions) or (0,))
 
     def queued(self, ordinal: int) -> None:
         """A generated group waits for its step, after those that do so already; a chosen one waits again, in its former
         place. Raises IllegalTransition."""
-        self._require(ordinal, GroupState.GENERATED, GroupState.CHOSEN)
-        group = self._open[ordinal] if self.state(ordinal) is GroupState.CHOSEN else self._open.pop(ordinal)
-        self._open[ordinal] = replace(group, state=GroupState.QUEUED)
+        group = self._take(ordinal, GroupState.GENERATED, GroupState.CHOSEN)
+        self._open[GroupState.QUEUED][ordinal] = replace(group, place=group.place or next(self._places))
 
     def chosen(self, ordinal: int) -> None:
         """Raises IllegalTransition for a group that is not queued: it could be in two steps."""
-        self._require(ordinal, GroupState.QUEUED)
-        self._open[ordinal] = replace(self._open[ordinal], state=GroupState.CHOSEN)
+        self._open[GroupState.CHOSEN][ordinal] = self._take(ordinal, GroupState.QUEUED)
 
     def drop(self, ordinal: int, reason: str) -> None:
         """Takes a generated group out; the next update records why. Raises IllegalTransition."""
-        self._require(ordinal, GroupState.GENERATED)
-        del self._open[ordinal]
+        self._take(ordinal, GroupState.GENERATED)
         self._stale.discard(ordinal)
         self._dropped.setdefault(reason, set()).add(ordinal)
 
     def release(self, ordinal: int, *, stale: bool = False) -> None:
         """Gives a group back, which is to be generated again. Raises IllegalTransition for one that nobody has."""
-        self._require(ordinal, *GroupState)
-        del self._open[ordinal]
+        self._take(ordinal, *GroupState)
         if stale:
             self._stale.add(ordinal)
 
@@ -202,9 +210,9 @@ class GroupLedger:
         """The trainer is at another committed state, with these groups. What is in progress goes on but for them.
         Returns those that were in progress."""
         self._taken = consumed
-        gone = [ordinal for ordinal in self._open if ordinal in consumed]
+        gone = [ordinal for ordinal in self.in_progress if ordinal in consumed]
         for ordinal in gone:
-            del self._open[ordinal]
+            self._take(ordinal, *GroupState)
         dropped = {reason: {g for g in groups if g not in consumed} for reason, groups in self._dropped.items()}
         self._dropped = {reason: groups for reason, groups in dropped.items() if groups}
         self._stale = {ordinal for ordinal in self._stale if ordinal not in consumed}
@@ -214,7 +222,7 @@ class GroupLedger:
         """What an update on these groups consumes, with all that were dropped. Raises IllegalTransition for one that
         was not generated."""
         for ordinal in trained:
-            self._require(ordinal, GroupState.GENERATED, GroupState.CHOSEN)
+            self._state_of(ordinal, GroupState.GENERATED, GroupState.CHOSEN)
         return Consumption(IntervalSet.from_values(trained),
                            {reason: IntervalSet.from_values(groups) for reason, groups in self._dropped.items()})
 
@@ -222,9 +230,16 @@ class GroupLedger:
         """The update was executed. Groups that were dropped since it was decided on are for the next one."""
         self.rebase(self._taken | consumption.groups)
 
-    def _require(self, ordinal: int, *states: GroupState) -> None:
-        if (now := self.state(ordinal)) not in states:
+    def _take(self, ordinal: int, *states: GroupState) -> OpenGroup:
+        """Takes a group out of the state that it is in. Raises IllegalTransition unless it is one of these."""
+        return self._open[self._state_of(ordinal, *states)].pop(ordinal)
+
+    def _state_of(self, ordinal: int, *states: GroupState) -> GroupState:
+        """The state of a group. Raises IllegalTransition unless it is one of these."""
+        now = self.state(ordinal)
+        if now is None or now not in states:
             raise IllegalTransition(f"group {ordinal} is {now or 'not open'}, not {' or '.join(states)}")
+        return now
 
 
 @dataclass(frozen=True)

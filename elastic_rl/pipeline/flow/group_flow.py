@@ -26,6 +26,7 @@ once is trained first, and no step is made that would make it too stale again.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -147,15 +148,15 @@ class GroupFlow:
         trainer went back from: then it is generated again. Returns the groups whose data nobody needs any more."""
         self._step, self._version, self._begun = step, version, True
         if not self.limits.beside_steps:
-            gone = list(self._ledger.in_state(*GroupState))
+            gone = self._ledger.in_progress
             self._ledger, self._branches = GroupLedger(consumed), [branch]
             return gone
         oldest = version - self.limits.max_staleness  # what is older need not be told from what is abandoned
         self._branches = [b for b in self._branches if b.first > oldest and b.first != branch.first] + [branch]
         self.choose_again()  # if the step in progress was not made, its groups are next
         gone = self._ledger.rebase(consumed)
-        abandoned = [ordinal for ordinal, versions in self._ledger.in_state(QUEUED, GENERATED).items()
-                     if self._is_abandoned(versions)]
+        abandoned = [ordinal for state in (QUEUED, GENERATED) for ordinal, group in self._ledger.in_state(state).items()
+                     if self._is_abandoned(group.versions)]
         self._release(abandoned)
         self.counts.stale += len(abandoned)
         return gone + abandoned
@@ -182,10 +183,10 @@ class GroupFlow:
         if not self._begun:
             return None
         size = self.limits.groups_per_step
-        ahead = len(self._ledger.in_state(*GroupState))
+        ahead = self._ledger.count(*GroupState)
         room = min(self.limits.steps_ahead + 1, self.limits.steps - self._step) * size - ahead
         if self.limits.max_in_flight is not None:
-            room = min(room, self.limits.max_in_flight - len(self._ledger.in_state(LEASED)))
+            room = min(room, self.limits.max_in_flight - self._ledger.count(LEASED))
         room = min(room, size - ahead % size)  # all of a grant are due in the same step
         if room <= 0:
             return None
@@ -259,11 +260,11 @@ class GroupFlow:
 
     def _stale(self) -> list[int]:
         oldest = self._version - self.limits.max_staleness
-        return [ordinal for ordinal, versions in self._ledger.in_state(QUEUED).items() if versions[0] < oldest]
+        return [ordinal for ordinal, group in self._ledger.in_state(QUEUED).items() if group.versions[0] < oldest]
 
     def choose_again(self) -> None:
         """What was chosen of the next step is not made of it."""
-        for ordinal in self._ledger.in_state(CHOSEN):
+        for ordinal in list(self._ledger.in_state(CHOSEN)):
             self._ledger.queued(ordinal)
 
     def choose(self) -> ChosenPart | None:
@@ -277,30 +278,30 @@ class GroupFlow:
         """
         if self.has_stale:
             raise IllegalTransition("a queued group is too stale to be trained")
-        queued, chosen = self._ledger.in_state(QUEUED), self._ledger.in_state(CHOSEN)
-        left = self.limits.groups_per_step - len(chosen)
+        queued, chosen = self._ledger.in_state(QUEUED), self._ledger.count(CHOSEN)
+        left = self.limits.groups_per_step - chosen
         size = min(self.limits.groups_per_part or left, left)
         if not left or len(queued) < size or self._must_wait():
             return None
-        order = sorted(queued, key=lambda ordinal: not self._ledger.was_stale(ordinal))  # stable: else as they finished
-        part = sorted(order[:size])
+        part = sorted(heapq.nsmallest(size, queued, lambda o: (o not in self._ledger.stale, queued[o].place)))
         for ordinal in part:
             self._ledger.chosen(ordinal)
         return ChosenPart(tuple(part), not chosen, self._whole_step() if size == left else None)
 
     def _whole_step(self) -> ChosenStep:
         chosen = self._ledger.in_state(CHOSEN)
-        ages = [max(0, self._version - versions[0]) for versions in chosen.values()]
+        ages = [max(0, self._version - group.versions[0]) for group in chosen.values()]
         return ChosenStep(tuple(sorted(chosen)), self._ledger.consumption(chosen),
                           StalenessSpread(min(ages), sum(ages) / len(ages), max(ages)))
 
     def _must_wait(self) -> bool:
         """Whether one more step would make a group too stale that already was."""
         after = self._version + 1 - self.limits.max_staleness
-        return any(versions[0] < after for ordinal, versions in self._ledger.in_state(LEASED, GENERATED).items()
-                   if self._ledger.was_stale(ordinal))
+        coming = (self._ledger.in_state(state).get(ordinal) for ordinal in self._ledger.stale
+                  for state in (LEASED, GENERATED))
+        return any(group is not None and group.versions[0] < after for group in coming)
 
     @property
     def depth(self) -> Depth:
-        in_state = self._ledger.in_state
-        return Depth(len(in_state(LEASED)), len(in_state(QUEUED, GENERATED)), len(in_state(CHOSEN)))
+        count = self._ledger.count
+        return Depth(count(LEASED), count(QUEUED, GENERATED), count(CHOSEN))
