@@ -132,7 +132,7 @@ def _forward_groups_of_other_modes(c: Config) -> Iterator[str]:
 def _colocated_forward_groups(c: Config) -> Iterator[str]:
     for name, group in c.forward_groups.items() if c.colocated else ():
         if group.enabled:
-            yield (f"placement=colocated with {name}.enabled=true: only one trainer group takes turns with engines; "
+            yield (f"placement=colocated with {name}.enabled=true: only one trainer group alternates with engines; "
                    "set placement=disaggregated, or leave it out")
 
 
@@ -280,7 +280,7 @@ CHECKS: tuple[Check, ...] = (
             "placement=colocated with train.schedule=fully_async: groups are generated beside the steps, so engines "
             "need devices of their own; set train.schedule=sync, or placement=disaggregated"),
     Refused(lambda c: c.colocated and c.uses_critic,
-            "placement=colocated with a critic: only one trainer group takes turns with engines; set "
+            "placement=colocated with a critic: only one trainer group alternates with engines; set "
             "placement=disaggregated, or an algorithm without a critic"),
     _colocated_forward_groups,
     # The critic.
@@ -333,9 +333,9 @@ LIMITS = (
     Ordered("engine.request_timeout_s", "engine.drain_timeout_s",
             "an engine that is scaled in must be able to finish a request that it has begun", may_equal=True),
     Ordered("engine.drain_timeout_s", "engine.release_timeout_s",
-            "an engine whose turn is over must be able to finish the requests that it has", only_if="colocated"),
+            "an engine whose phase is over must be able to finish the requests that it has", only_if="colocated"),
     Ordered("engine.apply_timeout_s", "engine.release_timeout_s",
-            "an engine whose turn is over must be able to finish the update that it has begun", only_if="colocated"),
+            "an engine whose phase is over must be able to finish the update that it has begun", only_if="colocated"),
     Ordered("2 * engine.probe_interval_s", "engine.frozen_after_s",
             "an engine would be killed after a single probe without an answer", may_equal=True),
     Ordered("engine.frozen_after_s", "engine.busy_limit_s",

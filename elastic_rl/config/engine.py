@@ -53,7 +53,7 @@ class EngineConfig(Section):
     """Seconds for which an engine that is scaled in may finish its requests in flight before it is stopped."""
     release_timeout_s: Seconds = 180.0
     """Seconds within which an engine with ``placement: colocated`` must release its memory once it is the trainer's
-    turn, and take it once it is the engines'; a slower one is replaced, unless it is starting. The time begins again
+    phase, and take it once it is the engines'; a slower one is replaced, unless it is starting. The time begins again
     with an update of its weights, and with the end of one."""
     max_total_tokens: Positive = 16384
     """Capacity of an engine's KV cache, in tokens (SGLang's ``--max-total-tokens``)."""

@@ -59,8 +59,8 @@ class Config(Section):
     ``<run_dir>/<job>/cluster``."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Where the engines of the policy run. ``disaggregated``: on devices of their own. ``colocated``: on those of the
-    trainer, in turns: while the trainer computes, the engines have released the memory of their weights and KV cache,
-    and while they generate, it keeps its weights and optimizer in host memory. For jobs of ``mode: rl`` with
+    trainer, in alternation: while the trainer computes, the engines have released the memory of their weights and KV
+    cache, and while they generate, it keeps its weights and optimizer in host memory. For jobs of ``mode: rl`` with
     ``train.max_staleness: 0``, whose trainer and engines would wait for one another anyway. Further pools have devices
     of their own."""
     device: DeviceConfig = DeviceConfig()
@@ -131,7 +131,7 @@ class Config(Section):
 
     @property
     def colocated(self) -> bool:
-        """Whether trainer and engines of the policy share devices, in turns."""
+        """Whether trainer and engines of the policy share devices, in alternation."""
         return self.placement == "colocated"
 
     @property

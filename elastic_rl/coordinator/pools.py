@@ -29,7 +29,7 @@ class PoolView(BaseModel):
     pending: int = 0
     """Engines that wait for room in the cluster."""
     released: int = 0
-    """Engines that wait for the trainer's turn to end."""
+    """Engines that wait for the trainer's phase to end."""
     message: str = ""
     """What the pool waits for."""
     model: str = ""

@@ -1,10 +1,10 @@
-"""Which engines do not do what a turn of the devices asks of them (``etcd.device_turn``). Pure."""
+"""Which engines do not do what a phase of the devices asks of them (``etcd.device_phase``). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.records import Engine, EngineState
 
 
@@ -17,14 +17,14 @@ class LateEngines:
         self._since: dict[tuple[str, Side, int], float] = {}
 
     def observe(self, side: Side | None, engines: Iterable[Engine], now: float) -> dict[str, str]:
-        """Engines that are late, and what they have not done. ``side``: whose turn it is; ``now``: monotonic seconds.
+        """Engines that are late, and what they have not done. ``side``: whose phase it is; ``now``: monotonic seconds.
         Call it regularly.
 
         An engine that is starting is not late: it has device memory, and cannot release it before its server is up.
-        Ended for it, it would never be up where a start takes longer than a turn. Its start has limits of its own.
+        Ended for it, it would never be up where a start takes longer than a phase. Its start has limits of its own.
 
         One that applies a version cannot follow before that is done, which has a limit too: its time begins again then.
-        A turn that begins while all of them load the same version would end them all otherwise.
+        A phase that begins while all of them load the same version would end them all otherwise.
         """
         late = {}
         since: dict[tuple[str, Side, int], float] = {}
@@ -34,7 +34,7 @@ class LateEngines:
             doing = engine.id, side, engine.applying
             began = since[doing] = self._since.get(doing, now)
             if now - began >= self._limit_s:
-                what = "release its memory in the trainer's turn" if side is Side.TRAINER else "take its turn"
+                what = "release its memory in the trainer's phase" if side is Side.TRAINER else "take its phase"
                 late[engine.id] = f"it did not {what} within {self._limit_s:g} s"
         self._since = since
         return late

@@ -9,7 +9,7 @@ from elastic_rl.etcd.records import EngineState
 from elastic_rl.runtime.backoff import doubled_s
 
 _SERVING = (EngineState.READY, EngineState.RELEASED)
-"""Released engines serve in the next turn of the engines."""
+"""Released engines serve in the next phase of the engines."""
 
 
 @dataclass(frozen=True)

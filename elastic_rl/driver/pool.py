@@ -23,7 +23,7 @@ from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
-from elastic_rl.etcd.device_turn import SeenTurn
+from elastic_rl.etcd.device_phase import SeenPhase
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
@@ -123,11 +123,11 @@ class EnginePool:
         return records.values()
 
     def _end_late(self, records: Mapping[str, Engine]) -> None:
-        """Ends colocated engines that do not follow the turns."""
+        """Ends colocated engines that do not follow the phases."""
         if self._late is None:
             return
-        turn = SeenTurn.of(self.etcd.get(self.keys.device_turn()), self.ctx.epoch)
-        late = self._late.observe(turn.side, records.values(), time.monotonic())
+        phase = SeenPhase.of(self.etcd.get(self.keys.device_phase()), self.ctx.epoch)
+        late = self._late.observe(phase.side, records.values(), time.monotonic())
         for engine_id in late.keys() & self._slots.keys():
             if not self._slots[engine_id].placed.stopping:
                 self._kill(engine_id, self._slots[engine_id], late[engine_id])

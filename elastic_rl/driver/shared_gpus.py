@@ -4,7 +4,7 @@ Ray counts GPUs and gives each to one actor, so that it cannot place two sides o
 one GPU, and a group of ranks is one actor here. So one actor that does nothing holds the GPUs, for as long as the
 driver runs; trainer and engines ask Ray for none, and are told which ones they use by ``CUDA_VISIBLE_DEVICES``. Rank i
 has the i-th; an engine has as many as its tensor-parallel ranks, one after the other, which no other engine has. That
-not all of them fill the same memory follows from the turns.
+not all of them fill the same memory follows from the phases.
 """
 
 from __future__ import annotations

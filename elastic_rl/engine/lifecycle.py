@@ -8,7 +8,7 @@
                       └──▶ QUARANTINED ◀──┘ torn
     any living state ──died──▶ DEAD
 
-    Colocated with the trainer, whose turn comes and ends:
+    Colocated with the trainer, whose phase comes and ends:
 
     STARTING ──released──▶ RELEASED ──resumed──▶ STARTING      (before its server was launched)
     SYNCING ──released──▶ RELEASED ──resumed──▶ SYNCING
@@ -91,7 +91,7 @@ class EngineLifecycle:
         return replace(self, state=EngineState.QUARANTINED, reason=reason)
 
     def released(self) -> EngineLifecycle:
-        """It has no device memory: it gave it up, or waits for its turn to take any."""
+        """It has no device memory: it gave it up, or waits for its phase to take any."""
         self._need(EngineState.STARTING, EngineState.SYNCING, event="released")
         if self.applying:
             raise IllegalTransition(f"released while version {self.applying} is being applied")

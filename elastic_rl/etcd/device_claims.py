@@ -1,13 +1,13 @@
-"""The transactions of ``device_turn`` on etcd, for the actor and the trainer group."""
+"""The transactions of ``device_phase`` on etcd, for the actor and the trainer group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_rl.etcd import device_turn
+from elastic_rl.etcd import device_phase
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.device_turn import SeenTurn, Side
+from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.mirror import Mirror
@@ -32,8 +32,8 @@ class DeviceClaims:
         """Ends what ``holding`` keeps for the next time."""
         self._engines.close()
 
-    def turn(self) -> SeenTurn:
-        return SeenTurn.of(self._etcd.get(self._keys.device_turn()), self._epoch)
+    def phase(self) -> SeenPhase:
+        return SeenPhase.of(self._etcd.get(self._keys.device_phase()), self._epoch)
 
     def holding(self) -> list[str]:
         """Engines that may have device memory. What a record says that cannot be read is not known: it counts. Made to
@@ -49,44 +49,44 @@ class DeviceClaims:
 
     def _holding(self) -> list[str]:
         found = self._engines.read_current(0.0).values()  # else they may have released it long since
-        return [*device_turn.holding((e for _, e in found if e is not None and e.pool == self._pool), self._epoch),
+        return [*device_phase.holding((e for _, e in found if e is not None and e.pool == self._pool), self._epoch),
                 *(name for name, e in found if e is None)]
 
-    def begin_turn(self, side: Side, writer: FencedWriter, term: int) -> bool:
-        """Makes it a side's turn, as the actor of ``term``; nothing is written when it is. False when a trainer group
-        holds memory, or took it just now, and it is to be the engines' turn."""
-        seen = self.turn()
+    def begin_phase(self, side: Side, writer: FencedWriter, term: int) -> bool:
+        """Makes it a side's phase, as the actor of ``term``; nothing is written when it is. False when a trainer group
+        holds memory, or took it just now, and it is to be the engines' phase."""
+        seen = self.phase()
         if seen.side is side and seen.number:
             writer.require()
             return True
-        change = device_turn.give_turn(self._keys, side, seen, self._etcd.get(self._keys.device_holder()),
+        change = device_phase.give_phase(self._keys, side, seen, self._etcd.get(self._keys.device_holder()),
                                        epoch=self._epoch, term=term)
         return change is not None and writer(*change)
 
     def take_for_trainer(self, group: str) -> str:
         """Writes that a formation of the trainer group holds memory; "" once it may take it, else what is missing."""
-        seen = self.turn()
+        seen = self.phase()
         if seen.side is not Side.TRAINER:
             self.close()
         held = self.holding() if seen.side is Side.TRAINER else []
-        change = device_turn.take_for_trainer(self._keys, seen, held, group, epoch=self._epoch)
+        change = device_phase.take_for_trainer(self._keys, seen, held, group, epoch=self._epoch)
         if change is None:
-            return f"{named(held)} to release memory" if seen.side is Side.TRAINER else "the turn of the engines to end"
+            return f"{named(held)} to release memory" if seen.side is Side.TRAINER else "the engines' phase to end"
         writer = FencedWriter.of_epoch(self._etcd, self._keys, self._epoch)
-        return "" if writer(*change) else "the turn that begins now"
+        return "" if writer(*change) else "the phase that begins now"
 
     def give_up_for_trainer(self, group: str) -> None:
         """Writes that a formation of the trainer group holds no memory, unless another has taken its place."""
         writer = FencedWriter.of_epoch(self._etcd, self._keys, self._epoch)
 
-        def read() -> device_turn.Change | None:
-            return device_turn.give_up_for_trainer(self._keys, self._etcd.get(self._keys.device_holder()), group,
+        def read() -> device_phase.Change | None:
+            return device_phase.give_up_for_trainer(self._keys, self._etcd.get(self._keys.device_holder()), group,
                                                    epoch=self._epoch)
 
         _until_written(writer, read)
 
 
-def _until_written(writer: FencedWriter, read: Callable[[], device_turn.Change | None]) -> None:
+def _until_written(writer: FencedWriter, read: Callable[[], device_phase.Change | None]) -> None:
     """Writes the change; one that was based on an outdated reading is made again. Ends: what it is based on is changed
     by no one but another formation, of which there are few."""
     while (change := read()) is not None and not writer(*change):

@@ -288,9 +288,9 @@ class Keys:
         return f"{self.root}output"
 
     # -- colocated placement ----------------------------------------------------------------------------------------
-    def device_turn(self) -> str:
-        """Key of whose turn it is to have the memory of the devices that engines and trainer share."""
-        return f"{self.root}device/turn"
+    def device_phase(self) -> str:
+        """Key of whose phase it is to have the memory of the devices that engines and trainer share."""
+        return f"{self.root}device/phase"
 
     def device_holder(self) -> str:
         """The formation of the trainer group that has device memory; absent while none has."""

@@ -135,7 +135,7 @@ class PoolStatus(Record):
     pending: int = 0
     """Engines that wait for room in the cluster; in none of the other numbers."""
     released: int = 0
-    """Engines that wait for the trainer's turn to end; in none of the other numbers."""
+    """Engines that wait for the trainer's phase to end; in none of the other numbers."""
     message: str = ""
     """What the pool waits for; empty when it waits for nothing but its engines' start."""
     router_url: str = ""
@@ -150,7 +150,7 @@ class EngineState(OpenEnum):
     """Weights verified, known to the router."""
     DRAINING = "draining"
     RELEASED = "released"
-    """Colocated with the trainer, whose turn it is: it has no device memory, and its weights belong to no version. Not
+    """Colocated with the trainer, whose phase it is: it has no device memory, and its weights belong to no version. Not
     routable, and no failure."""
     QUARANTINED = "quarantined"
     """The engine's weights may be torn; it serves again only after a verified full reload."""
@@ -202,7 +202,7 @@ class Engine(Record):
     """Requests that are queued in it."""
     holds_device: bool = False
     """Colocated with the trainer: whether its server may have device memory. Set before the server takes any, in the
-    transaction that makes sure of its turn; cleared once it has none."""
+    transaction that makes sure of its phase; cleared once it has none."""
     external: bool = False
     """Someone else runs its server: it is extra, is never ended, and is not replaced."""
     reason: str = ""

@@ -12,7 +12,7 @@ import psutil
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.config.groups import ACTOR, GroupSpec
 from elastic_rl.etcd import event_kinds, fencing
-from elastic_rl.etcd.device_turn import SeenTurn, Side
+from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
 from elastic_rl.runtime.waiting import wait_until
@@ -67,7 +67,7 @@ class EngineKilled(_Killed):
         return engine.id, kill(engine.pid)
 
     def detected(self) -> bool:
-        """It is not counted as an engine that can serve any more, now or in its next turn."""
+        """It is not counted as an engine that can serve any more, now or in its next phase."""
         return not any(e.id == self.victim and e.state in (EngineState.READY, EngineState.RELEASED)
                        for e in self.context.engines(self.pool))
 
@@ -175,44 +175,44 @@ def _command(process: psutil.Process) -> str:
 class TrainerRankKilled(_Killed):
     """The death of the last rank of a trainer group."""
 
-    def __init__(self, context: FaultContext, group: GroupSpec = ACTOR, turn: Side | None = None) -> None:
-        """``turn``: for a group that shares devices with engines, the side whose turn it is when the rank is killed;
+    def __init__(self, context: FaultContext, group: GroupSpec = ACTOR, phase: Side | None = None) -> None:
+        """``phase``: for a group that shares devices with engines, the side whose phase it is when the rank is killed;
         None: it does not matter."""
         super().__init__(context)
-        self.group, self.turn = group.name, turn
+        self.group, self.phase = group.name, phase
         # One that does not train has nothing to go back to: the run need not miss it before it is back.
         kinds = event_kinds.GROUPS[group.name]
         self._lost_as, self._back_as = (kinds.failed, kinds.recovered) if group.trains else (
             kinds.restarted, kinds.restarted)
-        self.name = f"{group.name}_rank_killed" + (f"_in_turn_of_{turn}" if turn else "")
+        self.name = f"{group.name}_rank_killed" + (f"_in_phase_of_{phase}" if phase else "")
 
     def inject(self) -> tuple[str, str]:
         ranks = wait_until(lambda: self.context.members(self.group), timeout_s=INJECT_TIMEOUT_S,
                            what=f"ranks of the group {self.group}")
         rank = max(ranks, key=lambda m: m.id)
         seen = ""
-        if self.turn is not None:
-            wait_until(lambda: self._stopped_in_turn(psutil.Process(rank.pid)), timeout_s=INJECT_TIMEOUT_S,
-                       what=f"the turn of {self.turn}", poll_s=0.01)
-            seen = f"; it was stopped in the turn of {self.turn}, and did nothing until then"
+        if self.phase is not None:
+            wait_until(lambda: self._stopped_in_phase(psutil.Process(rank.pid)), timeout_s=INJECT_TIMEOUT_S,
+                       what=f"the phase of {self.phase}", poll_s=0.01)
+            seen = f"; it was stopped in the phase of {self.phase}, and did nothing until then"
         self.at = time.time()
         return f"{self.group} {rank.id}", kill(rank.pid) + seen
 
-    def _stopped_in_turn(self, rank: psutil.Process) -> bool:
-        """Whether the rank does nothing any more since a moment of the turn; else it goes on."""
-        if self._seen_turn() is not self.turn:
+    def _stopped_in_phase(self, rank: psutil.Process) -> bool:
+        """Whether the rank does nothing any more since a moment of the phase; else it goes on."""
+        if self._seen_phase() is not self.phase:
             return False
         rank.suspend()
         wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
                    what=f"the stop of pid {rank.pid}")
-        if self._seen_turn() is self.turn:
+        if self._seen_phase() is self.phase:
             return True
         rank.resume()  # it had passed meanwhile
         return False
 
-    def _seen_turn(self) -> Side | None:
+    def _seen_phase(self) -> Side | None:
         etcd, keys = self.context.etcd, self.context.keys
-        return SeenTurn.of(etcd.get(keys.device_turn()), fencing.current_epoch(etcd, keys)).side
+        return SeenPhase.of(etcd.get(keys.device_phase()), fencing.current_epoch(etcd, keys)).side
 
     def detected(self) -> bool:
         return self.context.has_event(self._lost_as, self.at)

@@ -211,7 +211,7 @@ def _placement(cfg: Config) -> str:
         if find_spec("torch_memory_saver") is None:
             raise ConfigError("placement=colocated: SGLang cannot release GPU memory without torch_memory_saver",
                               hint="install the package torch_memory_saver of the release that SGLang names")
-    return "engines on the devices of the trainer, in turns"
+    return "engines on the devices of the trainer, in alternation"
 
 
 def _pool(pool: PoolSettings) -> str:

@@ -44,7 +44,7 @@ def in_sync(found: list[Engine], version: int) -> bool:
     """Whether there is a routable engine, and every routable engine serves ``version`` or newer.
 
     An engine that is still starting does not count: it becomes routable only at the head. One that shares devices with
-    the trainer counts as soon as its server is up: in each turn all of them load the version at the same time, and
+    the trainer counts as soon as its server is up: in each phase all of them load the version at the same time, and
     with the first one alone a whole step's requests would go to it.
     """
     ready = [e for e in found if e.state is EngineState.READY]

@@ -12,7 +12,7 @@ from math import ceil, floor, log10
 
 WIDTH = 920
 _LEFT, _RIGHT, _TOP = 48, 16, 14
-PHASE_ORDER = ("turn", "sync", "generate", "reward", "groups", "teacher", "advantage", "train", "publish_stall",
+PHASE_ORDER = ("devices", "sync", "generate", "reward", "groups", "teacher", "advantage", "train", "publish_stall",
                "other")
 Point = tuple[float, float]
 

@@ -17,7 +17,7 @@ from elastic_rl.runtime.files import replace_file
 
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""
-_PHASE_WORDS = {"turn": "change turns", "sync": "wait for engines", "generate": "generate", "reward": "reward",
+_PHASE_WORDS = {"devices": "hand over devices", "sync": "wait for engines", "generate": "generate", "reward": "reward",
                 "groups": "wait for groups",
                 "teacher": "teacher", "advantage": "advantage", "train": "train", "publish_stall": "publish stall",
                 "other": "other"}

@@ -33,7 +33,7 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
-from elastic_rl.trainer.device_turns import GroupTurns
+from elastic_rl.trainer.device_phases import GroupPhases
 from elastic_rl.trainer.group_worker import GroupWorker, restarts
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.device_memory import DeviceMemory
@@ -90,9 +90,9 @@ class TrainerWorker(GroupWorker):
     """One rank. Rank 0 takes commands from its board and checks them; the others follow."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
-                 board: Board, share_urls: list[str], turns: GroupTurns | None = None) -> None:
-        """``share_urls``: the URLs of the ranks that take the shares of a batch, by data-parallel rank. ``turns``: the
-        turns of a group that shares devices with engines, and may have device memory now."""
+                 board: Board, share_urls: list[str], phases: GroupPhases | None = None) -> None:
+        """``share_urls``: the URLs of the ranks that take the shares of a batch, by data-parallel rank. ``phases``: the
+        phases of a group that shares devices with engines, and may have device memory now."""
         super().__init__(ctx, etcd, par, member, board, share_urls)
         arch = ModelArch.read(ctx.model_dir)
         self.policy = Policy(arch.as_critic() if ctx.group is CRITIC else arch, self.cfg, par)
@@ -110,7 +110,7 @@ class TrainerWorker(GroupWorker):
         self.progress = Progress()
         self._wanted: _Wanted | None = None
         self._publish_again = RetryBackoff(_PUBLISH_AGAIN_S, max(_PUBLISH_AGAIN_S, self._idle_s))
-        self._turns, self._memory = turns, DeviceMemory.of_rank(self.policy, self.adam)
+        self._phases, self._memory = phases, DeviceMemory.of_rank(self.policy, self.adam)
         self._part_at = 0.0
         """When a part was accumulated; monotonic."""
         self._offloaded = False
@@ -178,7 +178,7 @@ class TrainerWorker(GroupWorker):
             self.board.refused(command, e)
             self._moving = None
             return Message(Order.IDLE)
-        if isinstance(command, Onload) and self._turns is not None and (why := self._turns.take()):
+        if isinstance(command, Onload) and self._phases is not None and (why := self._phases.take()):
             return self._move_later(command, why)
         self._moving = None
         if earlier is not None:
@@ -188,14 +188,14 @@ class TrainerWorker(GroupWorker):
 
     def _move_later(self, command: Command, why: str) -> Message:
         self._moving, self.board.waits_for = command, why
-        assert self._turns is not None
-        self._turns.pause()
+        assert self._phases is not None
+        self._phases.pause()
         return Message(Order.IDLE)
 
     def _give_up(self, command: Command) -> Message:
         """Every rank has offloaded its memory: says so, and that the command is done."""
-        assert self._turns is not None
-        if why := self._turns.give_up():
+        assert self._phases is not None
+        if why := self._phases.give_up():
             return self._move_later(command, why)
         self._moving, self.board.waits_for = None, ""
         self._finish(command, {})
@@ -438,7 +438,7 @@ class TrainerWorker(GroupWorker):
 
     @executes(Offload, Onload)
     def _move(self, command: Offload | Onload) -> dict[str, Any] | None:
-        if self._turns is None:
+        if self._phases is None:
             raise Refused(ConfigError("the trainer shares no device with engines",
                                       hint="it does with placement=colocated"))
         if isinstance(command, Offload):

@@ -95,7 +95,7 @@ class EngineTestbed:
         return self._run(engine_id, runner)
 
     def start_colocated_engine(self, engine_id: str, **engine: object) -> EngineRunner:
-        """A deterministic engine that has device memory in its turns only. ``engine``: as in ``start_engine``."""
+        """A deterministic engine that has device memory in its phases only. ``engine``: as in ``start_engine``."""
         ctx = self.context(**engine)
         config = ctx.config.model_copy(update={"placement": "colocated", "deterministic": True})
         runner = self.runners[engine_id] = ColocatedRunner(ctx.model_copy(update={"config": config}), engine_id)

@@ -10,7 +10,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.report.build import Record, effective_steps
 from elastic_rl.report.charts import PHASE_ORDER
 
-_PHASES = tuple(phase for phase in PHASE_ORDER if phase not in ("publish_stall", "groups", "teacher", "turn"))
+_PHASES = tuple(phase for phase in PHASE_ORDER if phase not in ("publish_stall", "groups", "teacher", "devices"))
 _IDLE_STAGES = ("sync", "generate", "advantage", "train")
 
 

@@ -110,7 +110,7 @@ def _texts(found: object) -> list[tuple[str, str]]:
 def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     for name, status in snapshot.statuses.items():
         spec = snapshot.specs.get(name)
-        # Released engines wait for the trainer's turn to end, as it should be.
+        # Released engines wait for the trainer's phase to end, as it should be.
         if spec and not snapshot.run_over and status.ready + status.released < spec.desired:
             why = f": {status.message}" if status.message else ""
             yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",

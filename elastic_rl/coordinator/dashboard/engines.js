@@ -38,7 +38,7 @@ export class Pools {
   }
 }
 
-/** Engines that a pool lacks; a released one waits for the trainer's turn to end, as it should. */
+/** Engines that a pool lacks; a released one waits for the trainer's phase to end, as it should. */
 export const missing = (p) => p.desired - p.ready - p.released;
 
 function gauge(cell, p) {

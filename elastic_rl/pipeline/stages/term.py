@@ -38,7 +38,7 @@ _PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples",
            "value": "waiting for the critic",
            "train": "waiting for the trainer's step", "sft": "waiting for the trainer's step",
            "publish": "waiting for the trainer's step", "save": "waiting for the trainer's step",
-           "turn": "waiting for the devices"}
+           "devices": "waiting for the devices"}
 """Phases as a member: in these stages others work, and report their own progress."""
 
 

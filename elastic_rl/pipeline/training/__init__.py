@@ -1,2 +1,2 @@
-"""How rewarded samples become a step: the batch, the trainer groups as one, their turns on the devices, their commits.
+"""How rewarded samples become a step: the batch, the trainer groups as one, their phases on the devices, their commits.
 """

@@ -397,11 +397,11 @@ def test_engines_share_the_gpus_of_the_trainer_and_are_replaced_on_them(plane: C
                 ray.available_resources().get("GPU") == GPUS - RANKS, "another holder")
     assert plane.ready() == sorted(gpus)
 
-    # An engine keeps its memory in the trainer's turn.
+    # An engine keeps its memory in the trainer's phase.
     late = next(iter(plane.engines().values()))
     plane.etcd.put(plane.keys.engine(late.id), late.replace(holds_device=True).encode())
     plane.until(lambda: late.id not in plane.engines() and len(plane.ready()) == 2, "another engine")
     assert plane.ready() == sorted(gpus)
     [event] = [e for e in events.recent(plane.etcd, plane.keys) if e.kind == "engine.replaced"]
-    assert "did not release its memory in the trainer's turn" in event.message
+    assert "did not release its memory in the trainer's phase" in event.message
     assert PoolStatus.decode(plane.etcd.get(plane.keys.pool_status(POOL)).value).released == 0

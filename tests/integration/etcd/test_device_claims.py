@@ -11,7 +11,7 @@ from support.waiting import wait_until
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.device_claims import DeviceClaims
-from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
@@ -48,7 +48,7 @@ def test_record_that_cannot_be_read_counts_until_it_is_gone(etcd: EtcdClient, ke
     writer = FencedWriter.of_epoch(etcd, keys, 0)
     etcd.put(keys.engine("rollout-bad"), b"garbage")
     claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=0)
-    assert claims.begin_turn(Side.TRAINER, writer, 1)
+    assert claims.begin_phase(Side.TRAINER, writer, 1)
     assert "rollout-bad to release memory" in claims.take_for_trainer("group")
     etcd.delete(keys.engine("rollout-bad"))
     wait_until(lambda: not claims.take_for_trainer("group"), what="the trainer's memory")

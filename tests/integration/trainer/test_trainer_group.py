@@ -34,7 +34,7 @@ from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.device_claims import DeviceClaims
-from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, Severity
 from elastic_rl.host.leftovers import file_tag, remove_files, tagged_files
@@ -194,15 +194,15 @@ def test_rank_that_does_not_react_is_killed_when_another_one_has_died(group: Gro
     assert "Unable to shutdown process" not in (group.folder / "trainer.log").read_text()
 
 
-def test_group_that_shares_devices_computes_in_its_turns_only_and_re_forms_in_one(group: Group) -> None:
+def test_group_that_shares_devices_computes_in_its_phases_only_and_re_forms_in_one(group: Group) -> None:
     before, batch = group.client.wait_ready(), batch_for(group)
     claims = DeviceClaims(group.etcd, group.keys, ROLLOUT_POOL, epoch=group.ctx.epoch)
     term = fencing.current_term(group.etcd, group.keys)
     actor = fencing.FencedWriter.of_term(group.etcd, group.keys, group.ctx.epoch, term)
-    assert not claims.begin_turn(Side.ENGINES, actor, term), "the group has memory since it formed"
+    assert not claims.begin_phase(Side.ENGINES, actor, term), "the group has memory since it formed"
     group.client.offload()
     group.client.offload()
-    assert claims.begin_turn(Side.ENGINES, actor, term)
+    assert claims.begin_phase(Side.ENGINES, actor, term)
     with pytest.raises(Conflict, match="memory is offloaded"):
         group.client.forward_logprobs(batch)
     with pytest.raises(Conflict, match="memory is offloaded"):
@@ -212,15 +212,15 @@ def test_group_that_shares_devices_computes_in_its_turns_only_and_re_forms_in_on
     os.kill(group.rank(1), signal.SIGKILL)
 
     def waiting() -> bool:
-        found = [m for m in members(group.etcd, group.keys, "trainer") if "turn" in m.phase]
+        found = [m for m in members(group.etcd, group.keys, "trainer") if "devices" in m.phase]
         return len(found) == 2 and before.group not in {m.incarnation for m in found}
 
-    wait_until(waiting, timeout_s=START_S, what="the next formation to wait for its turn")
+    wait_until(waiting, timeout_s=START_S, what="the next formation to wait for its phase")
     assert group.etcd.get(group.keys.device_holder()) is None
     engine = Engine(id="rollout-e", pool=ROLLOUT_POOL, state=EngineState.SYNCING, epoch=group.ctx.epoch,
                     holds_device=True)
     group.etcd.put(group.keys.engine(engine.id), engine.encode())
-    assert claims.begin_turn(Side.TRAINER, actor, term)
+    assert claims.begin_phase(Side.TRAINER, actor, term)
     assert "rollout-e to release memory" in claims.take_for_trainer("another")
     assert waiting(), "an engine has memory"
     group.etcd.delete(group.keys.engine(engine.id))

@@ -76,7 +76,7 @@ def test_limit_of_colocated_engines_is_none_of_others() -> None:
     slow = {"drain_timeout_s": 300.0}
     config.parse({"engine": slow})
     config.parse({"placement": "colocated", "pools": {"judge": {"model": "/judge", "engine": slow}}})
-    with pytest.raises(ConfigError, match="an engine whose turn is over"):
+    with pytest.raises(ConfigError, match="an engine whose phase is over"):
         config.parse({"placement": "colocated", "engine": slow})
 
 

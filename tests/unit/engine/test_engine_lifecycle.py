@@ -85,5 +85,5 @@ def test_released_engine_takes_its_version_again_and_no_older_one():
     assert lifecycle.begin(4).verified(4).routed().version == 4
 
 
-def test_engine_that_waited_for_its_first_turn_starts_then():
+def test_engine_that_waited_for_its_first_phase_starts_then():
     assert EngineLifecycle().released().resumed() == EngineLifecycle()

@@ -53,7 +53,7 @@ class Scheduler:
         return {}
 
 
-def test_each_tag_is_resumed_also_when_a_turn_ends_before_the_cache_is() -> None:
+def test_each_tag_is_resumed_also_when_a_phase_ends_before_the_cache_is() -> None:
     scheduler = Scheduler()
     memory = DeviceMemory(scheduler)
     memory.release()

@@ -18,7 +18,7 @@ from elastic_rl.data.samples import Group, Prompt
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import RunPlan, State, TakenStep, UpdateMade
-from elastic_rl.pipeline.training.turns import hand_over
+from elastic_rl.pipeline.training.device_phases import hand_over
 
 TRAINER, ENGINES, RESUMES, EITHER = "trainer", "engines", "the trainer, once it is ready", "either"
 SIDES: dict[type, str] = {
@@ -38,7 +38,7 @@ SIDES: dict[type, str] = {
 
 
 class Devices:
-    """``Turns`` that note which side has the devices."""
+    """``DevicePhases`` that note which side has the devices."""
 
     def __init__(self) -> None:
         self.side, self.version = EITHER, 0

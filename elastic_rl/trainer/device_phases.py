@@ -1,6 +1,6 @@
-"""A trainer group that shares devices with engines: it has device memory in its turns only (``etcd.device_turn``).
+"""A trainer group that shares devices with engines: it has device memory in its phases only (``etcd.device_phase``).
 
-A group that forms waits for the trainer's turn before it makes its model. The actor then says when the memory is to be
+A group that forms waits for the trainer's phase before it makes its model. The actor then says when the memory is to be
 given up (``offload``) and taken again (``onload``): it alone knows when no command is on its way. All ranks move their
 memory; rank 0 writes that the group may have any before, and that it has none after.
 """
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 
 
-class GroupTurns:
-    """The turns of one formation of the group on the devices, on each of its ranks."""
+class GroupPhases:
+    """The phases of one formation of the group on the devices, on each of its ranks."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: ParallelDims, group: str) -> None:
         """``group``: the formation, as rank 0 has it."""
@@ -41,7 +41,7 @@ class GroupTurns:
             # Within each look, not once at the end: a collective would not wait for so long.
             if not broadcast_numbers([int(bool(why))], self._par)[0]:
                 return
-            report("waiting for its turn to have the devices")
+            report("waiting for the devices")
             self._pause.wait(_LOOK_S)
 
     def take(self) -> str:

@@ -1,9 +1,9 @@
-"""The turns of trainer and engines on the devices, as the loop changes them between its effects (``placement:
+"""The phases of trainer and engines on the devices, as the loop changes them between its effects (``placement:
 colocated``).
 
 The loop is the only one that knows when nobody needs the devices: before it has samples generated, it has the trainer
 keep everything in host memory; before the trainer computes, it waits until the engines have released theirs. What may
-not happen, whatever it does, follows from ``etcd.device_turn``.
+not happen, whatever it does, follows from ``etcd.device_phase``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_rl.dcs.catalog import reads
 from elastic_rl.errors import Conflict
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.device_claims import DeviceClaims, named
-from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline import schedule
@@ -27,7 +27,7 @@ from elastic_rl.pipeline.waits import Waits
 _LOOK_S = 0.1
 
 
-class Turns(Protocol):
+class DevicePhases(Protocol):
     """Every method may take as long as it takes, and says what it waits for. Raises Fenced, and TrainerFailed and
     Conflict as commands to the trainer do."""
 
@@ -42,19 +42,19 @@ class Turns(Protocol):
         """``version``: the policy's that engines are to serve, at least."""
 
 
-def hand_over(turns: Turns, effect: schedule.Effect) -> None:
-    """Gives the devices to the side that the effect needs. Raises as ``Turns`` do."""
+def hand_over(phases: DevicePhases, effect: schedule.Effect) -> None:
+    """Gives the devices to the side that the effect needs. Raises as ``DevicePhases`` do."""
     match effect:
         case schedule.Resume():
-            turns.begin_resume()
+            phases.begin_resume()
         case schedule.OnTrainer():
-            turns.to_trainer(effect.timer)
+            phases.to_trainer(effect.timer)
         case schedule.OnEngines():
-            turns.to_engines(effect.min_version, effect.timer)
+            phases.to_engines(effect.min_version, effect.timer)
 
 
 class OwnDevices:
-    """Trainer and engines have devices of their own: there are no turns."""
+    """Trainer and engines have devices of their own: there are no phases."""
 
     def begin_resume(self) -> None:
         pass
@@ -75,7 +75,7 @@ class MovableTrainer(Protocol):
 
 
 class SharedDevices:
-    """Turns of one actor."""
+    """Phases of one actor."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, waits: Waits, trainer: MovableTrainer, *,
                  epoch: int, term: int) -> None:
@@ -86,7 +86,7 @@ class SharedDevices:
         self._side: Side | None = None
         """The side that has the devices, as far as this actor has completed the change; None: not known."""
         self._onloaded = False
-        """Whether the trainer has said so since the turn began."""
+        """Whether the trainer has said so since the phase began."""
 
     def begin_resume(self) -> None:
         self._side, self._onloaded = None, False
@@ -95,35 +95,35 @@ class SharedDevices:
     def to_trainer(self, timer: StepTimer) -> None:
         self._begin_trainers(timer)
         if not self._onloaded:
-            with timer.phase("turn"):
-                self._waits.stage("turn")
+            with timer.phase("devices"):
+                self._waits.stage("devices")
                 self._trainer.onload()
             self._onloaded = True
 
     def to_engines(self, version: int, timer: StepTimer) -> None:
         if self._side is Side.ENGINES:
             return
-        with timer.phase("turn"):
-            self._waits.stage("turn")
+        with timer.phase("devices"):
+            self._waits.stage("devices")
             self._side = None
             # The trainer repeats a publish that fails, which it can do while it has its memory.
             self._await_committed(version)
             self._onloaded = False
             self._trainer.offload()
-            if not self._waits.retry("etcd", partial(self._claims.begin_turn, Side.ENGINES, self._writer, self._term)):
+            if not self._waits.retry("etcd", partial(self._claims.begin_phase, Side.ENGINES, self._writer, self._term)):
                 raise Conflict("a trainer group has taken the devices since it was to give them up",
                                hint="resume from the trainer's state")
             self._side = Side.ENGINES  # that they are back is for ``PoolSync`` to wait for
 
     def _begin_trainers(self, timer: StepTimer) -> None:
-        """Makes it the trainer's turn, and waits until no engine has device memory. One that does not release it is
+        """Makes it the trainer's phase, and waits until no engine has device memory. One that does not release it is
         ended by the driver, so this comes to an end."""
         if self._side is Side.TRAINER:
             return
-        with timer.phase("turn"):
-            self._waits.stage("turn")
+        with timer.phase("devices"):
+            self._waits.stage("devices")
             self._side = None
-            self._waits.retry("etcd", partial(self._claims.begin_turn, Side.TRAINER, self._writer, self._term))
+            self._waits.retry("etcd", partial(self._claims.begin_phase, Side.TRAINER, self._writer, self._term))
             self._onloaded = False
             with contextlib.closing(self._claims):
                 while held := self._waits.retry("etcd", self._claims.holding):

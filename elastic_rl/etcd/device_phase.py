@@ -1,29 +1,29 @@
-"""Decides whose turn it is to have device memory, when engines and trainer share devices (``placement: colocated``).
+"""Decides whose phase it is to have device memory, when engines and trainer share devices (``placement: colocated``).
 Pure.
 
-One record says whose turn it is, and only the actor writes it. It moves no memory: each side is level-triggered. A side
-whose turn is over gives its memory up; a side whose turn has come takes memory once the other side has none. What a
-process may have it writes down *before* it takes it, and clears *after* it has given it up:
+One record says whose phase it is, and only the actor writes it. It moves no memory: each side is level-triggered. A
+side whose phase is over gives its memory up; a side whose phase has come takes memory once the other side has none.
+What a process may have it writes down *before* it takes it, and clears *after* it has given it up:
 
     an engine         ``Engine.holds_device``, in its own record, which the driver deletes with a dead engine
     the trainer group ``DeviceHolder``, one record
 
 Never both. Each change is a transaction with comparisons on what it was decided on, so that it cannot come too late:
 
-    turn → trainer      always (engines then give their memory up)
-    turn → engines      if no trainer group holds memory                      (compares the holder)
-    an engine takes     if it is the engines' turn                            (compares the turn)
-    the trainer takes   if it is the trainer's turn and no engine holds any   (compares the turn)
+    phase → trainer     always (engines then give their memory up)
+    phase → engines     if no trainer group holds memory                       (compares the holder)
+    an engine takes     if it is the engines' phase                            (compares the phase)
+    the trainer takes   if it is the trainer's phase and no engine holds any   (compares the phase)
 
-While it is the engines' turn no trainer can take, and the turn could only become theirs while none held. While it is
-the trainer's turn no engine can take, so that engines that were seen to hold nothing hold nothing.
+While it is the engines' phase no trainer can take, and the phase could only become theirs while none held. While it is
+the trainer's phase no engine can take, so that engines that were seen to hold nothing hold nothing.
 
 Progress. Nothing waits for a process that is gone: the record of a dead engine is deleted by its driver, which also
 kills one that does not give up within a limit; a group that re-forms takes the place of the holder before it, whose
-ranks have ended; a replaced actor takes the turn for the trainer, whatever it was. Without a record, and by one of an
-earlier epoch, all of whose processes have ended, it is the trainer's turn. A turn that cannot be read is nobody's: all
-stay as they are until the actor writes the next one. A holder that cannot be read counts as one, until the trainer
-takes memory again, as the actor has it do before each of its turns.
+ranks have ended; a replaced actor takes the phase for the trainer, whatever it was. Without a record, and by one of an
+earlier epoch, all of whose processes have ended, it is the trainer's phase. A phase that cannot be read is nobody's:
+all stay as they are until the actor writes the next one. A holder that cannot be read counts as one, until the trainer
+takes memory again, as the actor has it do before each of its phases.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Side(OpenEnum):
     ENGINES = "engines"
 
 
-class Turn(Record):
-    """Written by the actor of ``term`` in the run's ``epoch``; ``number`` counts turns within the epoch."""
+class DevicePhase(Record):
+    """Written by the actor of ``term`` in the run's ``epoch``; ``number`` counts phases within the epoch."""
 
     side: Side
     epoch: int
@@ -63,8 +63,8 @@ class DeviceHolder(Record):
 
 
 @dataclass(frozen=True)
-class SeenTurn:
-    """The turn as it was read. ``side``: None if the record cannot be read."""
+class SeenPhase:
+    """The phase as it was read. ``side``: None if the record cannot be read."""
 
     side: Side | None
     number: int = 0
@@ -72,19 +72,19 @@ class SeenTurn:
     """Revision of the record's last change; 0 without one."""
 
     @classmethod
-    def of(cls, kv: KeyValue | None, epoch: int) -> SeenTurn:
+    def of(cls, kv: KeyValue | None, epoch: int) -> SeenPhase:
         if kv is None:
             return cls(Side.TRAINER)
-        turn = decode_bytes(kv.value, Turn)
-        if turn is None or not turn.side.known:
+        phase = decode_bytes(kv.value, DevicePhase)
+        if phase is None or not phase.side.known:
             return cls(None, revision=kv.mod_revision)
-        if turn.epoch != epoch:
+        if phase.epoch != epoch:
             return cls(Side.TRAINER, revision=kv.mod_revision)
-        return cls(turn.side, turn.number, kv.mod_revision)
+        return cls(phase.side, phase.number, kv.mod_revision)
 
     def unchanged(self, keys: Keys) -> Compare:
-        """The condition that it is still this turn."""
-        return Compare.mod(keys.device_turn(), "==", self.revision)
+        """The condition that it is still this phase."""
+        return Compare.mod(keys.device_phase(), "==", self.revision)
 
 
 def holding(engines: Iterable[Engine], epoch: int) -> list[str]:
@@ -103,11 +103,11 @@ def held_by(kv: KeyValue | None, epoch: int) -> str:
     return holder.group if holder.epoch == epoch else ""
 
 
-def give_turn(keys: Keys, side: Side, seen: SeenTurn, holder: KeyValue | None, *, epoch: int, term: int
+def give_phase(keys: Keys, side: Side, seen: SeenPhase, holder: KeyValue | None, *, epoch: int, term: int
               ) -> Change | None:
-    """What the actor writes to begin a turn; None while a trainer group holds memory, and the turn is to be the
+    """What the actor writes to begin a phase; None while a trainer group holds memory, and the phase is to be the
     engines'."""
-    put = Op.put(keys.device_turn(), Turn(side=side, epoch=epoch, term=term, number=seen.number + 1).encode())
+    put = Op.put(keys.device_phase(), DevicePhase(side=side, epoch=epoch, term=term, number=seen.number + 1).encode())
     if side is Side.TRAINER:
         return [], [put]
     if held_by(holder, epoch):
@@ -115,12 +115,12 @@ def give_turn(keys: Keys, side: Side, seen: SeenTurn, holder: KeyValue | None, *
     return [Compare.mod(keys.device_holder(), "==", holder.mod_revision if holder else 0)], [put]
 
 
-def take_for_engine(keys: Keys, seen: SeenTurn) -> Sequence[Compare] | None:
+def take_for_engine(keys: Keys, seen: SeenPhase) -> Sequence[Compare] | None:
     """The conditions under which an engine writes that it holds memory; None while it may not."""
     return [seen.unchanged(keys)] if seen.side is Side.ENGINES else None
 
 
-def take_for_trainer(keys: Keys, seen: SeenTurn, held: Collection[str], group: str, *, epoch: int) -> Change | None:
+def take_for_trainer(keys: Keys, seen: SeenPhase, held: Collection[str], group: str, *, epoch: int) -> Change | None:
     """What a trainer group writes before it takes memory; None while it may not. ``held``: engines that may have
     memory, read after ``seen``."""
     if seen.side is not Side.TRAINER or held:

@@ -1,5 +1,5 @@
-"""Turns of colocated engines and trainer: no order of readings, writes and crashes gives both sides device memory, and
-whatever happened, the side whose turn it is gets it."""
+"""Phases of colocated engines and trainer: no order of readings, writes and crashes gives both sides device memory, and
+whatever happened, the side whose phase it is gets it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.budget import seeds
 
-from elastic_rl.etcd import device_turn
-from elastic_rl.etcd.device_turn import Change, DeviceHolder, SeenTurn, Side, Turn
+from elastic_rl.etcd import device_phase
+from elastic_rl.etcd.device_phase import Change, DeviceHolder, DevicePhase, SeenPhase, Side
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
@@ -43,7 +43,7 @@ class Store:
         return True
 
 
-class TurnMachine(RuleBasedStateMachine):
+class PhaseMachine(RuleBasedStateMachine):
     """Readings and writes are steps of their own, so that anything may come between them. ``memory``: what processes
     really have, by the name of an engine or of a formation of the trainer."""
 
@@ -55,8 +55,8 @@ class TurnMachine(RuleBasedStateMachine):
         self.running: set[str] = set()
 
     # -- what processes read and write
-    def seen(self) -> SeenTurn:
-        return SeenTurn.of(self.store.get(KEYS.device_turn()), self.epoch)
+    def seen(self) -> SeenPhase:
+        return SeenPhase.of(self.store.get(KEYS.device_phase()), self.epoch)
 
     def records(self) -> list[Engine]:
         return [Engine.decode(kv.value) for e in ENGINES if (kv := self.store.get(KEYS.engine(e)))]
@@ -71,7 +71,7 @@ class TurnMachine(RuleBasedStateMachine):
     # -- the actor
     @rule(side=st.sampled_from(Side))
     def actor_reads(self, side: Side) -> None:
-        change = device_turn.give_turn(KEYS, side, self.seen(), self.store.get(KEYS.device_holder()),
+        change = device_phase.give_phase(KEYS, side, self.seen(), self.store.get(KEYS.device_holder()),
                                        epoch=self.epoch, term=1)
         self.decided.pop("actor", None)  # of a predecessor: its term is over
         if change is not None:
@@ -82,8 +82,8 @@ class TurnMachine(RuleBasedStateMachine):
         self.write("actor")
 
     @rule()
-    def turn_becomes_unreadable(self) -> None:
-        self.store.txn([], [Op.put(KEYS.device_turn(), b"?")])
+    def phase_becomes_unreadable(self) -> None:
+        self.store.txn([], [Op.put(KEYS.device_phase(), b"?")])
 
     # -- engines
     @rule(engine=st.sampled_from(ENGINES))
@@ -94,7 +94,7 @@ class TurnMachine(RuleBasedStateMachine):
 
     @rule(engine=st.sampled_from(ENGINES))
     def engine_reads(self, engine: str) -> None:
-        guards = device_turn.take_for_engine(KEYS, self.seen())
+        guards = device_phase.take_for_engine(KEYS, self.seen())
         if engine in self.running and engine not in self.memory and guards is not None:
             self.decided[engine] = guards, [self.record(engine, holds=True)]
 
@@ -131,9 +131,9 @@ class TurnMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.group)
     @rule()
     def group_reads(self) -> None:
-        """Also one that has memory: it is told to take it before each of the trainer's turns."""
+        """Also one that has memory: it is told to take it before each of the trainer's phases."""
         seen = self.seen()
-        change = device_turn.take_for_trainer(KEYS, seen, device_turn.holding(self.records(), self.epoch), self.group,
+        change = device_phase.take_for_trainer(KEYS, seen, device_phase.holding(self.records(), self.epoch), self.group,
                                               epoch=self.epoch)
         if change is not None:
             self.decided["trainer"] = change
@@ -149,7 +149,7 @@ class TurnMachine(RuleBasedStateMachine):
     def group_gives_up(self, late: bool) -> None:
         """As the actor's command, at any time. ``late``: it is lost before it is written."""
         self.memory.discard(self.group)
-        change = device_turn.give_up_for_trainer(KEYS, self.store.get(KEYS.device_holder()), self.group,
+        change = device_phase.give_up_for_trainer(KEYS, self.store.get(KEYS.device_holder()), self.group,
                                                  epoch=self.epoch)
         if change is not None and not late:
             assert self.store.txn(*change)
@@ -174,13 +174,13 @@ class TurnMachine(RuleBasedStateMachine):
     @invariant()
     def who_has_memory_is_on_record(self) -> None:
         if hasattr(self, "memory"):
-            held = set(device_turn.holding(self.records(), self.epoch))
+            held = set(device_phase.holding(self.records(), self.epoch))
             assert self.memory & set(ENGINES) <= held
-            group = device_turn.held_by(self.store.get(KEYS.device_holder()), self.epoch)
+            group = device_phase.held_by(self.store.get(KEYS.device_holder()), self.epoch)
             assert self.memory - set(ENGINES) <= {group}
 
     @rule(side=st.sampled_from(Side))
-    def side_whose_turn_it_is_gets_memory_when_all_do_their_part(self, side: Side) -> None:
+    def side_whose_phase_it_is_gets_memory_when_all_do_their_part(self, side: Side) -> None:
         """From wherever it is: the actor wants this side, and every process does what it is there for."""
         self.decided.clear()
         if not self.group:
@@ -189,7 +189,7 @@ class TurnMachine(RuleBasedStateMachine):
             self.driver_deletes_the_record_of_a_dead_engine(engine)
             self.engine_starts(engine)
         if side is Side.ENGINES:
-            if device_turn.held_by(self.store.get(KEYS.device_holder()), self.epoch) not in ("", self.group):
+            if device_phase.held_by(self.store.get(KEYS.device_holder()), self.epoch) not in ("", self.group):
                 self.actor_reads(Side.TRAINER)  # it holds for a formation that has ended: the next one takes its place
                 self.actor_writes()
                 for engine in ENGINES:
@@ -197,7 +197,7 @@ class TurnMachine(RuleBasedStateMachine):
                 self.group_reads()
                 self.group_takes()
             self.memory.discard(self.group)
-            change = device_turn.give_up_for_trainer(KEYS, self.store.get(KEYS.device_holder()), self.group,
+            change = device_phase.give_up_for_trainer(KEYS, self.store.get(KEYS.device_holder()), self.group,
                                                      epoch=self.epoch)
             assert change is None or self.store.txn(*change)
             self.actor_reads(Side.ENGINES)
@@ -218,9 +218,9 @@ class TurnMachine(RuleBasedStateMachine):
             assert self.memory == {self.group}
 
 
-TurnMachine.TestCase.settings = settings(max_examples=seeds(40), stateful_step_count=40, deadline=None)
-TestTurns = TurnMachine.TestCase
-Step = Callable[[TurnMachine], None]
+PhaseMachine.TestCase.settings = settings(max_examples=seeds(40), stateful_step_count=40, deadline=None)
+TestPhases = PhaseMachine.TestCase
+Step = Callable[[PhaseMachine], None]
 
 
 ACTORS = ((Side.TRAINER,), (Side.ENGINES,), (Side.TRAINER, Side.ENGINES), (Side.ENGINES, Side.TRAINER))
@@ -236,21 +236,21 @@ def interleavings(*programs: Sequence[Step]) -> Iterator[list[Step]]:
                 yield [program[0], *rest]
 
 
-@pytest.mark.parametrize("turns", ACTORS, ids=lambda turns: " then ".join(turns))
+@pytest.mark.parametrize("phases", ACTORS, ids=lambda phases: " then ".join(phases))
 @pytest.mark.parametrize("start", Side)
 @pytest.mark.parametrize("holds", [False, True])
-def test_no_order_of_readings_and_writes_gives_both_sides_memory(turns: Sequence[Side], start: Side, holds: bool
+def test_no_order_of_readings_and_writes_gives_both_sides_memory(phases: Sequence[Side], start: Side, holds: bool
                                                                 ) -> None:
-    """All orders of an actor that begins turns, an engine and a group that each take memory; ``holds``: the side whose
-    turn it is at the start has taken it."""
+    """All orders of an actor that begins phases, an engine and a group that each take memory; ``holds``: the side whose
+    phase it is at the start has taken it."""
     engine = ENGINES[0]
     actor: list[Step] = []
-    for side in turns:
-        actor += [partial(TurnMachine.actor_reads, side=side), TurnMachine.actor_writes]
-    takes = partial(TurnMachine.engine_reads, engine=engine), partial(TurnMachine.engine_takes, engine=engine)
+    for side in phases:
+        actor += [partial(PhaseMachine.actor_reads, side=side), PhaseMachine.actor_writes]
+    takes = partial(PhaseMachine.engine_reads, engine=engine), partial(PhaseMachine.engine_takes, engine=engine)
     outcomes = set()
-    for order in interleavings(actor, takes, (TurnMachine.group_reads, TurnMachine.group_takes)):
-        world = TurnMachine()
+    for order in interleavings(actor, takes, (PhaseMachine.group_reads, PhaseMachine.group_takes)):
+        world = PhaseMachine()
         world.begin()
         world.engine_starts(engine)
         world.group_forms_in_the_place_of_another()
@@ -274,32 +274,32 @@ def kv(key: str, value: bytes, revision: int = 7) -> KeyValue:
     return KeyValue(key, value, 1, revision, 1, 0)
 
 
-def test_trainer_has_the_turn_without_a_record_of_this_epoch() -> None:
-    turn = Turn(side=Side.ENGINES, epoch=3, term=1, number=4)
-    assert SeenTurn.of(None, 3) == SeenTurn(Side.TRAINER)
-    assert SeenTurn.of(kv("k", turn.encode()), 4) == SeenTurn(Side.TRAINER, revision=7)
-    assert SeenTurn.of(kv("k", turn.encode()), 3) == SeenTurn(Side.ENGINES, 4, 7)
+def test_trainer_has_the_phase_without_a_record_of_this_epoch() -> None:
+    phase = DevicePhase(side=Side.ENGINES, epoch=3, term=1, number=4)
+    assert SeenPhase.of(None, 3) == SeenPhase(Side.TRAINER)
+    assert SeenPhase.of(kv("k", phase.encode()), 4) == SeenPhase(Side.TRAINER, revision=7)
+    assert SeenPhase.of(kv("k", phase.encode()), 3) == SeenPhase(Side.ENGINES, 4, 7)
 
 
-def test_turn_of_an_unreadable_record_or_unknown_side_is_nobodys() -> None:
-    newer = Turn(side=Side("critic"), epoch=3, number=4).encode()
+def test_phase_of_an_unreadable_record_or_unknown_side_is_nobodys() -> None:
+    newer = DevicePhase(side=Side("critic"), epoch=3, number=4).encode()
     for raw in (b"?", newer):
-        seen = SeenTurn.of(kv("k", raw), 3)
-        assert seen == SeenTurn(None, revision=7)
-        assert device_turn.take_for_engine(KEYS, seen) is None
-        assert device_turn.take_for_trainer(KEYS, seen, (), "g", epoch=3) is None
-        assert device_turn.give_turn(KEYS, Side.TRAINER, seen, None, epoch=3, term=2) is not None, "only it may write"
+        seen = SeenPhase.of(kv("k", raw), 3)
+        assert seen == SeenPhase(None, revision=7)
+        assert device_phase.take_for_engine(KEYS, seen) is None
+        assert device_phase.take_for_trainer(KEYS, seen, (), "g", epoch=3) is None
+        assert device_phase.give_phase(KEYS, Side.TRAINER, seen, None, epoch=3, term=2) is not None, "only it may write"
 
 
-def test_holder_that_cannot_be_read_keeps_the_turn_from_the_engines() -> None:
-    seen = SeenTurn(Side.TRAINER, 1, 5)
-    assert device_turn.give_turn(KEYS, Side.ENGINES, seen, kv("h", b"?"), epoch=3, term=2) is None
+def test_holder_that_cannot_be_read_keeps_the_phase_from_the_engines() -> None:
+    seen = SeenPhase(Side.TRAINER, 1, 5)
+    assert device_phase.give_phase(KEYS, Side.ENGINES, seen, kv("h", b"?"), epoch=3, term=2) is None
     old = DeviceHolder(group="g", epoch=2).encode()
-    assert device_turn.give_turn(KEYS, Side.ENGINES, seen, kv("h", old), epoch=3, term=2) is not None
+    assert device_phase.give_phase(KEYS, Side.ENGINES, seen, kv("h", old), epoch=3, term=2) is not None
 
 
 def test_formation_clears_its_own_memory_from_the_record_only() -> None:
     mine = kv("h", DeviceHolder(group="g", epoch=3).encode())
-    assert device_turn.give_up_for_trainer(KEYS, mine, "g", epoch=3) is not None
-    assert device_turn.give_up_for_trainer(KEYS, mine, "other", epoch=3) is None
-    assert device_turn.give_up_for_trainer(KEYS, None, "g", epoch=3) is None
+    assert device_phase.give_up_for_trainer(KEYS, mine, "g", epoch=3) is not None
+    assert device_phase.give_up_for_trainer(KEYS, mine, "other", epoch=3) is None
+    assert device_phase.give_up_for_trainer(KEYS, None, "g", epoch=3) is None

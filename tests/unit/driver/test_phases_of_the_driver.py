@@ -1,4 +1,4 @@
-"""What the driver makes of the turns of shared devices: which engines are late, and who has which GPU."""
+"""What the driver makes of the phases of shared devices: which engines are late, and who has which GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastic_rl.driver.late_engines import LateEngines
 from elastic_rl.driver.plan import Running, plan
 from elastic_rl.driver.shared_gpus import free_gpus
-from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.records import Engine, EngineState
 
 
@@ -27,14 +27,14 @@ def test_engine_that_keeps_its_memory_is_late_after_the_limit() -> None:
     assert "did not release its memory" in late.observe(Side.TRAINER, [HOLDER], 111.0)["a"]
 
 
-def test_released_engine_that_does_not_take_its_turn_is_late_too() -> None:
+def test_released_engine_that_does_not_take_its_phase_is_late_too() -> None:
     late, released = LateEngines(10.0), engine("a", EngineState.RELEASED, holds=False)
     assert not late.observe(Side.ENGINES, [released], 0.0)
-    assert "did not take its turn" in late.observe(Side.ENGINES, [released], 10.0)["a"]
+    assert "did not take its phase" in late.observe(Side.ENGINES, [released], 10.0)["a"]
     assert not LateEngines(0.0).observe(Side.TRAINER, [released], 0.0), "it is as it should be"
 
 
-def test_each_turn_has_a_limit_of_its_own() -> None:
+def test_each_phase_has_a_limit_of_its_own() -> None:
     late = LateEngines(10.0)
     late.observe(Side.TRAINER, [HOLDER], 0.0)
     late.observe(Side.ENGINES, [HOLDER], 9.0)
@@ -60,7 +60,7 @@ def test_engine_that_starts_or_has_ended_or_has_no_memory_is_not_late(spared: En
     assert not late.observe(Side.TRAINER, [spared], 0.0) and not late.observe(Side.TRAINER, [spared], 1e6)
 
 
-def test_nobody_is_late_while_it_is_nobodys_turn() -> None:
+def test_nobody_is_late_while_it_is_nobodys_phase() -> None:
     assert not LateEngines(0.0).observe(None, [HOLDER, engine("b", EngineState.RELEASED, holds=False)], 0.0)
 
 

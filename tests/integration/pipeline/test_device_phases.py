@@ -18,10 +18,10 @@ from support.waiting import wait_until
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.samples import Sample
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.etcd import device_turn, fencing
+from elastic_rl.etcd import device_phase, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.device_claims import DeviceClaims
-from elastic_rl.etcd.device_turn import SeenTurn, Side
+from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, StepMetrics, Version, VersionState
 from elastic_rl.trainer.service.commands import Command, Offload, Onload
@@ -30,7 +30,7 @@ from elastic_rl.trainer.service.shares import Shares
 ENGINES = ("rollout-a", "rollout-b")
 
 
-class TrainerInTurns(TrainerWithoutTensors):
+class TrainerInPhases(TrainerWithoutTensors):
     """Has memory, as a real one, from a take that etcd knows of to the next offload."""
 
     has_memory = False
@@ -76,7 +76,7 @@ class TrainerInTurns(TrainerWithoutTensors):
         self.has_memory = False
 
 
-class EngineInTurns:
+class EngineInPhases:
     """A colocated engine without a server. ``stuck``: it does not release its memory while it is set."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, engine_id: str, epoch: int) -> None:
@@ -89,11 +89,11 @@ class EngineInTurns:
 
     def _run(self) -> None:
         while not self._stop.wait(0.05):
-            seen = SeenTurn.of(self._etcd.get(self._keys.device_turn()), self._epoch)
+            seen = SeenPhase.of(self._etcd.get(self._keys.device_phase()), self._epoch)
             if self.holds and seen.side is Side.TRAINER and not self.stuck.is_set():
                 self.holds = False
                 self._write(EngineState.RELEASED, holds=False)
-            guards = device_turn.take_for_engine(self._keys, seen)
+            guards = device_phase.take_for_engine(self._keys, seen)
             if not self.holds and guards is not None and self._write(EngineState.SYNCING, holds=True, guards=guards):
                 self.holds = True
                 self._write(EngineState.READY, holds=True)
@@ -103,7 +103,7 @@ class EngineInTurns:
         version = Version.decode(head.value).number if state is EngineState.READY and head else 0
         record = Engine(id=self.id, pool=ROLLOUT_POOL, state=state, epoch=self._epoch, version=version,
                         holds_device=holds)
-        return self._etcd.txn([*guards], [device_turn.Op.put(self._keys.engine(self.id), record.encode())]).succeeded
+        return self._etcd.txn([*guards], [device_phase.Op.put(self._keys.engine(self.id), record.encode())]).succeeded
 
     def die(self) -> None:
         """As killed by the driver, which then deletes its record."""
@@ -113,12 +113,12 @@ class EngineInTurns:
         self._etcd.delete(self._keys.engine(self.id))
 
 
-class RolesInTurns(Roles):
+class RolesInPhases(Roles):
     """Notes who had memory when samples were asked for."""
 
-    def __init__(self, trainer: TrainerInTurns, etcd: EtcdClient, keys: Keys) -> None:
+    def __init__(self, trainer: TrainerInPhases, etcd: EtcdClient, keys: Keys) -> None:
         super().__init__(trainer, etcd, keys)
-        self.engines: list[EngineInTurns] = []
+        self.engines: list[EngineInPhases] = []
         self.holders: list[tuple[int, bool]] = []
         """At each request how many engines had memory, and whether the trainer had."""
 
@@ -129,27 +129,27 @@ class RolesInTurns(Roles):
 
 
 class ColocatedJob(SimulatedJob):
-    trainer: TrainerInTurns
-    roles: RolesInTurns
+    trainer: TrainerInPhases
+    roles: RolesInPhases
 
     def __init__(self, etcd: EtcdClient, endpoints: list[str], keys: Keys, folder: Path) -> None:
         super().__init__(etcd, endpoints, keys, folder, placement="colocated")
         etcd.delete(keys.engine("rollout-e"))
         self.trainer.lose()
-        self.trainer = TrainerInTurns(etcd, keys, self.ctx.epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
-        self.roles = RolesInTurns(self.trainer, etcd, keys)
+        self.trainer = TrainerInPhases(etcd, keys, self.ctx.epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
+        self.roles = RolesInPhases(self.trainer, etcd, keys)
         self.engines = self.roles.engines
-        self.engines += [EngineInTurns(etcd, keys, name, self.ctx.epoch) for name in ENGINES]
+        self.engines += [EngineInPhases(etcd, keys, name, self.ctx.epoch) for name in ENGINES]
 
-    def turn(self) -> SeenTurn:
-        return SeenTurn.of(self.etcd.get(self.keys.device_turn()), self.ctx.epoch)
+    def phase(self) -> SeenPhase:
+        return SeenPhase.of(self.etcd.get(self.keys.device_phase()), self.ctx.epoch)
 
     def wait_for_release(self, engine_id: str) -> None:
         """Until the run says that it waits for this."""
         wait_until(lambda: f"engine {engine_id} to release memory" in self.status().waiting_for,
                    what="the wait to be shown")
 
-    def assert_in_turns(self) -> None:
+    def assert_in_phases(self) -> None:
         assert self.trainer.without_memory == []
         assert self.roles.holders and all(not trainer for _, trainer in self.roles.holders)
         self.assert_exactly_once()
@@ -166,32 +166,32 @@ def job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
         yield made
 
 
-def test_trainer_and_engines_have_memory_in_turns(job: ColocatedJob) -> None:
+def test_trainer_and_engines_have_memory_in_phases(job: ColocatedJob) -> None:
     job.start_actor()
     job.finish()
-    job.assert_in_turns()
+    job.assert_in_phases()
     assert all(engines == len(ENGINES) for engines, _ in job.roles.holders), "all engines are waited for"
-    # From the trainer to the engines and back in each of the 6 steps, of which 3 evaluate in the turn that generates,
+    # From the trainer to the engines and back in each of the 6 steps, of which 3 evaluate in the phase that generates,
     # once for the last evaluation, and back for the last commit.
-    assert job.turn().side is Side.TRAINER and job.turn().number == 1 + 2 * 6 + 2
+    assert job.phase().side is Side.TRAINER and job.phase().number == 1 + 2 * 6 + 2
     last = StepMetrics.decode(job.etcd.get(job.keys.step_metrics(6)).value)  # type: ignore[union-attr]
-    assert last.seconds["turn"] > 0
+    assert last.seconds["devices"] > 0
     assert job.kinds("trainer.") == [] and job.kinds("engine.") == []
 
 
-def test_trainer_that_is_lost_in_the_engines_turn_re_forms_in_its_own(job: ColocatedJob) -> None:
+def test_trainer_that_is_lost_in_the_engines_phase_re_forms_in_its_own(job: ColocatedJob) -> None:
     job.start_actor()
     job.wait_for(1)
     job.roles.hanging.clear()
     asked = len(job.roles.holders)
-    wait_until(lambda: len(job.roles.holders) > asked, what="a request in the engines' turn")
+    wait_until(lambda: len(job.roles.holders) > asked, what="a request in the engines' phase")
     job.trainer.lose()
     job.trainer.form()
-    assert "turn of the engines" in job.trainer.epoch_claims.take_for_trainer("another"), "it could not be refused"
+    assert "the engines' phase" in job.trainer.epoch_claims.take_for_trainer("another"), "it could not be refused"
     assert not job.trainer.board.status()["ready"] and not job.trainer.has_memory
     job.roles.hanging.set()
     job.finish()
-    job.assert_in_turns()
+    job.assert_in_phases()
     assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]
 
 
@@ -200,10 +200,10 @@ def test_engine_that_does_not_release_is_named_until_it_is_gone(job: ColocatedJo
     stuck.stuck.set()
     job.start_actor()
     job.wait_for_release("rollout-b")
-    assert job.status().stage == "turn" and not job.trainer.has_memory
+    assert job.status().stage == "devices" and not job.trainer.has_memory
     stuck.die()
     job.finish()
-    job.assert_in_turns()
+    job.assert_in_phases()
 
 
 def test_actor_that_is_replaced_in_the_middle_of_a_change_is_continued(job: ColocatedJob) -> None:
@@ -211,35 +211,35 @@ def test_actor_that_is_replaced_in_the_middle_of_a_change_is_continued(job: Colo
     stuck.stuck.set()
     job.start_actor()
     job.wait_for_release("rollout-a")
-    number = job.turn().number
+    number = job.phase().number
     job.runs[0].stop(WAIT_S)
     job.start_actor()
     job.wait_for_release("rollout-a")
-    assert job.turn() == SeenTurn(Side.TRAINER, number, job.turn().revision), "it is the trainer's turn already"
+    assert job.phase() == SeenPhase(Side.TRAINER, number, job.phase().revision), "it is the trainer's phase already"
     stuck.stuck.clear()
     job.finish()
-    job.assert_in_turns()
+    job.assert_in_phases()
 
 
-def test_turn_that_cannot_be_read_is_written_again(job: ColocatedJob) -> None:
+def test_phase_that_cannot_be_read_is_written_again(job: ColocatedJob) -> None:
     job.roles.hanging.clear()
     job.start_actor()
-    wait_until(lambda: job.roles.holders, what="a request in the engines' turn")
-    job.etcd.put(job.keys.device_turn(), b"?")
+    wait_until(lambda: job.roles.holders, what="a request in the engines' phase")
+    job.etcd.put(job.keys.device_phase(), b"?")
     assert all(e.holds for e in job.engines), "all stay as they are"
     job.roles.hanging.set()
     job.finish()
-    job.assert_in_turns()
+    job.assert_in_phases()
 
 
-def test_group_that_takes_memory_back_before_the_turn_changes_is_never_overlooked(job: ColocatedJob) -> None:
-    """A group may re-form between its offload and the turn of the engines."""
+def test_group_that_takes_memory_back_before_the_phase_changes_is_never_overlooked(job: ColocatedJob) -> None:
+    """A group may re-form between its offload and the phase of the engines."""
     claims, writer = job.trainer.epoch_claims, fencing.FencedWriter.of_epoch(job.etcd, job.keys, job.ctx.epoch)
     wait_until(lambda: job.trainer.has_memory, what="the trainer's memory")
-    assert not claims.begin_turn(Side.ENGINES, writer, 1)
+    assert not claims.begin_phase(Side.ENGINES, writer, 1)
     claims.give_up_for_trainer(job.trainer.member.incarnation)
     assert claims.take_for_trainer("re-formed") == ""
     claims.give_up_for_trainer(job.trainer.member.incarnation)  # late, and of a formation that has ended
-    assert not claims.begin_turn(Side.ENGINES, writer, 1)
+    assert not claims.begin_phase(Side.ENGINES, writer, 1)
     claims.give_up_for_trainer("re-formed")
-    assert claims.begin_turn(Side.ENGINES, writer, 1)
+    assert claims.begin_phase(Side.ENGINES, writer, 1)
