@@ -48,7 +48,7 @@ def every_part_killed(context: FaultContext, _steps: int) -> list[tuple[int, Seq
             (8, [QueueActorKilled(context, "TransferQueueController")])]
 
 
-def test_no_group_is_lost_or_too_stale_whatever_part_of_an_asynchronous_run_is_killed(tmp_path: Path) -> None:
+def test_no_group_is_lost_or_too_stale_whatever_part_is_killed(tmp_path: Path) -> None:
     policy = make_model_dir(tmp_path / "policy", config.parse({}))
     judge = make_model_dir(tmp_path / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
     pools = {JUDGE: {"model": str(judge), "engine": {"max_total_tokens": 2048}}}

@@ -102,8 +102,7 @@ def group_may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.umask(before)
 
 
-def test_evaluation_has_each_prompt_once_and_its_processes_make_nothing_that_others_may_use(
-        tmp_path: Path, group_may_write: None) -> None:
+def test_evaluation_has_each_prompt_once_and_leaves_nothing_for_others(tmp_path: Path, group_may_write: None) -> None:
     settings = SMALL | {"mode": "eval", "eval.samples": 2, "eval.temperature": 1.0, "eval.prompts_per_step": 16}
     with whole_job(tmp_path / "run", settings) as job:
         umasks: dict[str, str] = {}

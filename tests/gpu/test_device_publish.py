@@ -49,7 +49,7 @@ class MemoryNode:
             t.dtype, t.shape) for _, t in part.tensors}
 
 
-def test_tensors_of_one_shape_are_told_apart_though_their_host_buffer_is_the_same(device: torch.device) -> None:
+def test_tensors_of_one_shape_in_one_host_buffer_are_told_apart(device: torch.device) -> None:
     """The writer stores a view of the same memory only once; here the memory has another content each time."""
     sent: list[Named] = [(i, f"w{i}", torch.full((64, 32), float(i), device=device)) for i in range(9)]
     sent.append((9, "rng.torch", torch.get_rng_state()))

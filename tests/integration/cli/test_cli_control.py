@@ -183,8 +183,7 @@ def meanwhile(act: Callable[[], None]) -> threading.Thread:
 
 # -- operations --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_scale_with_wait_shows_progress_until_the_last_engine_is_ready(
-        control: Control, run: Run, output: str) -> None:
+def test_scale_with_wait_shows_progress_until_the_last_engine_is_ready(control: Control, run: Run, output: str) -> None:
     control.pool("e0", desired=1)
     before = len(control.operations())
 

@@ -107,7 +107,7 @@ def registered(etcd: EtcdClient, keys: Keys, name: str) -> str:
     return keys.dcs_node(name)
 
 
-def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_the_leader(
+def test_simultaneous_deaths_are_one_notification_across_leaders(
         etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, service: Service, tmp_path: Path) -> None:
     hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"alerts": {
@@ -209,8 +209,7 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
     assert e.value.kind == "no-leader"
 
 
-def test_lagging_engine_and_durable_store_are_read_from_etcd(
-        etcd: EtcdClient, keys: Keys, service: Service) -> None:
+def test_lagging_engine_and_durable_store_are_read_from_etcd(etcd: EtcdClient, keys: Keys, service: Service) -> None:
     versions = [Version(stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, committed_at=1000.0 * n)
                 for n in (1, 2, 3)]
     for version in versions:

@@ -98,9 +98,7 @@ def test_members_that_are_suspected_have_a_listing_of_their_own(cluster: ApiClus
     assert [m["id"] for m in walk(api, "members?role=quiet", 3)] == ["well"]
 
 
-def test_pages_repeat_and_omit_nothing_while_items_come_and_go(cluster: ApiCluster,
-                                                                                      api: httpx.Client
-                                                                                      ) -> None:
+def test_pages_repeat_and_omit_nothing_while_items_come_and_go(cluster: ApiCluster, api: httpx.Client) -> None:
     keys, names = cluster.keys, [f"{n:02d}" for n in range(10)]
     cluster.bulk([(keys.member("moving", n), Member(role="moving", id=n, pid=1, host="h")) for n in names])
     first = api.get("/v1/members?role=moving&limit=4").json()
@@ -130,8 +128,7 @@ def test_versions_of_all_streams_come_newest_first_over_gaps(cluster: ApiCluster
     assert items(api, "versions?stream=none") == []
 
 
-def test_many_events_come_newest_first_and_completely(cluster: ApiCluster,
-                                                                            api: httpx.Client) -> None:
+def test_many_events_come_newest_first_and_completely(cluster: ApiCluster, api: httpx.Client) -> None:
     at = [1.7e12 - n * n * 50 for n in range(1500)]  # ever farther apart, so that the spans have to grow
     cluster.bulk([(cluster.keys.event(f"{int(ms):015d}-{n:04x}"), Event(
         id=f"{int(ms):015d}-{n:04x}", at=ms / 1000, kind="test.many", subject=str(n), message="m"))
@@ -177,9 +174,7 @@ def test_samples_come_newest_step_first_are_filtered_and_paged(cluster: ApiClust
         cluster.etcd.txn([], [Op.delete_prefix(keys.samples_prefix())])
 
 
-def test_dry_run_of_each_change_changes_nothing(cluster: ApiCluster, api: httpx.Client,
-                                                                         pool: str,
-                                                                          engine: str) -> None:
+def test_dry_run_of_each_change_changes_nothing(cluster: ApiCluster, api: httpx.Client, pool: str, engine: str) -> None:
     begun = api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}).json()["id"]
     before = cluster.requested_changes()
     answers = {
@@ -221,8 +216,7 @@ def test_operations_are_created_followed_and_cancelled(api: httpx.Client, pool: 
     problem(api.post("/v1/restarts", json={"target": "moon"}), 422, "invalid")
 
 
-def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, api: httpx.Client,
-                                                                 pool: str) -> None:
+def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     body, key = {"url": f"http://{pool}:30000/", "pool": pool}, {"Idempotency-Key": f"register-{pool}"}
     first, again = (api.post("/v1/engines", json=body, headers=key) for _ in range(2))
     assert first.status_code == again.status_code == 202
@@ -285,8 +279,7 @@ def test_same_request_with_the_same_key_counts_once(cluster: ApiCluster, api: ht
     problem(scale(3, "one"), 410, "gone")
 
 
-def test_one_of_many_concurrent_repetitions_is_carried_out(cluster: ApiCluster, api: httpx.Client,
-                                                                   pool: str) -> None:
+def test_one_of_many_concurrent_repetitions_is_carried_out(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     def scale(_: int) -> httpx.Response:
         return api.post(f"/v1/pools/{pool}/scale", json={"desired": 6}, headers={"Idempotency-Key": f"race-{pool}"})
 
@@ -364,8 +357,7 @@ def test_slow_client_is_disconnected(cluster: ApiCluster, pool: str) -> None:
     assert b" 400 " in end_of(b"GET / HTTP/1.1\r\nX-Large: " + b"x" * 40_000)
 
 
-def test_allowed_methods_are_named_and_head_works_where_get_does(api: httpx.Client, pool: str
-                                                                                   ) -> None:
+def test_allowed_methods_are_named_and_head_works_where_get_does(api: httpx.Client, pool: str) -> None:
     for method in ("PUT", "DELETE", "TRACE", "NONSENSE"):
         body = problem(refused := api.request(method, f"/v1/pools/{pool}"), 405, "method-not-allowed")
         assert refused.headers["allow"] == "GET, HEAD, OPTIONS, PATCH" and "PATCH" in body["detail"]
@@ -405,8 +397,7 @@ def test_change_stream_starts_with_a_snapshot_and_has_every_later_change(cluster
         assert all(f.data["kind"] != "member" for f in reader.seen[1:]), "heartbeats are left out"
 
 
-def test_change_stream_resumes_or_starts_with_a_new_snapshot(cluster: ApiCluster, pool: str
-                                                                                        ) -> None:
+def test_change_stream_resumes_or_starts_with_a_new_snapshot(cluster: ApiCluster, pool: str) -> None:
     def engine(n: int) -> int:
         name = f"{pool}-{n}"
         return cluster.etcd.put(cluster.keys.engine(name), Engine(id=name, pool=pool, state=EngineState.READY,

@@ -64,8 +64,7 @@ def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
     return body
 
 
-def test_api_serves_reads_and_changes_and_explains_refusals(start: Start, etcd: EtcdClient, keys: Keys
-                                                                          ) -> None:
+def test_api_serves_reads_and_changes_and_explains_refusals(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     replicas = start("a")
     etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
     etcd.put(keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=0, draining=0).encode())
@@ -160,8 +159,7 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     assert len(events_of(etcd, keys, "coordinator.dead")) == 1
 
 
-def test_stopped_replica_hands_over_the_leadership_without_an_alert(start: Start, etcd: EtcdClient,
-                                                                                   keys: Keys) -> None:
+def test_stopped_replica_hands_over_the_leadership_without_an_alert(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     replicas = start("a", "b")
     old = replicas.leader()
     process = replicas.running[old]

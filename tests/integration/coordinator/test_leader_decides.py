@@ -125,9 +125,7 @@ def ended(op: Operation) -> bool:
     return op.state.ended
 
 
-def test_scale_out_continues_under_the_next_leader(lead: Any, plane: Plane, etcd: EtcdClient,
-                                                                     keys: Keys
-                                                                     ) -> None:
+def test_scale_out_continues_under_the_next_leader(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     first = lead("a")
     plane.engine("e0")
     op = first.operations.scale(POOL, 3, by="ann")
@@ -214,8 +212,7 @@ def test_registration_is_withdrawn_at_its_deadline_and_its_drain_replaces_nothin
     assert until(leader, op, ended).state is OperationState.SUCCEEDED, "the pool has no engine"
 
 
-def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Keys
-                                                                               ) -> None:
+def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
 
     class Claim:
@@ -231,8 +228,7 @@ def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Ke
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
 
 
-def test_follower_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config
-                                                                 ) -> None:
+def test_follower_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
     leader = lead("a")
     op = leader.operations.scale(POOL, 2, by="ann")
     follower = OperationService(etcd, keys, Election(etcd, keys, "b", "http://b", 2), cfg)
@@ -301,7 +297,7 @@ def test_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plan
     assert until(leader, op, ended).state is OperationState.SUCCEEDED
 
 
-def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run(
+def test_repeated_deaths_cause_a_global_restart_and_then_end_the_run(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     """Budget 1, crash loop after 2: two deaths are a global restart, two more the end, over a change of leaders."""
     leader = lead("a")

@@ -32,7 +32,7 @@ def until(check: Callable[[], Any], what: str) -> None:
     wait_until(check, what=what)
 
 
-def test_wait_is_an_alert_until_the_run_goes_on_and_so_is_a_run_without_an_actor(cluster: ApiCluster) -> None:
+def test_waiting_run_and_run_without_an_actor_are_alerts(cluster: ApiCluster) -> None:
     key = cluster.keys.job_status()
     works = JobStatus(phase="rl", step=3, steps=9, stage="train", updated_at=time.time())
     waits = works.replace(stage="generate", waiting_kind="engines", waiting_for="an engine at version 4",

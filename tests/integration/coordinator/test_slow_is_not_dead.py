@@ -111,7 +111,7 @@ def hold_the_gil(process: subprocess.Popen[str], seconds: float) -> None:
     process.stdin.flush()
 
 
-def test_process_that_holds_the_gil_for_longer_than_its_lease_is_suspected_and_returns_without_an_alert(
+def test_process_that_holds_the_gil_beyond_its_lease_returns_without_an_alert(
         lead: Callable[[str], Leader], witness: HostWitness, actor: subprocess.Popen[str], view: View) -> None:
     lead("a")
     view.until_watched()
@@ -217,7 +217,7 @@ def test_restarted_witness_reports_what_it_has_seen_alive_itself(
     assert "(w2)" in view.events("dead")[0].message
 
 
-def test_killed_and_stopped_processes_of_the_durable_plane_are_dead_by_the_word_of_one_another(
+def test_killed_and_stopped_durable_processes_are_reported_dead_by_their_peers(
         etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, tmp_path: Path) -> None:
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints,
                         {"coordinator": {"suspicion_s": 600.0, "host_lost_s": 600.0}})

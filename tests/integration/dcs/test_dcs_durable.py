@@ -217,8 +217,7 @@ def test_flipped_bit_in_the_durable_store_never_reaches_a_puller(dcs: DurableClu
         dcs.puller("b").pull("policy")
 
 
-def test_node_killed_during_a_copy_leaves_no_version_and_the_next_one_completes_it(
-        dcs: DurableCluster, tmp_path: Path) -> None:
+def test_copy_that_a_killed_node_began_is_completed_by_the_next(dcs: DurableCluster, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/durable"
     folder = tmp_path / "durable" / dcs.keys.job
     dcs.copy_to(url, "a")

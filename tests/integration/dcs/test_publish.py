@@ -144,7 +144,7 @@ class OneRank:
         return begun
 
 
-def test_hanging_node_drops_one_version_with_an_event_and_the_next_one_is_published(dcs: TwoNodes) -> None:
+def test_hanging_node_costs_one_version_which_an_event_reports(dcs: TwoNodes) -> None:
     trainer = OneRank(dcs)
     trainer.submit(1)
     assert trainer.async_publisher.join() and not trainer.dropped.is_set()

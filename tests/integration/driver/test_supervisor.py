@@ -164,8 +164,7 @@ def test_request_from_before_the_first_start_is_carried_out_by_it(job: Supervise
 @parametrize("behaviour", ["crashes", "crashes-later"],
              proved_in="tests/unit/coordinator/test_failure_policy.py",
              why="a driver that crashes later")
-def test_run_whose_driver_crashes_without_progress_ends_as_a_crash_loop(job: SupervisedJob, behaviour: str
-                                                                        ) -> None:
+def test_run_whose_driver_crashes_without_progress_ends_as_a_crash_loop(job: SupervisedJob, behaviour: str) -> None:
     job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=7, steps=20).encode())
     job.start(behaviour)
     assert job.end() == 1

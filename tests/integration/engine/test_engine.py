@@ -289,8 +289,7 @@ def test_tensor_parallel_ranks_stage_a_version_part_by_part(testbed: EngineTestb
                 "tests/integration/engine/test_engine.py",
       why="each further way to pause a real server")
 @pytest.mark.parametrize("mode", ["in_place", "abort", "drain"])
-def test_requests_in_flight_are_complete_after_an_update_in_every_pause_mode(
-        testbed: EngineTestbed, mode: str) -> None:
+def test_requests_in_flight_are_complete_after_an_update_in_every_pause_mode(testbed: EngineTestbed, mode: str) -> None:
     testbed.stop_engines()
     engine_id = f"pausing-{mode}"
     runner = testbed.start_engine(engine_id, pause_mode=mode)

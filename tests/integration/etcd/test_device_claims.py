@@ -20,7 +20,7 @@ ENGINES = [Engine(id=f"rollout-{i}", pool=ROLLOUT_POOL, state=EngineState.READY,
            for i in range(3)]
 
 
-def test_engines_hold_memory_until_all_have_released_it_and_their_records_are_read_twice(
+def test_engines_hold_memory_until_their_records_say_otherwise_twice(
         etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in ENGINES:
         etcd.put(keys.engine(engine.id), engine.encode())

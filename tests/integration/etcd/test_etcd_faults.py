@@ -20,8 +20,7 @@ from elastic_rl.etcd.keys import Keys
 
 
 # -- no quorum ---------------------------------------------------------------------------------------------------------
-def test_calls_without_quorum_end_in_their_budget_and_resume_with_it(etcd3_cluster: EtcdServers,
-                                                                            keys: Keys) -> None:
+def test_calls_without_quorum_end_in_their_budget_and_resume_with_it(etcd3_cluster: EtcdServers, keys: Keys) -> None:
     servers, key = etcd3_cluster, keys.root + "n"
     with EtcdClient(servers.endpoints, retry_budget_s=1.0) as etcd, \
             EtcdClient(servers.endpoints, retry_budget_s=30.0) as patient, ThreadPoolExecutor(1) as background, \
@@ -89,8 +88,7 @@ def test_write_with_a_lost_answer_is_known_to_be_applied(etcd: EtcdClient, link:
         assert kv is not None and (kv.version, kv.value, kv.mod_revision) == (1, b"once", done.revision)
 
 
-def test_refused_write_does_not_apply_when_a_stopped_member_resumes(etcd3_cluster: EtcdServers,
-                                                                                         keys: Keys) -> None:
+def test_refused_write_does_not_apply_when_a_stopped_member_resumes(etcd3_cluster: EtcdServers, keys: Keys) -> None:
     """A stopped member holds the first copies; another refuses; then the reason for the refusal is removed."""
     servers, n = etcd3_cluster, 16
     victim = (servers.leader() + 1) % 3

@@ -136,8 +136,7 @@ def test_full_etcd_recovers_and_its_leader_keeps_the_term(small: EtcdServers, ke
 
 @full(proved_in="tests/unit/coordinator/test_etcd_maintenance_plan.py",
       why="each further state of a real etcd that is full")
-def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full etcd grants no lease, so nobody can become leader."""
     monkeypatch.setattr(etcd_maintenance, "_FOLLOWER_DELAY_S", 0.2)
     with small.connect(retry_budget_s=1.0) as etcd, ExitStack() as cleanup:
@@ -238,8 +237,7 @@ def test_client_deletes_from_a_full_etcd_after_its_token_lease_is_due(small: Etc
         assert _alarms(etcd) == {NO_SPACE} and etcd.count(keys.root + "fill/") == 0
 
 
-def test_doctor_warns_of_a_nearly_full_file_and_of_uncompacted_history(small: EtcdServers,
-                                                                                   keys: Keys) -> None:
+def test_doctor_warns_of_a_nearly_full_file_and_of_uncompacted_history(small: EtcdServers, keys: Keys) -> None:
     def member() -> preflight.Finding:
         return next(f for f in preflight.examine(Config(etcd=small.config())) if f.check.startswith("etcd 127"))
 

@@ -43,8 +43,7 @@ class Interrupted(EtcdClient):
                             revision=revision)
 
 
-def test_large_range_arrives_over_a_slow_link(etcd_servers: EtcdServers, etcd: EtcdClient,
-                                                                         keys: Keys) -> None:
+def test_large_range_arrives_over_a_slow_link(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys) -> None:
     _fill(etcd, keys)
     with Links() as links:
         link = links.add(int(etcd_servers.endpoints[0].rpartition(":")[2]), 10e6)

@@ -247,8 +247,7 @@ def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
     _assert_nothing_is_left(cluster, info, pids)
 
 
-def test_commands_bring_up_list_scale_and_take_down(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_bring_up_list_scale_and_take_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}", f"--dcs.arena_bytes={ARENA_BYTES}"]
 
     def run(*args: str) -> tuple[int, str, str]:

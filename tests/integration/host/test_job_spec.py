@@ -148,7 +148,7 @@ def test_spec_of_a_job_that_has_committed_nothing_contradicts_nothing(job: Job) 
         job_spec.require_same(job.cfg(seed=1), dataclasses.replace(decided, committed=True))
 
 
-def test_job_of_a_release_that_recorded_nothing_goes_on_and_keeps_what_it_has_now(job: Job, etcd: EtcdClient) -> None:
+def test_job_of_a_release_that_recorded_nothing_keeps_its_present_values(job: Job, etcd: EtcdClient) -> None:
     commit_steps(etcd, job.keys)
     job.start(seed=5)
     with pytest.raises(ConfigError, match="seed was 5"):

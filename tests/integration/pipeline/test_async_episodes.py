@@ -106,8 +106,7 @@ def job(engine: Engine, etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
         yield made
 
 
-def test_episodes_are_trained_exactly_once_and_one_with_an_old_turn_is_played_again(job: SimulatedJob, engine: Engine
-                                                                                   ) -> None:
+def test_episodes_are_trained_exactly_once_and_stale_ones_are_played_again(job: SimulatedJob, engine: Engine) -> None:
     """The second turn of an episode waits while two steps are trained; it is of the newest version then, and the first
     turn is too old."""
     release, held, begun = threading.Event(), list[str](), dict[str, list[int]]()

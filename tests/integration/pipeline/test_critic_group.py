@@ -69,8 +69,7 @@ def test_critic_that_is_killed_and_actor_that_is_replaced_cost_no_step(run_to_it
 @full(proved_in="tests/integration/pipeline/test_critic_group.py tests/integration/trainer/test_precision.py "
                 "tests/unit/pipeline/test_trainer_groups.py",
       why="the bits of two groups, of which one resumed in the middle of a job")
-def test_run_whose_critic_is_killed_and_whose_actor_is_replaced_equals_the_undisturbed_one(
-        run_to_its_end: RunToItsEnd) -> None:
+def test_run_with_a_killed_critic_and_a_replaced_actor_is_unchanged(run_to_its_end: RunToItsEnd) -> None:
     undisturbed, disturbed = run_to_its_end(disturbed=False), run_to_its_end(disturbed=True)
     for group, expected in undisturbed.items():
         tensors = disturbed[group]

@@ -86,7 +86,7 @@ def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJo
     job.assert_exactly_once()
 
 
-def test_run_waits_for_a_teacher_that_is_away_and_trains_on_what_it_says_of_each_token(make_job: MakeJob) -> None:
+def test_run_waits_for_an_absent_teacher_and_trains_on_its_tokens(make_job: MakeJob) -> None:
     job = make_job(**{"algorithm.name": "on_policy_distillation", "algorithm.teacher": "teacher",
                       "algorithm.teacher_top_k": "2", "pools.teacher.model": "/teacher"})
     job.roles.unscored.set()
@@ -119,7 +119,7 @@ def test_step_that_fails_again_and_again_is_a_wait_that_is_shown(job: SimulatedJ
     job.assert_exactly_once()
 
 
-def test_state_that_is_not_committed_is_a_wait_that_is_shown_and_repeated_ever_later(make_job: MakeJob) -> None:
+def test_commit_of_a_state_is_retried_with_backoff_and_shown(make_job: MakeJob) -> None:
     job = make_job(**{"train.steps": str(STEPS + 1)})  # the last one is not saved with its step
     job.start_actor()
     job.wait_for(1)
@@ -170,8 +170,7 @@ def test_each_evaluation_set_is_evaluated_and_shown_by_name(make_job: MakeJob, e
     assert [r["step"] for r in found] == [0, 3, 6] and all(len(r["eval_sets"]) == 2 for r in found)
 
 
-def test_step_whose_loss_fails_after_an_update_is_not_repeated_before_the_trainer_is_restarted(job: SimulatedJob
-                                                                                              ) -> None:
+def test_step_that_fails_after_an_update_waits_for_a_restarted_trainer(job: SimulatedJob) -> None:
     job.trainer.loss_fails_late.set()
     job.start_actor()
     assert "algorithm.name=mine failed late" in job.wait_waiting("plugin")
@@ -283,7 +282,7 @@ def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> No
 
 
 @full(proved_in="tests/unit/pipeline/test_pipeline_model.py", why="one moment of a take-over in a whole job")
-def test_actor_that_takes_over_says_that_the_trainer_which_the_first_one_missed_is_back(job: SimulatedJob) -> None:
+def test_new_actor_reports_the_return_of_a_trainer_that_its_predecessor_missed(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(1)
     fencing.emit(job.etcd, job.keys, job.ctx.epoch, event_kinds.GROUPS["trainer"].failed, "trainer", "lost",
@@ -294,7 +293,7 @@ def test_actor_that_takes_over_says_that_the_trainer_which_the_first_one_missed_
 
 
 @full(proved_in="tests/unit/pipeline/test_pipeline_model.py", why="one moment of a take-over in a whole job")
-def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_next_one(job: SimulatedJob) -> None:
+def test_step_done_after_the_actors_death_is_recorded_by_the_next_actor(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(2)
     job.trainer.frozen.set()

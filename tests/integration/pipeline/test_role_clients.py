@@ -42,7 +42,7 @@ def _deployed(name: str, **resources: float) -> DeploymentHandle:
     return serve.get_app_handle(name)
 
 
-def test_role_without_a_replica_is_away_long_before_a_call_is_over_its_limit() -> None:
+def test_role_without_a_replica_is_away_long_before_a_calls_limit() -> None:
     handle = _deployed("without-room", nowhere=1.0)
     cfg = config.parse({"engine": {"request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}})
     with pytest.raises(RoleUnavailable, match="role advantages has no replica"):

@@ -90,7 +90,7 @@ def test_groups_of_any_length_come_back_as_they_were_until_they_are_dropped(queu
         queue.put(_group(6))
 
 
-def test_group_that_is_gone_although_all_actors_live_is_lost_when_it_is_read(queue: TransferQueueQueue) -> None:
+def test_group_that_is_gone_while_all_actors_live_counts_as_lost(queue: TransferQueueQueue) -> None:
     queue.put(_group(0))
     queue.put(_group(1))
     assert queue._actors is not None
@@ -236,8 +236,7 @@ def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue:
 @parametrize("killed", [0, 1], by_default=0, ids=["controller", "storage"],
              proved_in="tests/integration/pipeline/test_transfer_queue.py",
              why="the death of each kind of actor, without a job")
-def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
-        queue: TransferQueueQueue, killed: int) -> None:
+def test_queue_whose_actor_died_reports_what_it_lost_and_continues(queue: TransferQueueQueue, killed: int) -> None:
     for ordinal in range(3):
         queue.put(_group(ordinal))
     _kill(queue, killed)
@@ -259,7 +258,7 @@ def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
 @parametrize("killed", [0, 1], ids=["controller", "storage"],
              proved_in="tests/integration/pipeline/test_transfer_queue.py",
              why="the death of each kind of actor")
-def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_trained_exactly_once(
+def test_groups_lost_with_an_actor_are_trained_exactly_once(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, killed: int,
         monkeypatch: pytest.MonkeyPatch) -> None:
     queues: list[TransferQueueQueue] = []

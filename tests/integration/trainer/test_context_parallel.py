@@ -101,7 +101,7 @@ def test_log_probs_are_those_of_transformers(runs: Runs, sizes: Sizes) -> None:
 
 
 @ON_SPLIT
-def test_state_after_two_steps_is_that_of_one_rank_and_is_restored_bit_for_bit(runs: Runs, sizes: Sizes) -> None:
+def test_state_equals_that_of_one_rank_and_is_restored_bit_for_bit(runs: Runs, sizes: Sizes) -> None:
     """Each tensor is saved once, though all ranks of a context-parallel group have it."""
     alone = without_random_states(runs.dense[ALONE]["train"])
     for trained in (runs.dense[sizes]["train"], runs.distributed):
@@ -117,7 +117,7 @@ def without_random_states(state: Tensors) -> Tensors:
 
 
 @ON_SPLIT
-def test_loss_that_fails_on_one_rank_is_raised_on_all_and_leaves_no_rank_waiting(runs: Runs, sizes: Sizes) -> None:
+def test_loss_that_fails_on_one_rank_is_raised_on_all(runs: Runs, sizes: Sizes) -> None:
     found, ranks = runs.dense[sizes]["failing"], math.prod(sizes)
     for kind in ("raises", "no_gradient", "not_finite"):
         assert {f"{kind} {rank}" for rank in range(ranks)} <= found.keys()
@@ -134,8 +134,7 @@ def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, wit
 
 
 @pytest.mark.parametrize(("cp", "cp_rank"), ATTENDED)
-def test_what_attention_keeps_for_the_backward_pass_grows_with_the_length_and_not_with_its_square(
-        runs: Runs, cp: int, cp_rank: int) -> None:
+def test_memory_of_attention_grows_linearly_with_the_length(runs: Runs, cp: int, cp_rank: int) -> None:
     kept = {length: int(runs.dense[ALONE]["attention"][f"{cp} {cp_rank} {length}"]) for length in (1024, 2048)}
     assert kept[2048] <= 2.1 * kept[1024]
     assert cp > 1 or kept[1024], "of several ranks a checkpoint keeps the inputs only, which are not counted"

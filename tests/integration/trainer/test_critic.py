@@ -91,8 +91,7 @@ def test_values_and_gradients_do_not_depend_on_the_parallel_sizes(runs: Runs, si
 
 @full(proved_in="tests/integration/trainer/test_critic.py tests/integration/trainer/test_families.py",
       why="a critic that is a mixture of experts")
-def test_values_and_gradients_of_a_mixture_of_experts_do_not_depend_on_the_parallel_sizes(
-        experts: dict[Sizes, Tensors]) -> None:
+def test_mixture_of_experts_gives_the_same_values_at_all_parallel_sizes(experts: dict[Sizes, Tensors]) -> None:
     for sizes in EXPERTS[1:]:
         assert_close(experts[sizes], experts[ALONE], sizes)
 

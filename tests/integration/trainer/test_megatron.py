@@ -120,7 +120,7 @@ def test_logits_equal_transformers_and_exported_weights_equal_imported_ones(runs
 
 
 @ON_SPLIT
-def test_log_probs_are_those_of_the_sampler_s_temperature_but_in_the_supervised_phase(runs: Runs, split: Sizes) -> None:
+def test_log_probs_use_the_samplers_temperature_except_in_the_supervised_phase(runs: Runs, split: Sizes) -> None:
     found = runs.results[split]["temperature"]
     for replica in range(split[2]):
         tokens, mask = found[f"tokens {replica}"], found[f"loss_mask {replica}"]
@@ -280,8 +280,7 @@ def test_gradient_of_the_divergence_from_a_teacher_equals_that_of_transformers_i
 
 
 @ON_ALL
-def test_pass_of_the_reference_has_its_bits_whatever_was_trained_and_changes_no_weight(runs: Runs, sizes: Sizes
-                                                                                       ) -> None:
+def test_pass_of_the_reference_is_bit_equal_and_changes_no_weight(runs: Runs, sizes: Sizes) -> None:
     found = runs.results[sizes]["reference"]
     for rank in range(sizes[0] * sizes[1] * sizes[2]):
         assert found[f"same bits {rank}"].all()

@@ -154,8 +154,7 @@ def without_random_states(state: Tensors) -> Tensors:
 @parametrize("restored", RESTORED, by_default=len(SOME), ids=str,
              proved_in="tests/integration/trainer/test_precision.py",
              why="every combination of sizes, with and without the distributed optimizer")
-def test_state_is_restored_bit_for_bit_at_all_sizes_with_and_without_the_distributed_optimizer(
-        runs: Runs, restored: Group) -> None:
+def test_state_is_restored_bit_for_bit_at_all_sizes_by_both_optimizers(runs: Runs, restored: Group) -> None:
     same(without_random_states(runs.restored[0][restored]), without_random_states(runs.saved[0]))
 
 
@@ -173,7 +172,7 @@ def test_saved_state_has_a_master_and_moments_of_each_weight(runs: Runs, chain: 
 
 
 @parametrize("sharded", [SHARDED, FP32_SHARDED], ids=["bf16", "fp32"], **FP32_TOO)
-def test_rank_that_goes_back_has_the_saved_state_and_never_two_sets_of_moments(runs: Runs, sharded: Group) -> None:
+def test_restored_rank_has_the_saved_state_and_one_set_of_moments(runs: Runs, sharded: Group) -> None:
     found, saved = dict(runs.results[sharded]["go back"]), runs.results[sharded]["train"]
     for rank in range(sharded.dp):
         before, when_allocated, moments = found.pop(f"held {rank}").tolist()

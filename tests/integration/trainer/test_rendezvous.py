@@ -39,8 +39,7 @@ def test_state_is_written_only_with_the_current_token(backend: Etcd3Backend) -> 
     assert backend.get_state() == (b"c", second[1])
 
 
-def test_deleted_state_is_not_written_with_its_old_token(backend: Etcd3Backend, etcd: EtcdClient,
-                                                                    keys: Keys) -> None:
+def test_deleted_state_is_not_written_with_its_old_token(backend: Etcd3Backend, etcd: EtcdClient, keys: Keys) -> None:
     first = backend.set_state(b"a")
     assert first is not None
     etcd.delete(keys.rendezvous_prefix() + "state")

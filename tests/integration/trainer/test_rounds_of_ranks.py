@@ -11,7 +11,7 @@ from elastic_rl.net.addresses import free_port
 RANKS = 2
 
 
-def test_ranks_wait_for_the_slowest_job_give_up_together_and_notice_a_lost_rank() -> None:
+def test_ranks_wait_for_the_slowest_and_notice_a_lost_one() -> None:
     program = [sys.executable, str(Path(__file__).with_name("rounds_rank.py")), str(free_port())]
     shown = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=300, check=True).stdout.splitlines()
     lines = [[line.removeprefix(f"{rank} ") for line in shown if line.startswith(f"{rank} ")] for rank in range(RANKS)]

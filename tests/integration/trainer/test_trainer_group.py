@@ -273,7 +273,7 @@ def test_loss_that_fails_is_refused_and_ends_no_rank(group: Group) -> None:
     assert group.client.wait_ready() == before and group.ranks() == ranks
 
 
-def test_group_goes_back_to_its_state_and_makes_no_step_when_the_loss_fails_after_an_update(group: Group) -> None:
+def test_group_restores_its_state_when_the_loss_fails_after_an_update(group: Group) -> None:
     first, batch = group.client.wait_ready().step + 1, batch_for(group)
     for step in range(first, first + 2 + (first + 1) % 2):  # the state of the last is saved while the next one fails
         train(group, step)

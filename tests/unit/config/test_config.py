@@ -295,7 +295,7 @@ def test_number_of_thousands_of_digits_is_not_shown() -> None:
         config.load(None, [f"--seed=0x{'f' * 5000}"])
 
 
-def test_number_beyond_the_range_of_a_float_is_an_error_that_names_its_key() -> None:
+def test_number_beyond_a_floats_range_is_refused_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"too large a number for coordinator.lease_ttl_s$"):
         config.load(None, [f"--coordinator.lease_ttl_s={'9' * 400}", "--train.steps=7"])
 

@@ -31,7 +31,7 @@ class AwayFromSecondRead:
 
 
 @pytest.mark.parametrize("failure", [OutcomeUnknown("no member answers"), Problem(409, "conflict", "t", "d")])
-def test_failure_of_a_change_is_reported_as_it_was_when_its_record_cannot_be_read(failure: Exception) -> None:
+def test_failed_change_is_reported_although_its_record_cannot_be_read(failure: Exception) -> None:
     def change(claim: idempotency.Claim | None) -> Created:
         raise failure
 

@@ -222,7 +222,7 @@ def test_date_that_a_chat_template_writes_is_the_one_of_the_job(
     assert [p.token_ids for p in resumed.train] == [p.token_ids for p in first.train]
 
 
-def test_identity_of_a_prompt_is_of_its_row_and_what_renders_it_without_the_date(tmp_path: Path, model: Path) -> None:
+def test_identity_of_a_prompt_does_not_depend_on_the_date(tmp_path: Path, model: Path) -> None:
     """A job waits for ever for prompts that are others than it began with."""
     dated = make_tokenizer_folder(tmp_path / "dated", chat_template=DATED_CHAT)
     other = make_tokenizer_folder(tmp_path / "other", chat_template=DATED_CHAT + " ")

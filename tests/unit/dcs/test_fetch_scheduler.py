@@ -455,8 +455,7 @@ class Chaos:
 
 @settings(max_examples=seeds(40))
 @given(seed=st.integers(0, 1 << 32), parallel=st.integers(1, 6), peers=st.integers(1, 6), durable=st.booleans())
-def test_every_chunk_ends_exactly_once_under_random_faults(
-        seed: int, parallel: int, peers: int, durable: bool) -> None:
+def test_every_chunk_ends_exactly_once_under_random_faults(seed: int, parallel: int, peers: int, durable: bool) -> None:
     rng = random.Random(seed)
     chaos = Chaos(rng, FetchLimits(parallel=parallel, durable=durable, neighbours=3, query_digests=5), peers)
     wanted = CHUNKS[:12]

@@ -92,7 +92,7 @@ def test_alert_that_a_kind_ends_is_one_that_another_opens() -> None:
 
 
 @pytest.mark.parametrize("group", TRAINER_GROUPS)
-def test_every_fault_of_a_trainer_group_ends_with_the_group_and_not_with_a_rank(group: str) -> None:
+def test_faults_of_a_trainer_group_end_when_the_whole_group_works(group: str) -> None:
     begins = {kind.name for kind in event_kinds.begins_fault(group)}
     assert begins == {f"{group}.{what}" for what in ("failed", "agent_ended", "dead", "hung")}
     assert {kind.fault(subject) for kind in event_kinds.begins_fault(group) for subject in ("rank-0", group)} == {

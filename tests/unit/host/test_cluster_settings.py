@@ -56,7 +56,7 @@ def test_settings_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert parse(cluster_settings.stored(cfg.cluster_dir)) == cfg
 
 
-def test_fault_of_stored_settings_names_their_file_and_one_of_given_ones_does_not(tmp_path: Path) -> None:
+def test_fault_of_stored_settings_names_their_file(tmp_path: Path) -> None:
     _started(cfg := _config(tmp_path))
     with pytest.raises(ConfigError) as raised:
         _cluster(tmp_path, "--job=prod", "--train.stepz=7")

@@ -132,7 +132,7 @@ def test_start_continues_where_records_and_versions_are_both_kept(
 
 
 @pytest.mark.parametrize("node", ["trap '' TERM; echo trapped; while :; do sleep 600; done", ""])
-def test_stop_of_a_node_that_saved_nothing_leaves_it_to_the_chunks_what_continues(
+def test_node_that_saved_nothing_continues_from_its_chunks(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str) -> None:
     monkeypatch.setattr("elastic_rl.host.local_cluster.SAVE_GRACE_S", 0.2)
     cfg = _started(tmp_path)
@@ -200,8 +200,7 @@ class _Killed(BaseException):
     pass
 
 
-def test_purge_that_is_killed_leaves_nothing_to_continue_with_and_the_next_one_finds_the_rest(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_purge_is_completed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = _started(tmp_path / "runs", dcs={"disk_dir": str(tmp_path / "chunks")})
     bare = parse({"job": "prod", "run_dir": str(tmp_path / "runs")})
 

@@ -59,7 +59,7 @@ def test_sweep_removes_processes_and_files_of_its_cluster_only(folders: tuple[Pa
     assert running[kept].poll() is None and all(f.exists() for f in files[kept])
 
 
-def test_temp_folder_is_private_and_the_same_for_all_processes_and_goes_with_a_sweep(
+def test_temp_folder_is_private_and_shared_and_a_sweep_deletes_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

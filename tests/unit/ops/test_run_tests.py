@@ -86,7 +86,7 @@ def run(folder: Path, files: dict[str, str], *args: str, forgiving: bool = True,
     return suite.close()
 
 
-def test_test_that_passes_in_its_second_run_is_listed_with_both_outputs_and_fails_nothing(
+def test_unstable_test_is_listed_with_both_outputs_and_fails_nothing(
         tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = run(tmp_path, {"test_steady.py": STEADY, "test_flaky.py": FLAKY.format(names=["a"])}, "-m", "not full")
     shown = capfd.readouterr().out
@@ -139,8 +139,7 @@ def test_run_in_which_no_test_ends_any_more_is_ended_and_fails(tmp_path: Path, c
     assert "no test has ended for 2 s" in capfd.readouterr().out
 
 
-def test_tests_of_the_full_tier_are_listed_with_the_reason_and_the_proof_by_default(
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_tests_of_the_full_tier_are_listed_with_reason_and_proof(capsys: pytest.CaptureFixture[str]) -> None:
     mark = tiers.full(proved_in="tests/unit/ops/test_run_tests.py", why="at size").mark
     items = [SimpleNamespace(nodeid=f"tests/test_a.py::test_large[{n}]", get_closest_marker=lambda _: mark)
              for n in (1, 2)]

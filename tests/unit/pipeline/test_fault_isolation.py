@@ -83,7 +83,7 @@ def test_process_that_ends_with_several_groups_is_held_against_none() -> None:
     assert verdicts == [[Verdict.RETRY]] * 2
 
 
-def test_what_works_in_the_main_lane_is_no_evidence_against_a_group_in_probation() -> None:
+def test_success_in_the_main_lane_does_not_blame_a_group_in_probation() -> None:
     """As where there is no memory for a second process."""
     one, clock = isolation(attempts=1), Clock()
     one.add([7])

@@ -39,8 +39,7 @@ def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
 
 
 @pytest.mark.parametrize(("staleness", "part"), [(0, None), (1, None), (3, None), (0, 1), (1, 2)])
-def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int, part: int | None
-                                                                             ) -> None:
+def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int, part: int | None) -> None:
     groups = actors = stale = lost = at_ranks = overlaps = parts = steps = 0
     for seed in range(SEEDS):
         world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness, groups_per_part=part)), seed)

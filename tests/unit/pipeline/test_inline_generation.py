@@ -71,7 +71,7 @@ def test_dropped_groups_are_replaced_up_to_the_limit_by_ordinal() -> None:
     assert [list(groups) for groups in leased] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
 
-def test_groups_are_dropped_by_ordinal_until_the_limit_and_the_next_one_is_kept() -> None:
+def test_groups_are_dropped_by_ordinal_until_the_limit() -> None:
     taken = _take(_generation(Rollouts({0, 1, 2}), []))
     assert taken.chosen.ordinals == (2, 3, 4)
     assert taken.chosen.consumption.dropped == {"odd": IntervalSet.from_values([0, 1])}
@@ -83,7 +83,7 @@ def test_groups_are_generated_once_their_lease_is_written() -> None:
     assert rollouts.log == ["lease", "generate"]
 
 
-def test_step_that_could_not_be_taken_takes_the_same_groups_when_it_is_tried_again() -> None:
+def test_repeated_step_takes_the_same_groups() -> None:
     rollouts = Rollouts(set())
     generation = _generation(rollouts, [])
     rollouts.fails = True

@@ -72,8 +72,7 @@ class EventLog:
     (["trainer.failed", "trainer.hung", "trainer.resumed"], ["trainer.recovered"]),
     (["trainer.hung", "trainer.failed", "trainer.recovered", "trainer.resumed"], []),
     (["trainer.recovered", "trainer.hung"], ["trainer.recovered"])])
-def test_actor_that_takes_over_reports_the_recovery_of_groups_that_were_lost_and_of_no_others(
-        log: list[str], recovered: list[str]) -> None:
+def test_new_actor_reports_the_recovery_of_lost_groups_only(log: list[str], recovered: list[str]) -> None:
     kinds: list[str] = []
 
     def emit(kind: EventKind, subject: str, message: str, **_: Any) -> None:

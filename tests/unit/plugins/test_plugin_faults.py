@@ -365,8 +365,7 @@ def test_group_for_which_a_filter_fails_is_dropped_while_it_works_for_another(mo
     assert [found.drop_reason(_group(i)) for i in range(3)] == ["", filtering.FILTER_FAILED, ""]
 
 
-def test_first_group_for_which_a_filter_fails_is_dropped_when_it_works_for_a_held_out_prompt(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_dropped_when_its_filter_works_for_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _filters(monkeypatch, _fails_for_odd_groups, attempts=Attempts(1 << 20), other=_held_out)
     assert found.drop_reason(_group(1)) == filtering.FILTER_FAILED
 

@@ -26,7 +26,7 @@ def failing(*errors: Exception) -> Callable[[], str]:
     return call
 
 
-def test_call_is_made_again_while_what_it_needs_is_away_and_each_error_is_reported() -> None:
+def test_call_is_repeated_while_its_service_is_away_and_errors_are_reported() -> None:
     errors: list[Exception] = [EtcdUnavailable("a"), Conflict("b"), EtcdUnavailable("c")]
     said, paused = list[ElasticRLError](), list[float]()
     found = patiently(failing(*errors), away=(EtcdUnavailable, Conflict), pauses_s=(1.0, 2.0), pause=paused.append,
