@@ -8,6 +8,7 @@ product. With ``--all`` every first failure fails the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -35,8 +37,10 @@ CHECKS = {
     "docs": ["mkdocs", "build", "--strict", "--quiet", "--site-dir"],  # and a folder
 }
 DEFAULT_TIER = ["-m", "not full"]
-# Whole runs come alone: they start some twenty processes, and what else runs would starve their heartbeats.
+# A whole run leaves most of two cores idle. The unit tests are run beside it, at the lowest priority: what they take is
+# left over, so that they do not starve its heartbeats.
 WHOLE_RUNS = ["tests/e2e"]
+UNIT_TESTS = ["-n", "2", "--dist", "loadfile", "tests/unit", "tests/gpu"]
 # Most integration tests wait for other processes more than they compute, so there are more workers than cores. Folders
 # whose files take minutes come first: one that begins last would run alone at the end. No folder is named together with
 # one above it, since pytest would take that one for both, and the order would be lost.
@@ -44,8 +48,7 @@ SLOW_FIRST = ["trainer", "driver", "engine", "pipeline", "dcs", "coordinator"]
 _OTHERS = sorted({folder.name for folder in (ROOT / "tests" / "integration").iterdir() if any(folder.glob("test_*.py"))}
                  - {*SLOW_FIRST})
 SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder",
-                *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests", "tests/unit",
-                "tests/gpu"]
+                *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests"]
 ALL_SEEDS = "3000"
 MAX_UNSTABLE = 3
 _LOOK_S, _END_S = 5.0, 60.0
@@ -70,6 +73,7 @@ class Suite:
     unstable: list[str] = field(default_factory=list)
     """Tests that failed, and passed in their second run."""
     started: float = field(default_factory=time.monotonic)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def check(self, checks: dict[str, list[str]]) -> None:
         """Runs the checks side by side; the output of one that failed is shown."""
@@ -82,12 +86,23 @@ class Suite:
                 print(output, flush=True)
                 self.failed.append(name)
 
-    def run(self, name: str, args: Sequence[str]) -> None:
-        """Runs a group of tests with these arguments of pytest."""
+    def run_beside(self, name: str, args: Sequence[str], other: str, other_args: Sequence[str]) -> None:
+        """Runs a group of tests and, beside it, another one at the lowest priority, whose output is shown at its
+        end."""
+        with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", dir=self.records) as log:
+            beside = pool.submit(self.run, other, other_args, log)
+            self.run(name, args)
+            beside.result()
+            log.seek(0)
+            print(log.read(), flush=True)
+
+    def run(self, name: str, args: Sequence[str], log: IO[str] | None = None) -> None:
+        """Runs a group of tests with these arguments of pytest. ``log``: takes the output of one that is run at the
+        lowest priority."""
         say(f"pytest: {name}")
         began = time.monotonic()
         code, first = self._pytest([*args, "--continue-on-collection-errors",
-                                    "--durations-to", str(self.records / "durations")])
+                                    "--durations-to", str(self.records / "durations")], log, beside=log is not None)
         ended = first.pop(outcomes.END, None)
         self.found |= first
         # pytest's 1 is "all ran, some failed", and its 0 "all ran and passed"; otherwise it did not run to the end.
@@ -129,13 +144,13 @@ class Suite:
     def _failed_tests(self) -> list[str]:
         return [test for test, each in self.found.items() if each.outcome == "failed"]
 
-    def _pytest(self, args: Sequence[str], stdout: IO[str] | None = None) -> tuple[int, dict[str, outcomes.Outcome]]:
+    def _pytest(self, args: Sequence[str], stdout: IO[str] | None = None, *, beside: bool = False
+                ) -> tuple[int, dict[str, outcomes.Outcome]]:
         """Runs pytest to its end, also after Ctrl-C, when it ends what its tests have started. Returns its exit status
         and what became of each test."""
-        record = self.records / "outcomes.jsonl"
-        record.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-p", "support.outcomes", "-p", "support.durations",
-                   "--outcomes-to", str(record), *args]
+        record = self.records / f"outcomes-{next(self._numbers)}.jsonl"
+        command = [*(["nice", "-n", "19"] if beside else []), sys.executable, "-m", "pytest", "-p", "support.outcomes",
+                   "-p", "support.durations", "--outcomes-to", str(record), *args]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         process = subprocess.Popen(command, cwd=self.cwd, env=os.environ | {"PYTHONPATH": path}, stdout=stdout,
                                    stderr=stdout)
@@ -199,8 +214,8 @@ def main(args: Sequence[str]) -> int:
         suite.run(" ".join(args), args)
     else:
         tier = [] if everything else DEFAULT_TIER
-        suite.run("whole runs", [*WHOLE_RUNS, *tier])
-        suite.run("unit, integration, chaos", [*SIDE_BY_SIDE, *tier])
+        suite.run_beside("whole runs", [*WHOLE_RUNS, *tier], "unit", [*UNIT_TESTS, *tier])
+        suite.run("integration, chaos", [*SIDE_BY_SIDE, *tier])
         suite.run_failed_again()
     return suite.close()
 

@@ -185,6 +185,9 @@ CHECKS: tuple[Check, ...] = (
             "rollout.environment={rollout.environment} with the built-in model, which has no chat template: set "
             "model.path"),
     # Rollout.
+    Refused(lambda c: c.rollout.generate in ("environment", "tools", "textarena"),
+            "rollout.generate={rollout.generate}: leave it out, and set rollout.environment to what the policy acts in "
+            "(tools, textarena, or package.module:name), which alone makes samples episodes"),
     Refused(lambda c: c.rollout.environment and c.rollout.generate != SINGLE_TURN,
             "rollout.environment={rollout.environment} with rollout.generate={rollout.generate}: either an environment "
             "or a function generates samples; leave one of them out"),

@@ -52,9 +52,9 @@ class EngineConfig(Section):
     drain_timeout_s: Seconds = 60.0
     """Seconds for which an engine that is scaled in may finish its requests in flight before it is stopped."""
     release_timeout_s: Seconds = 180.0
-    """Seconds within which an engine with ``placement: colocated`` must release its memory once it is the trainer's
-    phase, and take it once it is the engines'; a slower one is replaced, unless it is starting. The time begins again
-    with an update of its weights, and with the end of one."""
+    """Seconds within which an engine with ``placement: colocated`` must release its memory after a phase of the trainer
+    begins, and take it after one of the engines begins; a slower one is replaced, unless it is starting. The time
+    begins again with an update of its weights, and with the end of one."""
     max_total_tokens: Positive = 16384
     """Capacity of an engine's KV cache, in tokens (SGLang's ``--max-total-tokens``)."""
     max_running_requests: Positive = 256

@@ -43,7 +43,7 @@ class PoolSettings:
     """Number of engines that the pool starts with."""
     engine: EngineConfig
     colocated: bool = False
-    """Whether its engines share devices with the trainer, in turns."""
+    """Whether its engines share devices with the trainer, in alternation."""
     template_date: date | None = None
     """The date of ``data.template_date``, for the chat template of its model."""
 

@@ -36,7 +36,7 @@ _MEANT = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JU
              for name, option in _OF_ALGORITHMS.items()},
           **{f"algorithm.{name}": f"did you mean 'critic.{name}'?" for name in ("value_clip", "whiten_advantages")}}
 """What to set instead of keys that there are not and that no known one resembles."""
-_FORMS = {("mode", "literal_error"): "how generation and training take turns is train.schedule, such as fully_async",
+_FORMS = {("mode", "literal_error"): "how generation and training follow each other is train.schedule",
           ("pools", "dict_type"): "write pools by name, such as {genrm: {model: /models/judge}}",
           ("algorithm.teacher", "string_type"): f"it is the name of a pool: {_TEACHER}"}
 """What to write for values that are often of another form, by key and pydantic's type of the error."""
@@ -134,7 +134,9 @@ def _set(found: dict[str, Any], override: str) -> None:
                           hint="put text that YAML takes for something else in quotes") from e
     *path, leaf = key.split(".")
     for part in path:
-        inner = found.get(part, {})
+        inner = found.get(part)
+        if inner is None:  # not there, or a section all of which is commented out
+            inner = {}
         if not isinstance(inner, dict):
             raise ConfigError(f"--{key}: {part!r} is a value, not a section")
         # A copy: sections that an anchor of YAML has made equal are one object, and only this one is changed.

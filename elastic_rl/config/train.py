@@ -59,7 +59,7 @@ class TrainConfig(Section):
     """Number of versions by which the weights that generated a sample may be older than the trainer's. 0: synchronous
     training."""
     schedule: Literal["sync", "fully_async"] = "sync"
-    """How generation and training take turns. ``sync``: the groups of a step are generated, then trained on.
+    """How generation and training follow each other. ``sync``: the groups of a step are generated, then trained on.
     ``fully_async``: groups are generated all the time beside the steps, and a step takes those that have finished, in
     that order; ``max_staleness`` bounds how far the two may be apart. With ``max_staleness: 0`` it trains what ``sync``
     trains; 1 lets one step's groups be generated during the step before, and 2 also covers the time in which engines

@@ -1,7 +1,7 @@
 """The group ledger: what has become of each prompt group, so that each is trained on exactly once or dropped (I5).
 Pure.
 
-    (none) ──lease──▶ leased ──generated──▶ generated ──queued──▶ queued ◀──────▶ chosen ──consumed──▶ trained
+    (none) ──lease──▶ leased ──generated──▶ generated ──queued──▶ queued ◀──────▶ chosen ───commit───▶ trained
       ▲                 │                     │     │               │               │
       └─────release─────┴─────────────────────┴─────┼───────────────┴───────────────┘
                                                     └──drop──▶ dropped(reason)
@@ -125,7 +125,7 @@ class GroupLedger:
     """The groups in progress of one writer, on top of those that are consumed."""
 
     def __init__(self, consumed: IntervalSet) -> None:
-        self._taken = consumed
+        self._consumed = consumed
         self._open: dict[GroupState, dict[int, OpenGroup]] = {state: {} for state in GroupState}
         self._places = itertools.count(1)
         self._dropped: dict[str, set[int]] = {}
@@ -134,14 +134,14 @@ class GroupLedger:
         """One more than the highest group that was ever leased."""
 
     @property
-    def taken(self) -> IntervalSet:
+    def consumed(self) -> IntervalSet:
         """Groups that are consumed."""
-        return self._taken
+        return self._consumed
 
     @property
-    def open(self) -> IntervalSet:
+    def unrecorded(self) -> IntervalSet:
         """Groups that were begun and that no update has recorded: in progress, dropped, or released."""
-        return self._taken.complement(self._stop)
+        return self._consumed.complement(self._stop)
 
     def in_state(self, state: GroupState) -> Mapping[int, OpenGroup]:
         """Groups in this state, by ordinal; a view, which changes with the ledger."""
@@ -173,9 +173,9 @@ class GroupLedger:
     def lease(self, count: int, min_version: int = 0) -> list[int]:
         """Takes the ``count`` lowest groups that nobody has."""
         dropped = (ordinal for groups in self._dropped.values() for ordinal in groups)
-        ordinals = (self._taken | IntervalSet.from_values([*self.in_progress, *dropped])).first_missing(count)
+        ordinals = (self._consumed | IntervalSet.from_values([*self.in_progress, *dropped])).first_missing(count)
         self._open[GroupState.LEASED] |= dict.fromkeys(ordinals, OpenGroup((min_version,)))
-        self._stop = max(self._stop, self._taken.stop, ordinals[-1] + 1)
+        self._stop = max(self._stop, self._consumed.stop, ordinals[-1] + 1)
         return ordinals
 
     def generated(self, ordinal: int, versions: Sequence[int] = ()) -> None:
@@ -209,7 +209,7 @@ class GroupLedger:
     def rebase(self, consumed: IntervalSet) -> list[int]:
         """The trainer is at another committed state, with these groups. What is in progress goes on but for them.
         Returns those that were in progress."""
-        self._taken = consumed
+        self._consumed = consumed
         gone = [ordinal for ordinal in self.in_progress if ordinal in consumed]
         for ordinal in gone:
             self._take(ordinal, *GroupState)
@@ -226,9 +226,9 @@ class GroupLedger:
         return Consumption(IntervalSet.from_values(trained),
                            {reason: IntervalSet.from_values(groups) for reason, groups in self._dropped.items()})
 
-    def consumed(self, consumption: Consumption) -> None:
+    def commit(self, consumption: Consumption) -> None:
         """The update was executed. Groups that were dropped since it was decided on are for the next one."""
-        self.rebase(self._taken | consumption.groups)
+        self.rebase(self._consumed | consumption.groups)
 
     def _take(self, ordinal: int, *states: GroupState) -> OpenGroup:
         """Takes a group out of the state that it is in. Raises IllegalTransition unless it is one of these."""

@@ -34,7 +34,8 @@ class LateEngines:
             doing = engine.id, side, engine.applying
             began = since[doing] = self._since.get(doing, now)
             if now - began >= self._limit_s:
-                what = "release its memory in the trainer's phase" if side is Side.TRAINER else "take its phase"
+                what = ("release its memory in the trainer's phase" if side is Side.TRAINER
+                        else "take device memory in the engines' phase")
                 late[engine.id] = f"it did not {what} within {self._limit_s:g} s"
         self._since = since
         return late

@@ -47,7 +47,7 @@ class PartRunner:
         return {name: part.error for name, part in self._parts.items() if part.error}
 
     def run(self, name: str, step: Callable[[], None]) -> None:
-        """One pass of a part, unless it waits for its next try. Raises Fenced, which ends the driver, and
+        """One pass of a part, unless it waits for its next attempt. Raises Fenced, which ends the driver, and
         EtcdUnavailable while etcd does not answer: no part can be reconciled then, and none has failed."""
         part = self._parts.setdefault(name, _Part())
         if not part.budget.open(self._clock()):

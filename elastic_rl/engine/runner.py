@@ -52,7 +52,7 @@ _TICK_S = 0.1
 _RECORD_INTERVAL_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
 _ROUTE_TRY_S = 5.0
-"""Limit of one try to join the router; there is no limit on their number."""
+"""Limit of one attempt to join the router; there is no limit on their number."""
 _MONITOR_END_S = 2.0
 _RETRY_S = (0.2, 30.0)
 """First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""
@@ -423,8 +423,7 @@ class EngineRunner:
 
     def _end_server(self) -> None:
         self._monitor.close()  # what answers no probe from here on is not frozen
-        self._server.stop()
-        self._holds_device = False
+        self._holds_device &= not self._server.stop()
 
     def _unroute(self) -> None:
         """Removes the server from the router, unless another runner has taken the same external server over."""

@@ -59,7 +59,7 @@ class DeviceClaims:
         if seen.side is side and seen.number:
             writer.require()
             return True
-        change = device_phase.give_phase(self._keys, side, seen, self._etcd.get(self._keys.device_holder()),
+        change = device_phase.begin_phase(self._keys, side, seen, self._etcd.get(self._keys.device_holder()),
                                        epoch=self._epoch, term=term)
         return change is not None and writer(*change)
 
@@ -73,7 +73,7 @@ class DeviceClaims:
         if change is None:
             return f"{named(held)} to release memory" if seen.side is Side.TRAINER else "the engines' phase to end"
         writer = FencedWriter.of_epoch(self._etcd, self._keys, self._epoch)
-        return "" if writer(*change) else "the phase that begins now"
+        return "" if writer(*change) else "the devices: the phase has just changed"
 
     def give_up_for_trainer(self, group: str) -> None:
         """Writes that a formation of the trainer group holds no memory, unless another has taken its place."""

@@ -1,4 +1,4 @@
-"""Decides whose phase it is to have device memory, when engines and trainer share devices (``placement: colocated``).
+"""Decides which side, engines or trainer, may have device memory where they share devices (``placement: colocated``).
 Pure.
 
 One record says whose phase it is, and only the actor writes it. It moves no memory: each side is level-triggered. A
@@ -20,10 +20,10 @@ the trainer's phase no engine can take, so that engines that were seen to hold n
 
 Progress. Nothing waits for a process that is gone: the record of a dead engine is deleted by its driver, which also
 kills one that does not give up within a limit; a group that re-forms takes the place of the holder before it, whose
-ranks have ended; a replaced actor takes the phase for the trainer, whatever it was. Without a record, and by one of an
-earlier epoch, all of whose processes have ended, it is the trainer's phase. A phase that cannot be read is nobody's:
-all stay as they are until the actor writes the next one. A holder that cannot be read counts as one, until the trainer
-takes memory again, as the actor has it do before each of its phases.
+ranks have ended; a replaced actor begins a phase of the trainer, whatever phase it was. Without a record, and by one
+of an earlier epoch, all of whose processes have ended, it is the trainer's phase. A phase that cannot be read is
+nobody's: all stay as they are until the actor writes the next one. A holder that cannot be read counts as one, until
+the trainer takes memory again, as the actor has it do before each of its phases.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def held_by(kv: KeyValue | None, epoch: int) -> str:
     return holder.group if holder.epoch == epoch else ""
 
 
-def give_phase(keys: Keys, side: Side, seen: SeenPhase, holder: KeyValue | None, *, epoch: int, term: int
+def begin_phase(keys: Keys, side: Side, seen: SeenPhase, holder: KeyValue | None, *, epoch: int, term: int
               ) -> Change | None:
     """What the actor writes to begin a phase; None while a trainer group holds memory, and the phase is to be the
     engines'."""

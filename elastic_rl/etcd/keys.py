@@ -289,7 +289,7 @@ class Keys:
 
     # -- colocated placement ----------------------------------------------------------------------------------------
     def device_phase(self) -> str:
-        """Key of whose phase it is to have the memory of the devices that engines and trainer share."""
+        """Key of the device phase: which side may have the memory of the devices that engines and trainer share."""
         return f"{self.root}device/phase"
 
     def device_holder(self) -> str:

@@ -17,22 +17,23 @@ def request(method: str, url: str | httpx.URL, *, hooks: Sequence[Callable[[http
     if hooks:
         with client(event_hooks={"request": list(hooks)}, **_without_tls(url)) as own:
             return own.request(method, url, **more)
-    return httpx.request(method, url, trust_env=False, **{**more, **_without_tls(url)})
+    return httpx.request(method, url, trust_env=False, **{**_without_tls(url), **more})
 
 
 def stream(method: str, url: str, **more: Any) -> AbstractContextManager[httpx.Response]:
     """Sends a request as ``request`` does, with an answer that is read piece by piece."""
-    return httpx.stream(method, url, trust_env=False, **{**more, **_without_tls(url)})
+    return httpx.stream(method, url, trust_env=False, **{**_without_tls(url), **more})
 
 
 def _without_tls(url: str | httpx.URL) -> dict[str, bool]:
-    """httpx reads all trusted certificates for each connection, 20 ms of a core, also for one without TLS."""
+    """httpx reads all trusted certificates for each connection, 20 ms of a core, also for one without TLS. Such a
+    connection must not follow redirects, which could lead to one with TLS."""
     return {"verify": False} if str(url).startswith("http://") else {}
 
 
 def client(**more: Any) -> httpx.Client:
     """A client with pooled connections; the caller closes it. With a ``base_url`` it is for that service only."""
-    return httpx.Client(trust_env=False, **{**more, **_without_tls(more.get("base_url", ""))})
+    return httpx.Client(trust_env=False, **{**_without_tls(more.get("base_url", "")), **more})
 
 
 def async_client(**more: Any) -> httpx.AsyncClient:

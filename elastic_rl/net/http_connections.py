@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _RESERVED_DESCRIPTORS = 128
 """Descriptors kept for etcd, log files and the like."""
 _ACCEPT_BATCH = 64
-"""Connections accepted between two turns of the event loop."""
+"""Connections accepted in one iteration of the event loop."""
 _ACCEPT_RETRY_S = 0.2
 _LOG_INTERVAL_S = 60.0
 

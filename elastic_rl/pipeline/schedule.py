@@ -321,7 +321,7 @@ def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, 
     cursor = dict(state.cursor)
     found = dict(cursor.get("sft") or {})
     accuracy, evaluated_at = found.get("accuracy"), int(found.get("step", 0))
-    while state.step < plan.sft_max_steps and not (accuracy is not None and accuracy >= plan.sft_target):
+    while position.step < plan.sft_max_steps and not (accuracy is not None and accuracy >= plan.sft_target):
         until = min(evaluated_at + _sft_interval(plan, accuracy), plan.sft_max_steps)
         updates: list[UpdateMade] = []
         for step in range(position.step + 1, until + 1):
@@ -330,8 +330,6 @@ def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, 
         accuracy = yield SftEvaluate(position.step, updates)
         evaluated_at = position.step
         cursor["sft"] = {"step": evaluated_at, "accuracy": accuracy}
-        if position.step >= plan.sft_max_steps:
-            break
     return cursor
 
 
@@ -380,9 +378,9 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
     change its result. There is no flow: no group competes for a step, since a step has the ordinals that follow, no
     other is generated in the place of one that is dropped, and the last step may be short."""
     ledger, cursor = GroupLedger(state.consumed), state.cursor
-    while (left := plan.groups - len(ledger.taken)) > 0:
+    while (left := plan.groups - len(ledger.consumed)) > 0:
         ordinals = ledger.lease(min(plan.groups_per_step, left))
-        sampling = SampleGroups(position.step + 1, ordinals, ledger.open, min_version=state.policy_version)
+        sampling = SampleGroups(position.step + 1, ordinals, ledger.unrecorded, min_version=state.policy_version)
         sampled: Sequence[tuple[Group, str]] = yield sampling
         kept: list[Group] = []
         for group, reason in sampled:
@@ -393,7 +391,7 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
                 kept.append(group)
         consumption = ledger.consumption([group.ordinal for group in kept])
         cursor = yield Write(position.step + 1, kept, consumption, cursor, sampling.timer)
-        ledger.consumed(consumption)
+        ledger.commit(consumption)
         position.step += 1
     yield Complete(position.step, cursor)
     return True

@@ -20,7 +20,7 @@ _RETRY_S = (0.1, 2.0)
 """First and longest pause between two attempts."""
 _SAID_AFTER_S, _OWN_AFTER_S = 5.0, 60.0
 """A wait within an attempt that is repeated is part of it: after the first time the text says so, after the second one
-it takes the attempts' place. In turns with them, each would be too young to be seen."""
+it takes the attempts' place. Alternating with them, each would be too young to be seen."""
 _SHOW_EVERY_S = 1.0
 """Interval in a pause at which what is waited for is written, once it is old enough."""
 _LOG_AFTER_S = 1.0

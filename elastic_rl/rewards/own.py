@@ -96,10 +96,11 @@ def require_reason(given: object) -> str:
     if not isinstance(given, str):
         raise PluginFailed("it must return why a group is dropped, or an empty text to keep it, not "
                            f"{plain(type(given).__name__, 100)}")
-    if given in FAILED:
-        raise PluginFailed(f"it returned {given!r}, which says of a dropped group that a part of the job failed for it",
+    reason = plain(given, _REASON)
+    if reason.strip().casefold() in FAILED:
+        raise PluginFailed(f"it returned {reason!r}, which says of a dropped group that the job failed for it",
                            hint="return another text for the filter's reason")
-    return plain(given, _REASON)
+    return reason
 
 
 def serve(name: str, options: Mapping[str, Any], setting: str, options_setting: str

@@ -25,7 +25,7 @@ from elastic_rl.runtime.backoff import RetryBackoff
 
 _RETRY_S = (0.2, 5.0)
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
-"""Status codes after which another try may succeed."""
+"""Status codes after which another attempt may succeed."""
 _MAX_TOKEN = 16_384
 _END_S = 5.0
 """Limit for closing connections; what has not ended by then ends with the process."""
@@ -40,9 +40,9 @@ class RemoteOptions(Options):
     token_file: str = ""
     """File with a token, sent as ``Authorization: Bearer TOKEN``. It is read for each request, so it may be renewed."""
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
-    """Seconds for one try, whole: connecting, sending, and the answer."""
+    """Seconds for one attempt, whole: connecting, sending, and the answer."""
     attempts: Annotated[int, Field(ge=1, le=20)] = 3
-    """Number of tries, each after a longer pause, before the group's reward has failed."""
+    """Number of attempts, each after a longer pause, before the group's reward has failed."""
     concurrency: Annotated[int, Field(ge=1, le=256)] = 16
     """Number of requests at once."""
     batch_samples: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -79,7 +79,7 @@ class Remote:
             self._headers()
         except PluginFailed as e:
             raise ConfigError(e.message, hint=f"check {context.setting}.token_file") from e
-        # Not the environment's proxies: the token is for this service. Each try has one limit for all of it.
+        # Not the environment's proxies: the token is for this service. Each attempt has one limit for all of it.
         self._client = http_client.async_client(timeout=None, limits=httpx.Limits(
             max_connections=self._options.concurrency))
         self._room = asyncio.Semaphore(self._options.concurrency)
@@ -148,7 +148,7 @@ class Remote:
         return headers
 
     async def _post(self, prompt: Mapping[str, Any], samples: Sequence[Sample]) -> list[Reward]:
-        """Raises PluginFailed once the last try failed, or at once where another cannot succeed."""
+        """Raises PluginFailed once the last attempt failed, or at once where another cannot succeed."""
         async with self._room:
             return await self._tries(self._body(prompt, samples), len(samples))
 
@@ -173,7 +173,7 @@ class Remote:
                     raise PluginFailed(f"{url} {e}, also when tried {self._options.attempts} times") from e
             backoff.failed(time.monotonic())
             await asyncio.sleep(backoff.left_s(time.monotonic()))
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _answer(self, url: str, body: bytes) -> bytes:
         """The body of one answer. Raises _TryAgain, and PluginFailed where the service refuses the request."""
@@ -209,7 +209,7 @@ class Remote:
 
 
 class _TryAgain(Exception):
-    """A try failed in a way that may pass."""
+    """An attempt failed in a way that may pass."""
 
 
 def _reward(given: Any) -> Reward:

@@ -61,5 +61,5 @@ class GroupPhases:
         return ""
 
     def pause(self) -> None:
-        """Waits between two tries."""
+        """Waits between two attempts."""
         self._pause.wait(_LOOK_S)

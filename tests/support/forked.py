@@ -38,7 +38,11 @@ _MESSAGE_BYTES = 1 << 17
 # -- in the test process -----------------------------------------------------------------------------------------------
 class ForkedProcess(subprocess.Popen[AnyStr]):
     """``ForkedProcess([module, *arguments], ...)`` runs ``module.main()``. Of Popen's options it knows ``stdin``,
-    ``stdout``, ``stderr`` and ``env``."""
+    ``stdout``, ``stderr`` and ``env``; others raise TypeError."""
+
+    def __init__(self, args: Sequence[str], *, stdin: Any = None, stdout: Any = None, stderr: Any = None,
+                 env: Mapping[str, str] | None = None, text: bool | None = None) -> None:
+        super().__init__(args, stdin=stdin, stdout=stdout, stderr=stderr, env=env, text=text)
 
     def _execute_child(self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
                        cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: Any,
@@ -74,8 +78,10 @@ class _ForkServer:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"})
 
     def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
+        message = json.dumps(request).encode()
+        assert len(message) < _MESSAGE_BYTES, f"arguments and environment of {len(message)} bytes"
         with self._lock:
-            socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
+            socket.send_fds(self._requests, [message], fds)
             pid = self._requests.recv(_MESSAGE_BYTES)  # which the process sends once it has its session and files
         assert pid, f"a fork server ended with {self._process.wait(60)}"
         return int(pid)

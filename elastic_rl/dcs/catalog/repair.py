@@ -193,7 +193,9 @@ def _state(node: RegisteredNode) -> _NodeState:
 
 def _report(version: Version, now: ReplicaSets, made: Iterable[str], replicas: int) -> list[str]:
     what = f"{version.stream} version {version.number}"
-    fewest = min(map(len, now.parts), default=0)
+    if not now.parts:
+        return [f"{what} has no record of its replica sets and is not repaired: `elastic-rl versions recover`"]
+    fewest = min(map(len, now.parts))
     if fewest < replicas:
         return [f"{what} has {fewest} of {replicas} copies, and there is no other node"]
     if not (to := ", ".join(made)):

@@ -1,15 +1,15 @@
 """Which versions are copied to the durable store, and in which order. Pure.
 
-Streams take turns: copying may take longer than a version is the newest, and with an order of importance the first
+Streams follow each other in rotation: copying may take longer than a version is the newest, and by importance the first
 stream would keep the others from being copied at all.
 
-Two streams whose versions belong together in pairs (``catalog/pairs.py``) take turns as one. Of two streams of which
+Two streams whose versions belong together in pairs (``catalog/pairs.py``) are one of them. Of two streams of which
 always the newest versions were copied, the store would hold versions that never belong together, and nothing could be
 resumed from it. So a pair is chosen as a whole, and no newer version of either stream before both halves are copied.
 The caller pins both when the first is begun: the second is needed long after newer ones are there.
 
 A version whose reference policy (``catalog/references.py``) is not in the store yet is copied after that one, in the
-same turn.
+same place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Copyable:
 
 
 class CopyOrder:
-    """The turns of the streams."""
+    """The rotation of the streams."""
 
     def __init__(self, streams: Sequence[str], paired: Sequence[tuple[str, str]]) -> None:
         """``streams``: those to be copied; ``paired``: which of them belong together, if both are copied."""
@@ -52,7 +52,7 @@ class CopyOrder:
         """What is still to be copied of a pair that was begun."""
 
     def candidates(self, read: Callable[[str], Copyable]) -> Iterator[Copies]:
-        """What may be copied next, in order of the turns: one version, or both of a pair. ``read``: the reading of a
+        """What may be copied next, in order of the rotation: one version, or both of a pair. ``read``: the reading of a
         stream."""
         for unit in list(self._units):
             copies = self._open.get(unit) or _to_copy(unit, [read(stream) for stream in unit])
@@ -60,7 +60,7 @@ class CopyOrder:
                 yield copies
 
     def begin(self, copies: Copies) -> None:
-        """The first of them is copied now; then others have their turn. ``copies``: the copies of ``candidates``, after
+        """The first of them is copied now; then the others come first. ``copies``: the copies of ``candidates``, after
         what the first one needs of another stream."""
         unit = self._unit(copies)
         self._open[unit] = copies[1:]

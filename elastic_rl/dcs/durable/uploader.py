@@ -1,9 +1,9 @@
 """Copying committed versions to the durable store, in the background, by all nodes together.
 
 One node leads: it chooses the newest version of a stream that is not durable yet as the *task*, for all nodes, and pins
-it; streams take turns (``copy_order.py``). Each node copies the parts that it wrote (``catalog/replica_sets.py``), and
-puts a key in etcd for each that is complete. When all are, the leader writes the commit mark. Versions that are
-superseded before they were chosen are skipped.
+it; streams follow each other in rotation (``copy_order.py``). Each node copies the parts that it wrote
+(``catalog/replica_sets.py``), and puts a key in etcd for each that is complete. When all are, the leader writes the
+commit mark. Versions that are superseded before they were chosen are skipped.
 
 Chunks are stored whole, or as deltas against the *anchor*, the last version of the stream that was copied whole. The
 leader pins that one too, so that the nodes have its chunks at hand.
@@ -77,7 +77,7 @@ class _Work:
     revision: int
     """Mod revision of the task."""
     version: Version
-    replica_sets: list[list[str]]
+    nodes_of_parts: list[list[str]]
     since: float
     manifest: Manifest | None = None
     bases: dict[str, str] = field(default_factory=dict)
@@ -258,7 +258,7 @@ class Uploader(threading.Thread):
 
     # -- copying -----------------------------------------------------------------------------------------------------
     def _copy_parts(self, work: _Work) -> None:
-        for part, nodes in enumerate(work.replica_sets):
+        for part, nodes in enumerate(work.nodes_of_parts):
             if self._stopping.is_set():
                 return
             if self._node_id in nodes and part not in work.done and self._is_due(work, part, nodes):
@@ -331,7 +331,7 @@ class Uploader(threading.Thread):
     # -- the leader's end of a task ----------------------------------------------------------------------------------
     def _complete(self, work: _Work) -> bool:
         """Whether all parts are in the store. Raises NodeUnavailable when none was completed for long."""
-        parts, done = len(work.replica_sets), self._etcd.count(self._keys.durable_parts_prefix())
+        parts, done = len(work.nodes_of_parts), self._etcd.count(self._keys.durable_parts_prefix())
         if done >= parts:
             return True
         before, since = work.progress
@@ -346,7 +346,7 @@ class Uploader(threading.Thread):
 
     def _finish(self, work: _Work) -> None:
         task, version = work.task, work.version
-        self._durable.commit(CommitMark(version, task.anchor, len(work.replica_sets)))
+        self._durable.commit(CommitMark(version, task.anchor, len(work.nodes_of_parts)))
         self._put_task(UploadTask(node=self._node_id), Op.put(self._keys.durable(task.stream, task.number), b"{}"))
         log.info("%s version %d is durable after %.3f s", task.stream, task.number, self._clock() - work.since)
         self._report_recovery()

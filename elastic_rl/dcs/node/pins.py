@@ -18,7 +18,7 @@ from elastic_rl.etcd.records import Version
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-"""Pause between two tries to delete pins while etcd does not answer."""
+"""Pause between two attempts to delete pins while etcd does not answer."""
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,9 @@ class ExternalServer(EngineServer):
         super().apply(update, version)
         self._applied = version
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Does nothing: the server is not ours."""
+        return True
 
     def _model_info(self) -> dict[str, Any] | None:
         try:

@@ -71,7 +71,7 @@ class HealthMonitor:
             yield
 
     def close(self) -> None:
-        """Ends the thread at its next turn; does not wait for a probe in flight."""
+        """Ends the thread before its next probe; does not wait for a probe in flight."""
         self._stopping = True
         self._wake.set()
 

@@ -162,8 +162,9 @@ class EngineServer(ABC):
         return self._probe.load
 
     @abstractmethod
-    def stop(self) -> None:
-        """Ends the server, unless it is external."""
+    def stop(self) -> bool:
+        """Ends the server, unless it is external. False when a killed process of it still runs, and may have device
+        memory."""
 
     def model_version(self) -> int:
         """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
@@ -264,6 +265,8 @@ class SGLangServer(EngineServer):
         self._process: subprocess.Popen[bytes] | None = None
         self._processes: list[psutil.Process] = []
         self._ending = threading.Lock()
+        self._has_ended = True
+        """False once a process of the server outlived its SIGKILL."""
 
     @property
     def url(self) -> str:
@@ -388,12 +391,12 @@ class SGLangServer(EngineServer):
         return tensor_parallel(self._cfg.extra_args)
 
     # -- end ------------------------------------------------------------------------------------------------------
-    def stop(self, *, grace_s: float = 0.0) -> None:
+    def stop(self, *, grace_s: float = 0.0) -> bool:
         """Ends every process of the server and removes its files; without grace at once, since SGLang's own shutdown
         can take a minute."""
         with self._ending:
             if self._process is None:
-                return
+                return self._has_ended
             for process in self._processes[1:] if not grace_s else ():
                 if runs(process):
                     process.kill()
@@ -401,6 +404,7 @@ class SGLangServer(EngineServer):
             try:
                 self._process.wait(_KILLED_S)
             except subprocess.TimeoutExpired:  # it ends when the kernel lets it; what follows must not wait for it
+                self._has_ended = False
                 log.warning("the server of %s (pid %d) has not ended %d s after SIGKILL", self._tag, self._process.pid,
                             _KILLED_S)
             for process in self._processes[1:]:  # those that had left the tree when the main process ended
@@ -408,6 +412,7 @@ class SGLangServer(EngineServer):
                     process.kill()
             self._process = None
         remove_files(self._tag)
+        return self._has_ended
 
 
 def probe_timeout_s(cfg: EngineConfig) -> float:

@@ -1,6 +1,6 @@
-"""Which prompt groups are generated and trained next, in turn or both at once. Pure.
+"""Which prompt groups are generated and trained next, one after the other or both at once. Pure.
 
-    (none) ──lease──▶ leased ──finished──▶ generated ──arrived──▶ queued ──choose──▶ chosen ──trained──▶ consumed
+    (none) ──lease──▶ leased ──finished──▶ generated ──arrived──▶ queued ──choose──▶ chosen ──commit───▶ trained 
       ▲                 │ dropped by a filter: on the record with the next update     │             │
       └── lost by the queue, too stale when it was due,                               │             │
           or of weights that the trainer went back from: generated again ◀────────────┴─────────────┘
@@ -36,7 +36,7 @@ from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
 from elastic_rl.data.samples import FAILED
 from elastic_rl.errors import IllegalTransition
 
-LEASED, GENERATED, QUEUED, CHOSEN = GroupState
+LEASED, GENERATED, QUEUED, CHOSEN = (GroupState.LEASED, GroupState.GENERATED, GroupState.QUEUED, GroupState.CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class GroupFlow:
         """The chosen step was made, and its policy has this number. Returns the groups whose data nobody needs any
         more."""
         done = list(self._ledger.in_state(CHOSEN))
-        self._ledger.consumed(consumption)
+        self._ledger.commit(consumption)
         self._step, self._version = self._step + 1, version
         return done
 
@@ -228,7 +228,7 @@ class GroupFlow:
     @property
     def open(self) -> IntervalSet:
         """Groups that were begun and that no update has recorded: leased, finished, or to be generated again."""
-        return self._ledger.open
+        return self._ledger.unrecorded
 
     # -- the queue --------------------------------------------------------------------------------------------------
     def lost(self, ordinals: Iterable[int]) -> list[int]:

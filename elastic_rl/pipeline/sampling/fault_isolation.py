@@ -231,9 +231,9 @@ class FaultIsolation(Generic[T]):
         until ``probed``. In ``PROBATION`` none is sent beside groups, whose process it would share.
 
         ``other``: a group of the source that was not among those of the run, another one for each number, since the
-        function may fail for some of them too. It is asked for as long as the function has worked for no group: else
-        one that always fails would be tried without end when it is an actor's first. None where no probe is wanted, and
-        where ``other`` raises SourceFailed, since the source gives none now."""
+        function may fail for some of them too. It is used until the function has worked for one group: without it, a
+        first group that always fails would be tried without end. None where no probe is wanted, and where ``other``
+        raises SourceFailed, since the source gives none now."""
         state = self._lanes[lane]
         if not state.wants_probe or state.is_probing or (lane is Lane.PROBATION and state.running):
             return None

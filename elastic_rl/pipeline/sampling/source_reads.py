@@ -26,25 +26,25 @@ class SourceReads:
     next read too. Only a loop that is to end abandons one.
     """
 
-    def __init__(self, named: str, waits: Waits, turn: threading.Lock | None = None) -> None:
-        """``named``: the setting's value, for texts. ``turn``: shared by the readers of several threads, of which one
+    def __init__(self, named: str, waits: Waits, lock: threading.Lock | None = None) -> None:
+        """``named``: the setting's value, for texts. ``lock``: shared by the readers of several threads, of which one
         asks the source at a time."""
-        self._named, self._waits, self._turn = named, waits, turn or threading.Lock()
+        self._named, self._waits, self._lock = named, waits, lock or threading.Lock()
         self._calls = AbandonableCalls("source", 1)
 
     def of_thread(self, waits: Waits) -> SourceReads:
         """Reads of the same source by another thread, which has these waits."""
-        return SourceReads(self._named, waits, self._turn)
+        return SourceReads(self._named, waits, self._lock)
 
     def read(self, what: str, call: Callable[[], T]) -> T:
         """What the call returns, whenever that is. Raises the project's own errors that the call raises, SourceFailed
         for any other, and Fenced when the loop is to end."""
-        while not self._turn.acquire(timeout=_SLICE_S):
+        while not self._lock.acquire(timeout=_SLICE_S):
             self._waits.pause(0.0)
         try:
             return self._read(what, call)
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def _read(self, what: str, call: Callable[[], T]) -> T:
         began = time.monotonic()

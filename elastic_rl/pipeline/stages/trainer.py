@@ -33,7 +33,7 @@ class TrainerAccess:
             on_wait=self._on_wait, waits=term.waits, on_recovered=lambda group: term.emit(
                 event_kinds.GROUPS[group].recovered, group, f"the group {group} computes again", step=term.step),
             publish_again=self._publish_lost_policy)
-        self.phases: DevicePhases = OwnDevices() if not term.cfg.colocated else SharedDevices(
+        self.device_phases: DevicePhases = OwnDevices() if not term.cfg.colocated else SharedDevices(
             term.etcd, term.keys, term.writer, term.waits, self.groups, epoch=term.ctx.epoch, term=term.number)
 
     def close(self) -> None:
@@ -53,10 +53,10 @@ class TrainerAccess:
         self._term.waits.stage("sync")
 
     def publish_weights_again(self) -> None:
-        self.phases.to_trainer(StepTimer())
+        self.device_phases.to_trainer(StepTimer())
         if self._term.cfg.colocated:  # a trainer whose memory is offloaded does not repeat a commit that failed
             committed = until_committed(self._term.waits, self.groups.publish_policy)
-            self.phases.to_engines(int(committed["policy_version"]), StepTimer())
+            self.device_phases.to_engines(int(committed["policy_version"]), StepTimer())
         else:
             self.groups.publish_policy()
 
@@ -66,7 +66,7 @@ class TrainerAccess:
         if step != self.groups.step:
             return
         self._term.events.republished(version, f"version {version} of the policy is lost")
-        self.phases.to_trainer(StepTimer())
+        self.device_phases.to_trainer(StepTimer())
         self.groups.publish_policy()
 
 
@@ -78,7 +78,7 @@ class TrainerStages(Stages):
         self._trainer, self._source, self._prompts = trainer, source, prompts
 
     def carry_out(self, effect: schedule.Effect) -> Any:
-        hand_over(self._trainer.phases, effect)
+        hand_over(self._trainer.device_phases, effect)
         return self._carry_out(effect)
 
     def _carry_out(self, effect: schedule.Effect) -> Any:

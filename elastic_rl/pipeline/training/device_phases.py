@@ -75,7 +75,7 @@ class MovableTrainer(Protocol):
 
 
 class SharedDevices:
-    """Phases of one actor."""
+    """The device phases that one actor begins."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, waits: Waits, trainer: MovableTrainer, *,
                  epoch: int, term: int) -> None:
@@ -86,7 +86,7 @@ class SharedDevices:
         self._side: Side | None = None
         """The side that has the devices, as far as this actor has completed the change; None: not known."""
         self._onloaded = False
-        """Whether the trainer has said so since the phase began."""
+        """Whether the trainer has taken its memory since its phase began."""
 
     def begin_resume(self) -> None:
         self._side, self._onloaded = None, False

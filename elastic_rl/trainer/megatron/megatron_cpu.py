@@ -59,9 +59,9 @@ def install() -> None:
 
 @contextmanager
 def _first_import_of_megatron() -> Iterator[None]:
-    """Inside, torch.compile leaves functions as they are, and loggers that Megatron imports where they are installed,
-    and that no rank calls, count as not installed. Megatron imports modules with its jit decorator before the decorator
-    can be disabled: they would need a C++ compiler on the host. All this would be a quarter of a start's CPU time."""
+    """Inside, ``torch.compile`` returns functions unchanged, and W&B and TensorBoard, which Megatron would import and
+    no rank uses, cannot be imported. Megatron imports modules with its jit decorator before the decorator can be
+    disabled: they would need a C++ compiler on the host. All this would be a quarter of a start's CPU time."""
     compiling, loggers = torch.compile, {name: sys.modules.get(name) for name in _LOGGERS}
     torch.compile = _uncompiled  # type: ignore[assignment]
     sys.modules.update(dict.fromkeys(_LOGGERS))  # type: ignore[arg-type]  # None makes an import fail
@@ -70,13 +70,13 @@ def _first_import_of_megatron() -> Iterator[None]:
     finally:
         torch.compile = compiling
         for name, module in loggers.items():
-            del sys.modules[name]
+            sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
 
 
-def _uncompiled(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    return _uncompiled if function is None else function
+def _uncompiled(model: Callable[..., Any] | None = None, **_options: Any) -> Any:
+    return _uncompiled if model is None else model
 
 
 def _take_uneven_parts() -> None:

@@ -132,7 +132,7 @@ def assert_complete(answers: list[Sample]) -> None:
 def updates_in_flight(testbed: EngineTestbed, engine_id: str, *, resume: bool = False
                       ) -> Iterator[tuple[tuple[int, int], PreTrainedModel, list[Sample]]]:
     """An update while requests are in flight, again and again: the versions before and after it, the weights before it,
-    and the answers to the requests. Fails the test when the caller has not had enough of it at last."""
+    and the answers to the requests. Fails the test after 30 updates."""
     for seed in range(100, 130):
         before, weights = testbed.published, copy.deepcopy(testbed.model)
         with testbed.asked_again_and_again(engine_id, resume=resume) as answers:

@@ -68,7 +68,7 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("trainer={context_parallel: 2, packing: false}", "trainer.context_parallel=2 with trainer.packing=false"),
     ("trainer={context_parallel: 2, moe_aux_loss_coef: 0.1}", "the load-balancing loss of split sequences"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
-    ("mode=fully_async", "(got 'fully_async'); how generation and training take turns is train.schedule"),
+    ("mode=fully_async", "(got 'fully_async'); how generation and training follow each other is train.schedule"),
     ("engine.api_key=x", "unknown key 'engine.api_key'; engines ask for the key in <run_dir>/<job>/cluster"),
     ("genrm.model=/m", "unknown key 'genrm'; a judge is a pool: set pools.genrm.model"),
     ("pools=[genrm]", "(got ['genrm']); write pools by name, such as {genrm: {model: /models/judge}}"),

@@ -48,10 +48,10 @@ def test_group_moves_only_as_the_diagram_says(name: str, state: GroupState | Non
 def test_released_group_is_leased_again_and_known_to_have_been_stale_until_it_is_consumed() -> None:
     ledger = _in_state(GroupState.QUEUED)
     ledger.release(0, stale=True)
-    assert ledger.lease(1) == [0] and 0 in ledger.stale and list(ledger.open) == [0]
+    assert ledger.lease(1) == [0] and 0 in ledger.stale and list(ledger.unrecorded) == [0]
     ledger.generated(0)
-    ledger.consumed(ledger.consumption([0]))
-    assert not ledger.stale and not ledger.open and ledger.lease(1) == [1]
+    ledger.commit(ledger.consumption([0]))
+    assert not ledger.stale and not ledger.unrecorded and ledger.lease(1) == [1]
 
 
 def test_chosen_group_that_waits_again_keeps_its_place() -> None:

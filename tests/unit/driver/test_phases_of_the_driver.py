@@ -30,7 +30,7 @@ def test_engine_that_keeps_its_memory_is_late_after_the_limit() -> None:
 def test_released_engine_that_does_not_take_its_phase_is_late_too() -> None:
     late, released = LateEngines(10.0), engine("a", EngineState.RELEASED, holds=False)
     assert not late.observe(Side.ENGINES, [released], 0.0)
-    assert "did not take its phase" in late.observe(Side.ENGINES, [released], 10.0)["a"]
+    assert "did not take device memory" in late.observe(Side.ENGINES, [released], 10.0)["a"]
     assert not LateEngines(0.0).observe(Side.TRAINER, [released], 0.0), "it is as it should be"
 
 

@@ -3,6 +3,7 @@ program in the place of SGLang."""
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -62,6 +63,23 @@ def test_start_without_progress_is_given_up_and_leaves_no_process(server: SGLang
 def test_start_that_ends_is_reported_at_once(server: SGLangServer) -> None:
     with pytest.raises(EngineFailed, match="ended before it was ready"):
         server.start()
+    server.close()
+
+
+@pytest.mark.parametrize("server", [QUICK], indirect=True, ids=["quick"])
+def test_stop_says_that_a_killed_server_still_runs(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device memory must not be given to the trainer."""
+    server.start()
+    process = server._process
+    assert process is not None
+
+    def never_ends(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("server", timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "wait", never_ends)
+        assert not server.stop() and not server.alive() and not server.stop()
+    process.wait(60)
     server.close()
 
 

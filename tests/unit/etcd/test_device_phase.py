@@ -71,7 +71,7 @@ class PhaseMachine(RuleBasedStateMachine):
     # -- the actor
     @rule(side=st.sampled_from(Side))
     def actor_reads(self, side: Side) -> None:
-        change = device_phase.give_phase(KEYS, side, self.seen(), self.store.get(KEYS.device_holder()),
+        change = device_phase.begin_phase(KEYS, side, self.seen(), self.store.get(KEYS.device_holder()),
                                        epoch=self.epoch, term=1)
         self.decided.pop("actor", None)  # of a predecessor: its term is over
         if change is not None:
@@ -288,14 +288,15 @@ def test_phase_of_an_unreadable_record_or_unknown_side_is_nobodys() -> None:
         assert seen == SeenPhase(None, revision=7)
         assert device_phase.take_for_engine(KEYS, seen) is None
         assert device_phase.take_for_trainer(KEYS, seen, (), "g", epoch=3) is None
-        assert device_phase.give_phase(KEYS, Side.TRAINER, seen, None, epoch=3, term=2) is not None, "only it may write"
+        begun = device_phase.begin_phase(KEYS, Side.TRAINER, seen, None, epoch=3, term=2)
+        assert begun is not None, "only it may write"
 
 
 def test_holder_that_cannot_be_read_keeps_the_phase_from_the_engines() -> None:
     seen = SeenPhase(Side.TRAINER, 1, 5)
-    assert device_phase.give_phase(KEYS, Side.ENGINES, seen, kv("h", b"?"), epoch=3, term=2) is None
+    assert device_phase.begin_phase(KEYS, Side.ENGINES, seen, kv("h", b"?"), epoch=3, term=2) is None
     old = DeviceHolder(group="g", epoch=2).encode()
-    assert device_phase.give_phase(KEYS, Side.ENGINES, seen, kv("h", old), epoch=3, term=2) is not None
+    assert device_phase.begin_phase(KEYS, Side.ENGINES, seen, kv("h", old), epoch=3, term=2) is not None
 
 
 def test_formation_clears_its_own_memory_from_the_record_only() -> None:

@@ -45,7 +45,7 @@ def test_trainer_gives_its_devices_up_only_once_the_weights_are_committed_again(
     access = TrainerAccess.__new__(TrainerAccess)
     access._term = SimpleNamespace(waits=waits, cfg=SimpleNamespace(colocated=colocated))  # type: ignore[assignment]
     access.groups = SimpleNamespace(publish_policy=save)  # type: ignore[assignment]
-    access.phases = SimpleNamespace(  # type: ignore[assignment]
+    access.device_phases = SimpleNamespace(  # type: ignore[assignment]
         to_trainer=lambda timer: done.append("trainer"),
         to_engines=lambda version, timer: done.append(("engines", version)))
     access.publish_weights_again()

@@ -128,13 +128,13 @@ def _consumed_groups_stay_in_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _groups_dropped_during_a_step_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    consumed = GroupLedger.consumed
+    committed = GroupLedger.commit
 
     def and_all_dropped(self: Any, consumption: Any) -> None:
-        consumed(self, consumption)
+        committed(self, consumption)
         self._dropped.clear()
 
-    monkeypatch.setattr(GroupLedger, "consumed", and_all_dropped)
+    monkeypatch.setattr(GroupLedger, "commit", and_all_dropped)
 
 
 def _groups_of_abandoned_weights_are_as_new_as_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,8 @@ def test_group_that_was_too_stale_is_leased_again_and_waited_for() -> None:
     assert grants[0].ordinals == (0,) and grants[0].min_version == 5
     _queue(flow, *(o for g in grants[1:] for o in g.ordinals), version=6)
     assert flow.choose() is None, "another step would make version 5 too stale"
-    _queue(flow, 0, version=5)
+    assert flow.finished(0, (5,), "") and flow.choose() is None, "its data is on its way into the queue"
+    assert flow.arrived(0)
     chosen = _step(flow)
     assert chosen is not None and chosen.ordinals == (0, 3)
     assert chosen.staleness.least == chosen.staleness.most == 1
@@ -305,6 +306,14 @@ def test_failed_groups_are_dropped_beyond_the_limit_of_filters_and_replaced(reas
                 flow.arrived(ordinal)
     assert chosen.ordinals == (failing, failing + 1)
     assert {reason: len(groups) for reason, groups in chosen.consumption.dropped.items()} == {reason: failing}
+
+
+def test_failed_groups_leave_the_limit_of_filters_as_it_is() -> None:
+    flow = _flow(groups_per_step=8)
+    assert flow.lease() is not None
+    for ordinal in range(LIMITS.max_dropped_groups):
+        assert not flow.finished(ordinal, (1,), "reward failed")
+    assert not flow.finished(LIMITS.max_dropped_groups, (1,), "uniform"), "filtered, and not kept beyond the limit"
 
 
 def test_lost_group_of_a_chosen_step_is_generated_again_and_the_others_stay() -> None:

@@ -16,6 +16,7 @@ from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.flow import transfer_queue
+from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
 from elastic_rl.pipeline.flow.shared_flow import SharedFlow
@@ -69,6 +70,37 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
     for ordinal in grant.ordinals:
         flow.finished(group(ordinal, 3), "", waits)
     assert set(queue.get(grant.ordinals)) == set(grant.ordinals), "neither full, nor dropped"
+
+
+class QueueThatLoses(EmbeddedQueue):
+    """The second of its reads finds nothing."""
+
+    reads = 0
+
+    def get(self, ordinals: Collection[int]) -> dict[int, Any]:
+        self.reads += 1
+        return {} if self.reads == 2 else super().get(ordinals)
+
+
+def test_step_that_is_chosen_again_begins_without_what_was_accumulated() -> None:
+    """Else a part that was abandoned with its step would count twice."""
+    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0, groups_per_part=1),
+                      QueueThatLoses(2))
+    waits, before = Waits(lambda *_: None, threading.Event()), list[int]()
+    flow.resume(0, 1, IntervalSet(), Branch(0, 1))
+
+    def generate() -> None:
+        grant = flow.lease(0.0)
+        for ordinal in () if grant is None else grant.ordinals:
+            flow.finished(group(ordinal), "", waits)
+
+    def on_part(groups: Any, accumulated: Accumulated) -> Accumulated:
+        before.append(accumulated.parts)
+        return accumulated.plus({}, {}, 1)
+
+    generate()
+    taken = flow.take(waits, generate, lambda loss: None, on_part)
+    assert before == [0, 0, 1] and taken.accumulated.parts == 2
 
 
 def test_group_beyond_the_capacity_of_the_queue_is_an_error_and_no_wait() -> None:

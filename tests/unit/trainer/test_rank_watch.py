@@ -1,13 +1,45 @@
-"""Which stopped ranks count as lost."""
+"""Which ranks of a host are ended by force."""
 
 from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from multiprocessing.synchronize import Event
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.host.processes import StoppedProcesses
+from elastic_rl.trainer.group.rank_watch import RankWatch
 
 LIMIT_S = 3.0
+
+
+def _rank(ready: Event, reacts: bool) -> None:
+    if not reacts:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(600)
+
+
+def test_once_a_rank_has_ended_all_others_are_ended_also_one_that_does_not_react() -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = [context.Event() for _ in range(3)]
+    ranks = [context.Process(target=_rank, args=(each, reacts), daemon=True)
+             for each, reacts in zip(ready, (True, True, False), strict=True)]
+    for rank in ranks:
+        rank.start()
+    assert all(each.wait(300) for each in ready)
+    watch, pids = RankWatch(stopped_limit_s=LIMIT_S, grace_s=5.0), {n: rank.pid or 0 for n, rank in enumerate(ranks)}
+    watch.look(pids)
+    assert all(rank.is_alive() for rank in ranks)
+    ranks[0].kill()
+    ranks[0].join(300)
+    watch.look(pids)
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks[1:]] == [-signal.SIGTERM, -signal.SIGKILL]
 
 
 def test_rank_that_stays_stopped_is_lost_after_the_limit() -> None:
