@@ -205,19 +205,19 @@ print("trained", *sys.argv[1:])
     (0.9, "sys.exit(7)", 1, "FAILED: ended with exit code 7"),
     (0.9, "time.sleep(600)", 1, "FAILED: did not end in 5 s")])
 def test_each_run_is_a_job_of_its_own_that_is_shown_and_judged(
-        accuracy: float, then: str, code: int, shown: str, assets: Path, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(assets)
+        accuracy: float, then: str, code: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
     program = _program(tmp_path, accuracy, then)
     monkeypatch.setattr(run_examples, "python", lambda module, *args: [*program, *args])
-    monkeypatch.setattr(run_examples, "make_assets", lambda: None)  # they are there
+    monkeypatch.setattr(run_examples, "make_assets", lambda: None)  # which the program does not read
     monkeypatch.setattr(run_examples, "thresholds", lambda: {"jsonl_math": run_examples.Threshold(0.37, 0.38, 0.10)})
     limit = ["--limit-s", "5"] if "sleep" in then else []
     assert run_examples.main(["jsonl_math", "--seeds", "0" if limit else "0,3", *limit]) == code
     out = capsys.readouterr().out
     assert shown in out.splitlines()[-1] and out.splitlines()[-1].startswith("jsonl_math")
     if not limit:
-        logs = [assets / line.rpartition("see ")[2] for line in out.splitlines() if ": see " in line]
+        logs = [tmp_path / line.rpartition("see ")[2] for line in out.splitlines() if ": see " in line]
         assert ["--seed=0" in logs[0].read_text(), "--seed=3" in logs[1].read_text()] == [True, True]
 
 
