@@ -88,7 +88,7 @@ THROUGHPUT: dict[str, Quantity] = {
                  "resident on a CPU"),
 }
 PUBLISH = frozenset(("publish_stall_s", "gather_s", "copy_s", "publish_wait_s", "policy_version", "state_version",
-                     "committed"))
+                     "reference_version", "committed"))
 """What the trainer answers about the publish of a step."""
 _ELSEWHERE = frozenset((*THROUGHPUT, *PUBLISH, "tokens", "train_s"))
 _OWN = 16

@@ -23,7 +23,8 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "operating" / "training-me
 ANSWER: dict[str, Any] = {
     "loss": -0.0123456789, "kl": 0.001, "clip_fraction": 0.1, "grad_norm": None, "lr": 1e-3, "entropy": 1.25,
     "tokens": 64.0, "train_s": 0.5, "my_stat": 7.0, "train_tokens_per_s": 1000.0, "tflops_per_rank": 0.25,
-    "peak_memory_bytes": 4e8, "publish_stall_s": 0.01, "policy_version": 5, "state_version": None, "committed": None}
+    "peak_memory_bytes": 4e8, "publish_stall_s": 0.01, "policy_version": 5, "state_version": None,
+    "reference_version": 3, "committed": None}
 """What a trainer answers. None: a number that is not finite, or not there."""
 
 
