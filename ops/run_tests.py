@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +37,8 @@ CHECKS = {
     "docs": ["mkdocs", "build", "--strict", "--quiet", "--site-dir"],  # and a folder
 }
 DEFAULT_TIER = ["-m", "not full"]
-# A whole run leaves most of two cores idle, and integration tests some. The unit tests run beside them, at a lower
-# priority, so that they starve no heartbeats.
+# A whole run leaves most of two cores idle. The unit tests are run beside it, at the lowest priority: what they take is
+# left over, so that they do not starve its heartbeats.
 WHOLE_RUNS = ["tests/e2e"]
 UNIT_TESTS = ["-n", "2", "--dist", "loadfile", "tests/unit", "tests/gpu"]
 # Most integration tests wait for other processes more than they compute, so there are more workers than cores. Folders
@@ -86,20 +86,19 @@ class Suite:
                 print(output, flush=True)
                 self.failed.append(name)
 
-    def run_all(self, groups: Mapping[str, Sequence[str]], beside: str, beside_args: Sequence[str]) -> None:
-        """Runs groups of tests one after the other and, beside them, another one at a lower priority, whose output is
-        shown at the end."""
+    def run_beside(self, name: str, args: Sequence[str], other: str, other_args: Sequence[str]) -> None:
+        """Runs a group of tests and, beside it, another one at the lowest priority, whose output is shown at its
+        end."""
         with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", dir=self.records) as log:
-            other = pool.submit(self.run, beside, beside_args, log)
-            for name, args in groups.items():
-                self.run(name, args)
-            other.result()
+            beside = pool.submit(self.run, other, other_args, log)
+            self.run(name, args)
+            beside.result()
             log.seek(0)
             print(log.read(), flush=True)
 
     def run(self, name: str, args: Sequence[str], log: IO[str] | None = None) -> None:
-        """Runs a group of tests with these arguments of pytest. ``log``: takes the output of one that runs at a lower
-        priority."""
+        """Runs a group of tests with these arguments of pytest. ``log``: takes the output of one that is run at the
+        lowest priority."""
         say(f"pytest: {name}")
         began = time.monotonic()
         code, first = self._pytest([*args, "--continue-on-collection-errors",
@@ -150,7 +149,7 @@ class Suite:
         """Runs pytest to its end, also after Ctrl-C, when it ends what its tests have started. Returns its exit status
         and what became of each test."""
         record = self.records / f"outcomes-{next(self._numbers)}.jsonl"
-        command = [*(["nice", "-n", "5"] if beside else []), sys.executable, "-m", "pytest", "-p", "support.outcomes",
+        command = [*(["nice", "-n", "19"] if beside else []), sys.executable, "-m", "pytest", "-p", "support.outcomes",
                    "-p", "support.durations", "--outcomes-to", str(record), *args]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         process = subprocess.Popen(command, cwd=self.cwd, env=os.environ | {"PYTHONPATH": path}, stdout=stdout,
@@ -215,8 +214,8 @@ def main(args: Sequence[str]) -> int:
         suite.run(" ".join(args), args)
     else:
         tier = [] if everything else DEFAULT_TIER
-        suite.run_all({"whole runs": [*WHOLE_RUNS, *tier], "integration, chaos": [*SIDE_BY_SIDE, *tier]},
-                      "unit", [*UNIT_TESTS, *tier])
+        suite.run_beside("whole runs", [*WHOLE_RUNS, *tier], "unit", [*UNIT_TESTS, *tier])
+        suite.run("integration, chaos", [*SIDE_BY_SIDE, *tier])
         suite.run_failed_again()
     return suite.close()
 
