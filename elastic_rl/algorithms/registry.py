@@ -98,7 +98,7 @@ class GrpoOptions(ClipOptions, GroupRelativeOptions):
 
 
 _GRPO = AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, GrpoOptions, _CLIP_STATS, group_relative, per_group=True)
-"""With DAPO's clip and aggregate, so that ``dapo`` is another name of it."""
+"""GRPO with DAPO's clip and aggregate: ``dapo`` is another name of it."""
 ALGOS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in (
     _GRPO, replace(_GRPO, name="dapo"),
     AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, ClipOptions, _CLIP_STATS, group_centred, per_group=True,

@@ -179,8 +179,8 @@ class GroupLedger:
         return ordinals
 
     def generated(self, ordinal: int, versions: Sequence[int] = ()) -> None:
-        """``versions``: of its tokens, ascending. Raises IllegalTransition for a group that is not leased: its samples
-        are not to be used."""
+        """A leased group has its samples. ``versions``: the versions of their tokens, ascending. Raises
+        IllegalTransition for a group that is not leased: its samples are not to be used."""
         self._take(ordinal, GroupState.LEASED)
         self._open[GroupState.GENERATED][ordinal] = OpenGroup(tuple(versions) or (0,))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import importlib
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, AnyStr
 
 from elastic_rl.runtime.files import UMASK_ENV, user_umask
-from elastic_rl.runtime.process import die_with_parent, start_child
+from elastic_rl.runtime.process import die_with_parent, freeze_heap, start_child
 from elastic_rl.telemetry.log_files import open_log
 from support.waiting import PATIENCE_S
 
@@ -59,7 +58,7 @@ class ForkedProcess(subprocess.Popen[AnyStr]):
 
 
 def spawn(module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """As ``host.processes.spawn(python(module, *arguments))``, of a child."""
+    """Starts the module in a child of this process, as ``host.processes.spawn(python(module, *arguments))`` does."""
     with open_log(log) as out:
         return ForkedProcess([module, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                              env={**os.environ, UMASK_ENV: f"{user_umask():03o}", **(env or {})})
@@ -98,7 +97,7 @@ def main() -> None:
     del sys.path[0]  # the folder of this file, which python puts there
     module = importlib.import_module(module_name)
     assert os.listdir("/proc/self/task") == [str(os.getpid())], f"imports of {module_name} start threads"
-    gc.freeze()
+    freeze_heap()
     with socket.socket(fileno=int(requests_fd)) as requests:
         while True:
             message, fds, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from elastic_rl import config
 from elastic_rl.cli.common import overrides
 from elastic_rl.config import secrets
+from elastic_rl.environments.registry import ENVIRONMENTS
 from elastic_rl.errors import ConfigError
 
 
@@ -314,6 +315,12 @@ def test_environment_is_all_that_says_that_samples_are_episodes() -> None:
     assert found.plays_episodes and found.generates_apart and found.generated_by == "rollout.environment=tools"
     with pytest.raises(ConfigError, match="either an environment or a function generates samples"):
         config.parse({"rollout": {"environment": "tools", "generate": "mine:generate"}, "model": {"path": "/m"}})
+
+
+@pytest.mark.parametrize("name", ["environment", *ENVIRONMENTS])
+def test_environment_as_the_way_to_generate_is_refused_with_what_to_set(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.generate={name}: leave it out, and set rollout.environment"):
+        config.parse({"rollout": {"generate": name}})
 
 
 def test_more_engines_than_a_pool_may_be_scaled_to_are_refused() -> None:

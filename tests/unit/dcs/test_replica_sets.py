@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.dcs.catalog import replica_sets
-from elastic_rl.etcd.records import ReplicaSets
+from elastic_rl.dcs.catalog import repair, replica_sets
+from elastic_rl.etcd.records import ReplicaSets, Version, VersionState
 
 IDS = [f"n{i}" for i in range(6)]
 sets = st.builds(ReplicaSets, parts=st.lists(st.lists(st.sampled_from(IDS), unique=True, max_size=4), max_size=8))
@@ -61,3 +61,9 @@ def test_lost_parts_are_short_and_copies_make_up_for_them(found: ReplicaSets, lo
 def test_candidates_are_the_registered_nodes_that_lack_the_part(found: ReplicaSets, ids: list[str]) -> None:
     for part, nodes in enumerate(found.parts):
         assert sorted(replica_sets.candidates(found, part, ids)) == sorted(set(ids) - set(nodes))
+
+
+def test_version_without_a_record_of_its_replica_sets_is_reported() -> None:
+    version = Version(stream="policy", number=3, state=VersionState.COMMITTED, epoch=1)
+    [line] = repair._report(version, ReplicaSets(parts=[]), made=[], replicas=2)
+    assert "policy version 3 has no record of its replica sets" in line and "versions recover" in line

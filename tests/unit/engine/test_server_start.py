@@ -68,7 +68,7 @@ def test_start_that_ends_is_reported_at_once(server: SGLangServer) -> None:
 
 @pytest.mark.parametrize("server", [QUICK], indirect=True, ids=["quick"])
 def test_stop_says_that_a_killed_server_still_runs(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its device memory must not be given to the trainer."""
+    """The device memory of such a server must not be given to the trainer."""
     server.start()
     process = server._process
     assert process is not None

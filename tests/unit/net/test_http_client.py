@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from elastic_rl.coordinator.api import tls
@@ -84,3 +85,11 @@ def test_clients_read_trusted_certificates_for_tls_only_and_once(monkeypatch: py
     http_client.client(base_url="http://127.0.0.1:9").close()
     with pytest.raises(AssertionError):
         http_client.client(base_url="https://127.0.0.1:9")
+
+
+def test_certificates_that_a_caller_trusts_are_used_whatever_the_base_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, object] = {}
+    monkeypatch.setattr(httpx, "Client", lambda **given: made.update(given))
+    own = ssl.create_default_context()
+    http_client.client(base_url="http://127.0.0.1:9", verify=own)
+    assert made["verify"] is own

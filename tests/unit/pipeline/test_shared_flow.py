@@ -83,7 +83,7 @@ class QueueThatLoses(EmbeddedQueue):
 
 
 def test_step_that_is_chosen_again_begins_without_what_was_accumulated() -> None:
-    """Else a part that was abandoned with its step would count twice."""
+    """A part that was abandoned with its step would count twice otherwise."""
     flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0, groups_per_part=1),
                       QueueThatLoses(2))
     waits, before = Waits(lambda *_: None, threading.Event()), list[int]()

@@ -384,14 +384,14 @@ def test_filter_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.Mon
     assert "the service is away" in attempts.texts[0]
 
 
-@pytest.mark.parametrize("reason", sorted(FAILED))
+@pytest.mark.parametrize("reason", [*sorted(FAILED), " Reward failed\n"])
 def test_filter_may_not_give_a_reason_that_stands_for_a_failure(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     answers = iter([reason, "too easy"])
     attempts = Attempts()
     found = _filters(monkeypatch, lambda group: next(answers), attempts=attempts, other=_held_out)
     with pytest.raises(Fenced):
         found.drop_reason(_group(1))
-    assert reason in attempts.texts[0] and "return another text for the filter's reason" in attempts.texts[0]
+    assert reason.strip() in attempts.texts[0] and "return another text for the filter's reason" in attempts.texts[0]
 
 
 def test_filter_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
