@@ -24,7 +24,6 @@ from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
 from elastic_rl.pipeline.flow.accumulated import Accumulated
-from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.trainer.progress import Phase
 
@@ -40,23 +39,17 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The settings that the schedule goes by."""
+    """The settings that the schedule goes by; ``FlowLimits`` has those of the flow."""
 
     mode: str
     steps: int
     groups_per_step: int
-    max_staleness: int
     eval_every_steps: int
     stop_eval_accuracy: float | None
-    max_dropped_groups: int
     sft_max_steps: int
     sft_target: float
     sft_eval_far: int
     sft_eval_near: int
-    beside_steps: bool = False
-    """Whether groups are generated while others are trained (``train.schedule: fully_async``)."""
-    groups_per_part: int | None = None
-    """Groups whose gradients are computed while others of the step are generated; None: those of a step together."""
     groups: int = 0
     """Prompt groups of a job that trains nothing: each is sampled once."""
 
@@ -66,16 +59,9 @@ class RunPlan:
         per_step = cfg.eval.prompts_per_step if cfg.mode == "eval" else cfg.train.prompts_per_step
         return cls(mode=cfg.mode, groups=groups, groups_per_step=per_step,
                    steps=cfg.train.steps if cfg.uses_trainer else math.ceil(groups / per_step),
-                   max_staleness=cfg.train.max_staleness, eval_every_steps=cfg.train.eval_every_steps,
-                   stop_eval_accuracy=cfg.train.stop_eval_accuracy, max_dropped_groups=cfg.rollout.max_dropped_groups,
-                   beside_steps=cfg.train.schedule == "fully_async",
-                   groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None,
+                   eval_every_steps=cfg.train.eval_every_steps, stop_eval_accuracy=cfg.train.stop_eval_accuracy,
                    sft_max_steps=cfg.sft.max_steps, sft_target=_sft_target(cfg),
                    sft_eval_far=cfg.sft.eval_every_steps, sft_eval_near=cfg.sft.eval_every_steps_near_target)
-
-    def flow_limits(self, max_in_flight: int | None = None) -> FlowLimits:
-        return FlowLimits(self.steps, self.groups_per_step, self.max_staleness, self.max_dropped_groups,
-                          self.beside_steps, max_in_flight, self.groups_per_part)
 
 
 class Flow(Protocol):

@@ -16,11 +16,11 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.flow.group_flow import FlowCounts, GroupFlow
-from elastic_rl.pipeline.schedule import Lost, RunPlan, TakenStep
-from support.pipeline_simulation import PLAN, Actor, Violation, World
+from elastic_rl.pipeline.flow.group_flow import FlowCounts, FlowLimits, GroupFlow
+from elastic_rl.pipeline.schedule import Lost, TakenStep
+from support.pipeline_simulation import LIMITS, PLAN, Actor, Violation, World
 
-ASYNC_PLAN = replace(PLAN, max_staleness=2, beside_steps=True)
+ASYNC_LIMITS = replace(LIMITS, max_staleness=2, beside_steps=True)
 
 
 @dataclass
@@ -41,13 +41,13 @@ class AsyncActor(Actor):
 
 
 class AsyncWorld(World):
-    """``at_once``: rollouts that an actor has in flight at most. ``loses``: whether the queue does. ``turns``: of its
-    producer that the rollout of an ordinal takes; random ones without it."""
+    """``loses``: whether the queue does. ``turns``: of its producer that the rollout of an ordinal takes; random ones
+    without it."""
 
-    def __init__(self, seed: int, plan: RunPlan = ASYNC_PLAN, *, at_once: int | None = None, loses: bool = True,
+    def __init__(self, seed: int, limits: FlowLimits = ASYNC_LIMITS, *, loses: bool = True,
                  turns: Callable[[int], int] | None = None) -> None:
-        super().__init__(seed, plan)
-        self.at_once, self.loses = at_once, loses
+        super().__init__(seed, replace(PLAN, steps=limits.steps, groups_per_step=limits.groups_per_step), limits)
+        self.loses = loses
         self.turns = turns or (lambda ordinal: self.random.randint(0, 12))
         self.generated: list[int] = []
         """Ordinals in the order in which they finished."""
@@ -64,7 +64,7 @@ class AsyncWorld(World):
         if not self.etcd_up:
             return
         self.term += 1
-        flow = GroupFlow(self.plan.flow_limits(self.at_once))
+        flow = GroupFlow(self.limits)
         actor = AsyncActor(self.term, flow, schedule.run_rl(self.plan, flow))
         self.counts.append(flow.counts)
         actor.doing = self.drive(actor)
@@ -91,7 +91,7 @@ class AsyncWorld(World):
                 yield from self.fenced_write(actor, lambda: self.leases.update(
                     actor=(actor.term, actor.flow.open)))
                 actor.running += [Rollout(o, min_version=grant.min_version, left=self.turns(o)) for o in grant.ordinals]
-            bound = (self.plan.max_staleness + 1) * self.plan.groups_per_step
+            bound = (self.limits.max_staleness + 1) * self.limits.groups_per_step
             depth = flow.depth
             self.most_open = max(self.most_open, depth.leased + depth.queued + depth.training)
             if self.most_open > bound or len(actor.running) > bound:
@@ -131,7 +131,7 @@ class AsyncWorld(World):
 
     def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
         assert isinstance(actor, AsyncActor)
-        if isinstance(effect, schedule.Train) and self.plan.groups_per_part is None:
+        if isinstance(effect, schedule.Train) and self.limits.groups_per_part is None:
             yield
             if missing := [g.ordinal for g in effect.taken.groups.groups if g.ordinal not in actor.queue]:
                 self.lost_at_ranks += 1  # which read their samples themselves

@@ -25,7 +25,7 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Conflict, Fenced, TrainerFailed
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.flow.group_flow import GroupFlow
+from elastic_rl.pipeline.flow.group_flow import FlowLimits, GroupFlow
 from elastic_rl.pipeline.schedule import Lost, RunPlan, State, TakenStep
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import (
@@ -39,8 +39,9 @@ from elastic_rl.trainer.service.commands import (
     after_update,
 )
 
-PLAN = RunPlan(mode="rl", steps=7, groups_per_step=3, max_staleness=0, eval_every_steps=3, stop_eval_accuracy=None,
-            max_dropped_groups=4, sft_max_steps=4, sft_target=0.9, sft_eval_far=2, sft_eval_near=1)
+PLAN = RunPlan(mode="rl", steps=7, groups_per_step=3, eval_every_steps=3, stop_eval_accuracy=None,
+               sft_max_steps=4, sft_target=0.9, sft_eval_far=2, sft_eval_near=1)
+LIMITS = FlowLimits(PLAN.steps, PLAN.groups_per_step, max_staleness=0, max_dropped_groups=4, beside_steps=False)
 STATE_EVERY = 2
 MAX_EVENTS = 20_000
 
@@ -112,8 +113,9 @@ class World:
     """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
     step's batch before it trains."""
 
-    def __init__(self, seed: int, plan: RunPlan = PLAN, *, asks_reference: bool = False) -> None:
-        self.random, self.plan, self.asks_reference = random.Random(seed), plan, asks_reference
+    def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *,
+                 asks_reference: bool = False) -> None:
+        self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
         self.reference_passes = 0
         self.ids = itertools.count(1)
         self.term = 0
@@ -251,7 +253,7 @@ class World:
         if not self.etcd_up:
             return
         self.term += 1
-        flow = GroupFlow(self.plan.flow_limits())
+        flow = GroupFlow(self.limits)
         steps = schedule.run_sft(self.plan) if self.plan.mode == "sft" else schedule.run_rl(self.plan, flow)
         actor = Actor(self.term, flow, steps)
         actor.doing = self.drive(actor)
@@ -476,7 +478,7 @@ class World:
         rl = [e for e in self.executed if e.phase == "rl"]
         if [e.step for e in rl] != list(range(1, len(rl) + 1)):
             raise Violation(f"steps out of order: {[e.step for e in rl]}")
-        if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.plan.max_staleness:
+        if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.limits.max_staleness:
             raise Violation(f"step {newest.step} was trained on samples of version {newest.oldest_version}, while "
                             f"{newest.version_before} was out")
 

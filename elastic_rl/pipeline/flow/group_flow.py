@@ -30,6 +30,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from elastic_rl.config import Config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
@@ -55,6 +56,15 @@ class FlowLimits:
     """Groups that are generated at once; None: as many as the staleness allows."""
     groups_per_part: int | None = None
     """Groups of a step that are trained on as soon as so many have finished; None: all of them together."""
+
+    @classmethod
+    def of(cls, cfg: Config) -> FlowLimits:
+        """The limits of a job with RL steps."""
+        beside_steps = cfg.train.schedule == "fully_async"
+        return cls(steps=cfg.train.steps, groups_per_step=cfg.train.prompts_per_step,
+                   max_staleness=cfg.train.max_staleness, max_dropped_groups=cfg.rollout.max_dropped_groups,
+                   beside_steps=beside_steps, max_in_flight=cfg.train.max_groups_in_flight if beside_steps else None,
+                   groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None)
 
     @property
     def steps_ahead(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from elastic_rl.errors import Conflict, GroupsLost, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
+from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
@@ -41,16 +42,14 @@ class RlStages(TrainerStages):
             cfg, roles, waits, source.max_response_tokens, trainer.groups))
         closing.callback(batches.close)
         self._maker = StepMaker(batches, trainer.groups, waits, in_parts=cfg.computes_parts)
-        plan = RunPlan.of(cfg)
-        self._generation = self._make_generation(plan)
+        self._generation = self._make_generation(FlowLimits.of(cfg))
         closing.callback(self._generation.close)
-        self.steps = schedule.run_rl(plan, self._generation.flow)
+        self.steps = schedule.run_rl(RunPlan.of(cfg), self._generation.flow)
 
-    def _make_generation(self, plan: RunPlan) -> Generation:
+    def _make_generation(self, limits: FlowLimits) -> Generation:
         term = self._term
-        if not plan.beside_steps:
-            return InlineGeneration(plan.flow_limits(), self._rollouts, term.write_lease)
-        limits = plan.flow_limits(term.cfg.train.max_groups_in_flight)
+        if not limits.beside_steps:
+            return InlineGeneration(limits, self._rollouts, term.write_lease)
         return self._waits.retry("plugin", lambda: BackgroundGeneration(
             term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
             lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), term.ctx.host))

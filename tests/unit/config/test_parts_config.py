@@ -11,7 +11,7 @@ from elastic_rl import config
 from elastic_rl.algorithms.registry import ALGOS, algorithm_of, options_of
 from elastic_rl.config.checks import unread_settings
 from elastic_rl.errors import ConfigError
-from elastic_rl.pipeline.schedule import RunPlan
+from elastic_rl.pipeline.flow.group_flow import FlowLimits
 
 PARTS: dict[str, Any] = {"train": {"schedule": "fully_async", "prompts_per_step": 8, "prompts_per_part": 3,
                                    "updates_per_step": 1}}
@@ -22,9 +22,9 @@ def job(train: dict[str, Any] | None = None, **sections: Any) -> config.Config:
 
 
 def test_groups_per_part_are_set_only_for_jobs_that_generate_beside_steps() -> None:
-    assert RunPlan.of(job()).flow_limits().groups_per_part == 3 and job().computes_parts
+    assert FlowLimits.of(job()).groups_per_part == 3 and job().computes_parts
     sync = job({"schedule": "sync"})
-    assert RunPlan.of(sync).flow_limits().groups_per_part is None and not sync.computes_parts
+    assert FlowLimits.of(sync).groups_per_part is None and not sync.computes_parts
     assert any("train.prompts_per_part is for train.schedule=fully_async" in said for said in unread_settings(sync))
 
 

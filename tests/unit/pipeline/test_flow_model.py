@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.budget import seeds
-from support.flow_simulation import ASYNC_PLAN, AsyncWorld
+from support.flow_simulation import ASYNC_LIMITS, AsyncWorld
 from support.pipeline_simulation import Violation, World
 
 from elastic_rl.data.branch import Branch
@@ -42,7 +42,7 @@ def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
 def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int, part: int | None) -> None:
     groups = actors = stale = lost = at_ranks = overlaps = parts = steps = 0
     for seed in range(SEEDS):
-        world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness, groups_per_part=part)), seed)
+        world = _run(AsyncWorld(seed, replace(ASYNC_LIMITS, max_staleness=staleness, groups_per_part=part)), seed)
         parts, steps = parts + world.parts, steps + sum(e.phase == "rl" for e in world.executed)
         groups, actors = groups + world.groups - 1, actors + world.term - 1
         stale, lost = stale + sum(c.stale for c in world.counts), lost + sum(c.lost for c in world.counts)
@@ -62,9 +62,8 @@ def test_rollout_slower_than_the_staleness_allows_is_waited_for(waits: bool, par
         monkeypatch.setattr(GroupFlow, "_must_wait", lambda self: False)
     most = 0
     for seed in range(20):
-        world = AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=1, steps=20, groups_per_part=part),
-                           loses=False,
-                           turns=lambda ordinal: 150 if ordinal == 0 else 0)
+        world = AsyncWorld(seed, replace(ASYNC_LIMITS, max_staleness=1, steps=20, groups_per_part=part),
+                           loses=False, turns=lambda ordinal: 150 if ordinal == 0 else 0)
         world.faults_left = 0
         _run(world, seed)
         most = max(most, sum(c.stale for c in world.counts))
@@ -75,7 +74,7 @@ def test_rollout_slower_than_the_staleness_allows_is_waited_for(waits: bool, par
 def test_undisturbed_run_of_staleness_0_trains_what_a_synchronous_one_trains(at_once: int | None) -> None:
     for seed in range(SEEDS):
         sync, flow = World(seed), AsyncWorld(
-            seed, replace(ASYNC_PLAN, max_staleness=0), at_once=at_once, loses=False)
+            seed, replace(ASYNC_LIMITS, max_staleness=0, max_in_flight=at_once), loses=False)
         sync.faults_left = flow.faults_left = 0
         sync.run()
         _run(flow, seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.budget import seeds
-from support.pipeline_simulation import PLAN, Trainer, Violation, World
+from support.pipeline_simulation import LIMITS, PLAN, Trainer, Violation, World
 
 from elastic_rl import config
 from elastic_rl.data.branch import Branch
@@ -69,7 +69,7 @@ def test_reference_passes_precede_their_step_whatever_crashes() -> None:
 def test_no_group_of_abandoned_weights_is_trained_whatever_crashes() -> None:
     """Engines may serve a version that was abandoned, and whose number is within the staleness, for some time."""
     for seed in range(SEEDS):
-        world = World(seed, replace(PLAN, max_staleness=4))
+        world = World(seed, limits=replace(LIMITS, max_staleness=4))
         try:
             world.run()
         except Violation as e:
@@ -82,7 +82,7 @@ def test_world_finds_samples_of_weights_that_the_trainer_went_back_from(monkeypa
         self, step, version, consumed, Branch()))
     with pytest.raises(Violation, match="went back from"):
         for seed in range(MUTANT_SEEDS):
-            World(seed, replace(PLAN, max_staleness=4)).run()
+            World(seed, limits=replace(LIMITS, max_staleness=4)).run()
 
 
 def test_undisturbed_run_consumes_the_groups_in_order() -> None:
@@ -101,12 +101,12 @@ def _steps(world: World) -> list[tuple[int, tuple[int, ...], list[int]]]:
 
 def test_disturbed_run_trains_and_drops_in_each_step_what_an_undisturbed_one_does() -> None:
     """Groups that were dropped for a step which is then made again would else be on the record of an earlier one."""
-    plan = replace(PLAN, max_dropped_groups=1)
-    quiet = World(1, plan)
+    limits = replace(LIMITS, max_dropped_groups=1)
+    quiet = World(1, limits=limits)
     quiet.faults_left = 0
     quiet.run()
     for seed in range(300):
-        world = World(seed, plan)
+        world = World(seed, limits=limits)
         world.run()
         assert _steps(world) == _steps(quiet), f"seed {seed}"
 
