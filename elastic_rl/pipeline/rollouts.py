@@ -44,7 +44,7 @@ class Rollouts:
         """``publish_again``: see ``PoolSync``. Waits for the source, and for what the settings name of the user's
         functions. Raises Fenced."""
         self._shared = cfg, etcd, keys, writer, calls, source
-        self.source, self.reads, self.waits = source, reads, waits
+        self.reads, self.waits = reads, waits
         self.pool = PoolSync(etcd, keys, waits, publish_again, first_pull_s=cfg.engine.fetch_timeout_s)
         self.prompts = waits.retry("source", lambda: PromptReader(cfg, source, waits, reads))
         events = RunEvents(etcd, keys, emitter(writer, waits))

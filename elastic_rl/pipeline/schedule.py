@@ -119,8 +119,8 @@ class TakenStep:
 # -- effects: what the schedule asks for. The docstring says what it is sent.
 
 @dataclass(frozen=True, kw_only=True)
-class OnTrainer:
-    """An effect in which the trainer computes: it has the devices, where engines share them with it."""
+class Timed:
+    """An effect whose time is measured."""
 
     timer: StepTimer = field(default_factory=StepTimer)
     """The timer begins with the effect, however often that is tried; an effect that goes on with a step has the timer
@@ -128,13 +128,16 @@ class OnTrainer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnEngines:
+class OnTrainer(Timed):
+    """An effect in which the trainer computes: it has the devices, where engines share them with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnEngines(Timed):
     """An effect in which engines generate: they have the devices, where the trainer shares them with them."""
 
     min_version: int
     """The oldest version that engines are to serve."""
-    timer: StepTimer = field(default_factory=StepTimer)
-    """See ``OnTrainer``."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,16 @@ class BeginRl(OnTrainer):
 
 
 @dataclass(frozen=True)
-class SampleGroups(OnEngines):
-    """→ the group of each ordinal, with its rewards and the reason to drop it, or "". For a job that trains nothing."""
+class SampleGroups(Timed):
+    """→ the group of each ordinal, with its rewards and the reason to drop it, or "". For a job that trains nothing,
+    so that no trainer shares the devices of its engines."""
 
     step: int
     ordinals: Sequence[int]
     leased: IntervalSet
     """The groups that this writer works on, which is written down before."""
+    version: int
+    """The policy's, which engines are to serve."""
 
 
 @dataclass(frozen=True)
@@ -366,7 +372,7 @@ def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
     ledger, cursor = GroupLedger(state.consumed), state.cursor
     while (left := plan.groups - len(ledger.consumed)) > 0:
         ordinals = ledger.lease(min(plan.groups_per_step, left))
-        sampling = SampleGroups(position.step + 1, ordinals, ledger.unrecorded, min_version=state.policy_version)
+        sampling = SampleGroups(position.step + 1, ordinals, ledger.unrecorded, state.policy_version)
         sampled: Sequence[tuple[Group, str]] = yield sampling
         kept: list[Group] = []
         for group, reason in sampled:

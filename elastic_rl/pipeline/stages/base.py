@@ -7,6 +7,7 @@ from typing import Any
 from elastic_rl.errors import Conflict, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.stages.term import ActorTerm
+from elastic_rl.pipeline.training.device_phases import DevicePhases
 
 
 class Stages:
@@ -15,12 +16,17 @@ class Stages:
     steps: schedule.Steps
     """The schedule, which says what is done next."""
 
-    def __init__(self, term: ActorTerm) -> None:
-        self._term, self._waits = term, term.waits
+    def __init__(self, term: ActorTerm, devices: DevicePhases) -> None:
+        self._term, self._waits, self._devices = term, term.waits, devices
 
     def carry_out(self, effect: schedule.Effect) -> Any:
         """The outcome of an effect, for as long as that takes. Raises TrainerFailed and Conflict when the committed
         state is not what the schedule believes, and Fenced."""
+        self._devices.before(effect)
+        return self._perform(effect)
+
+    def _perform(self, effect: schedule.Effect) -> Any:
+        """The outcome of an effect, whose side has the devices. A mode adds its effects to these."""
         if isinstance(effect, schedule.Finish):
             return self._term.finish(effect.step)
         raise TypeError(f"no effect of this mode: {effect!r}")

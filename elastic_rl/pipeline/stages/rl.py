@@ -54,7 +54,7 @@ class RlStages(TrainerStages):
             term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
             lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), term.ctx.host))
 
-    def _carry_out(self, effect: schedule.Effect) -> Any:
+    def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
             case schedule.Take():
                 return self._take(effect)
@@ -62,7 +62,7 @@ class RlStages(TrainerStages):
                 return self._train(effect)
             case schedule.Evaluate():
                 return self._evaluate(effect)
-        return super()._carry_out(effect)
+        return super()._perform(effect)
 
     def lost(self, error: TrainerFailed | Conflict) -> None:
         if isinstance(error, GroupsLost):

@@ -17,6 +17,7 @@ from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS
 from elastic_rl.pipeline.schedule import RunPlan, State
 from elastic_rl.pipeline.stages.base import Stages
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
+from elastic_rl.pipeline.training.device_phases import OwnDevices
 from elastic_rl.pipeline.untrained.base_policy import output_of
 from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
 from elastic_rl.telemetry import traces
@@ -27,7 +28,7 @@ class SampledStages(Stages):
 
     def __init__(self, term: ActorTerm, roles: RolloutCalls, closing: contextlib.ExitStack) -> None:
         """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
-        super().__init__(term)
+        super().__init__(term, OwnDevices())
         source, self._reads = term.open_source()
         self._rollouts = Rollouts(term.cfg, term.etcd, term.keys, term.writer, roles, source, self._reads,
                                   term.waits, self._publish_again)
@@ -39,7 +40,7 @@ class SampledStages(Stages):
         self._plan = RunPlan.of(term.cfg, self._mode.groups)
         self.steps = schedule.run_sampled(self._plan)
 
-    def carry_out(self, effect: schedule.Effect) -> Any:
+    def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
             case schedule.Resume():
                 return self._resume()
@@ -49,7 +50,7 @@ class SampledStages(Stages):
                 return self._write(effect)
             case schedule.Complete():
                 return self._complete(effect)
-        return super().carry_out(effect)
+        return super()._perform(effect)
 
     def _publish_again(self, version: int) -> None:
         """Publishes the policy again for engines that cannot get this version: its chunks may be lost with the node
@@ -75,8 +76,8 @@ class SampledStages(Stages):
     def _sample(self, effect: schedule.SampleGroups) -> Sequence[tuple[Group, str]]:
         self._waits.stage("source")
         self._term.write_lease(effect.leased)
-        return self._rollouts.generate(effect.step, effect.min_version, effect.timer, lambda: self._mode.generate(
-            effect.ordinals, effect.min_version))
+        return self._rollouts.generate(effect.step, effect.version, effect.timer, lambda: self._mode.generate(
+            effect.ordinals, effect.version))
 
     def _write(self, effect: schedule.Write) -> Mapping[str, Any]:
         term, mode, output, timer = self._term, self._mode, self._output, effect.timer

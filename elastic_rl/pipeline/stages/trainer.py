@@ -12,19 +12,18 @@ from elastic_rl.data.sources import CheckedSource
 from elastic_rl.etcd import event_kinds
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.reporting import log_step
-from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS, PromptReader
 from elastic_rl.pipeline.schedule import State, UpdateMade
 from elastic_rl.pipeline.stages.base import Stages
 from elastic_rl.pipeline.stages.term import ActorTerm
 from elastic_rl.pipeline.training.commits import until_committed
-from elastic_rl.pipeline.training.device_phases import DevicePhases, OwnDevices, SharedDevices, hand_over
+from elastic_rl.pipeline.training.device_phases import make_device_phases
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.telemetry import training_metrics
 
 
 class TrainerAccess:
-    """The trainer groups and the phases, used by the loop's thread."""
+    """The trainer groups and their devices, used by the loop's thread."""
 
     def __init__(self, term: ActorTerm) -> None:
         self._term = term
@@ -33,8 +32,8 @@ class TrainerAccess:
             on_wait=self._on_wait, waits=term.waits, on_recovered=lambda group: term.emit(
                 event_kinds.GROUPS[group].recovered, group, f"the group {group} computes again", step=term.step),
             publish_again=self._publish_lost_policy)
-        self.device_phases: DevicePhases = OwnDevices() if not term.cfg.colocated else SharedDevices(
-            term.etcd, term.keys, term.writer, term.waits, self.groups, epoch=term.ctx.epoch, term=term.number)
+        self.devices = make_device_phases(term.cfg, term.etcd, term.keys, term.writer, term.waits, self.groups,
+                                          epoch=term.ctx.epoch, term=term.number)
 
     def close(self) -> None:
         self.groups.close()
@@ -49,40 +48,25 @@ class TrainerAccess:
         """Publishes the weights again for engines that cannot get this version: its chunks may be lost with the node
         that had them, and the trainer has the weights. Raises TrainerFailed, Conflict and Fenced."""
         self._term.events.republished(version, f"engines lack version {version}")
-        self.publish_weights_again()
+        self.devices.publish_again(self.groups.publish_policy)
         self._term.waits.stage("sync")
 
-    def publish_weights_again(self) -> None:
-        self.device_phases.to_trainer(StepTimer())
-        if self._term.cfg.colocated:  # a trainer whose memory is offloaded does not repeat a commit that failed
-            committed = until_committed(self._term.waits, self.groups.publish_policy)
-            self.device_phases.to_engines(int(committed["policy_version"]), StepTimer())
-        else:
-            self.groups.publish_policy()
-
     def _publish_lost_policy(self, step: int, version: int) -> None:
-        """Publishes the policy again for a group that computes with that of a step; nobody has an earlier one any more.
-        """
-        if step != self.groups.step:
-            return
-        self._term.events.republished(version, f"version {version} of the policy is lost")
-        self.device_phases.to_trainer(StepTimer())
-        self.groups.publish_policy()
+        """Publishes the policy again for a group that computes with that of a step, beside which no engine shares the
+        trainer's devices; nobody has the policy of an earlier step any more."""
+        if step == self.groups.step:
+            self._term.events.republished(version, f"version {version} of the policy is lost")
+            self.groups.publish_policy()
 
 
 class TrainerStages(Stages):
     """The stages of every job that trains: where its trainer is, supervised steps, and commits."""
 
     def __init__(self, term: ActorTerm, trainer: TrainerAccess, source: CheckedSource, prompts: PromptReader) -> None:
-        super().__init__(term)
+        super().__init__(term, trainer.devices)
         self._trainer, self._source, self._prompts = trainer, source, prompts
 
-    def carry_out(self, effect: schedule.Effect) -> Any:
-        hand_over(self._trainer.device_phases, effect)
-        return self._carry_out(effect)
-
-    def _carry_out(self, effect: schedule.Effect) -> Any:
-        """The outcome of an effect whose side has the devices."""
+    def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
             case schedule.Resume():
                 return self._resume(effect)
@@ -94,7 +78,7 @@ class TrainerStages(Stages):
                 return self._begin_rl(effect)
             case schedule.Save():
                 return self._save(effect)
-        return super().carry_out(effect)
+        return super()._perform(effect)
 
     def _resume(self, effect: schedule.Resume) -> State:
         term = self._term

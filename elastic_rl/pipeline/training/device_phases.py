@@ -9,10 +9,11 @@ not happen, whatever it does, follows from ``etcd.device_phase``.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from elastic_rl.config import ROLLOUT_POOL, Stream
+from elastic_rl.config import ROLLOUT_POOL, Config, Stream
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.errors import Conflict
 from elastic_rl.etcd.client import EtcdClient
@@ -22,48 +23,34 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.waits import Waits
 
 _LOOK_S = 0.1
+
+Publish = Callable[[], Mapping[str, Any]]
+"""Has the trainer publish its policy; returns the result as ``Trainers.save`` does, and raises as it."""
 
 
 class DevicePhases(Protocol):
     """Every method may take as long as it takes, and says what it waits for. Raises Fenced, and TrainerFailed and
     Conflict as commands to the trainer do."""
 
-    def begin_resume(self) -> None:
-        """The trainer is to resume: its group may be another one, which waits for the devices before it is ready for
-        any command."""
+    def before(self, effect: schedule.Effect) -> None:
+        """Gives the devices to the side that computes in the effect."""
 
-    def to_trainer(self, timer: StepTimer) -> None:
-        """``timer``: of the step that is being made."""
-
-    def to_engines(self, version: int, timer: StepTimer) -> None:
-        """``version``: the policy's that engines are to serve, at least."""
-
-
-def hand_over(phases: DevicePhases, effect: schedule.Effect) -> None:
-    """Gives the devices to the side that the effect needs. Raises as ``DevicePhases`` do."""
-    match effect:
-        case schedule.Resume():
-            phases.begin_resume()
-        case schedule.OnTrainer():
-            phases.to_trainer(effect.timer)
-        case schedule.OnEngines():
-            phases.to_engines(effect.min_version, effect.timer)
+    def publish_again(self, publish: Publish) -> None:
+        """Has the trainer publish its policy while engines have the devices, and wait for its version."""
 
 
 class OwnDevices:
-    """Trainer and engines have devices of their own: there are no phases."""
+    """Trainer and engines have devices of their own, or there is only one of both: there are no phases."""
 
-    def begin_resume(self) -> None:
+    def before(self, effect: schedule.Effect) -> None:
         pass
 
-    def to_trainer(self, timer: StepTimer) -> None:
-        pass
-
-    def to_engines(self, version: int, timer: StepTimer) -> None:
-        pass
+    def publish_again(self, publish: Publish) -> None:
+        publish()
 
 
 class MovableTrainer(Protocol):
@@ -88,11 +75,29 @@ class SharedDevices:
         self._onloaded = False
         """Whether the trainer has taken its memory since its phase began."""
 
+    def before(self, effect: schedule.Effect) -> None:
+        match effect:
+            case schedule.Resume():
+                self.begin_resume()
+            case schedule.OnTrainer():
+                self.to_trainer(effect.timer)
+            case schedule.OnEngines():
+                self.to_engines(effect.min_version, effect.timer)
+
+    def publish_again(self, publish: Publish) -> None:
+        self.to_trainer(StepTimer())
+        # A trainer whose memory is offloaded does not repeat a commit that failed.
+        committed = until_committed(self._waits, publish)
+        self.to_engines(int(committed["policy_version"]), StepTimer())
+
     def begin_resume(self) -> None:
+        """The trainer is to resume: its group may be another one, which waits for the devices before it is ready for
+        any command."""
         self._side, self._onloaded = None, False
         self._begin_trainers(StepTimer())
 
     def to_trainer(self, timer: StepTimer) -> None:
+        """``timer``: of the step that is being made."""
         self._begin_trainers(timer)
         if not self._onloaded:
             with timer.phase("devices"):
@@ -101,6 +106,7 @@ class SharedDevices:
             self._onloaded = True
 
     def to_engines(self, version: int, timer: StepTimer) -> None:
+        """``version``: the policy's that engines are to serve, at least."""
         if self._side is Side.ENGINES:
             return
         with timer.phase("devices"):
@@ -140,3 +146,11 @@ class SharedDevices:
                 return
             self._waits.waits("dcs", f"version {version} to be committed, before the trainer gives its devices up")
             self._waits.pause(_LOOK_S)
+
+
+def make_device_phases(cfg: Config, etcd: EtcdClient, keys: Keys, writer: FencedWriter, waits: Waits,
+                       trainer: MovableTrainer, *, epoch: int, term: int) -> DevicePhases:
+    """The phases as ``placement`` of a job that trains has them. See ``SharedDevices``."""
+    if cfg.colocated:
+        return SharedDevices(etcd, keys, writer, waits, trainer, epoch=epoch, term=term)
+    return OwnDevices()

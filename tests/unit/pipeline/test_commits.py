@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic_rl.pipeline.stages.trainer import TrainerAccess
+from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training.commits import until_committed
+from elastic_rl.pipeline.training.device_phases import OwnDevices, SharedDevices
 from elastic_rl.pipeline.waits import Waits
 
 
@@ -42,11 +42,15 @@ def test_trainer_gives_its_devices_up_only_once_the_weights_are_committed_again(
         done.append(number)
         return {"committed": committed, "policy_version": number}
 
-    access = TrainerAccess.__new__(TrainerAccess)
-    access._term = SimpleNamespace(waits=waits, cfg=SimpleNamespace(colocated=colocated))  # type: ignore[assignment]
-    access.groups = SimpleNamespace(publish_policy=save)  # type: ignore[assignment]
-    access.device_phases = SimpleNamespace(  # type: ignore[assignment]
-        to_trainer=lambda timer: done.append("trainer"),
-        to_engines=lambda version, timer: done.append(("engines", version)))
-    access.publish_weights_again()
-    assert done == (["trainer", 8, 9, 10, ("engines", 10)] if colocated else ["trainer", 8])
+    class Devices(SharedDevices):
+        def __init__(self) -> None:
+            self._waits = waits
+
+        def to_trainer(self, timer: StepTimer) -> None:
+            done.append("trainer")
+
+        def to_engines(self, version: int, timer: StepTimer) -> None:
+            done.append(("engines", version))
+
+    (Devices() if colocated else OwnDevices()).publish_again(save)
+    assert done == (["trainer", 8, 9, 10, ("engines", 10)] if colocated else [8])

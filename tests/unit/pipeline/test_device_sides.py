@@ -18,7 +18,7 @@ from elastic_rl.data.samples import Group, Prompt
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import RunPlan, State, TakenStep, UpdateMade
-from elastic_rl.pipeline.training.device_phases import hand_over
+from elastic_rl.pipeline.training.device_phases import SharedDevices
 
 TRAINER, ENGINES, RESUMES, EITHER = "trainer", "engines", "the trainer, once it is ready", "either"
 SIDES: dict[type, str] = {
@@ -30,15 +30,15 @@ SIDES: dict[type, str] = {
     schedule.Train: TRAINER,  # Trainers.update, and the forward passes of its batch
     schedule.Evaluate: ENGINES,  # Rollouts.await_version, Sampler.evaluation_groups
     schedule.Save: TRAINER,  # Trainers.save
-    schedule.SampleGroups: ENGINES,
+    schedule.SampleGroups: EITHER,  # no trainer shares the devices
     schedule.Write: EITHER,
     schedule.Complete: EITHER,
     schedule.Finish: EITHER,
 }
 
 
-class Devices:
-    """``DevicePhases`` that note which side has the devices."""
+class Devices(SharedDevices):
+    """Note which side has the devices."""
 
     def __init__(self) -> None:
         self.side, self.version = EITHER, 0
@@ -76,7 +76,7 @@ def _sides(steps: schedule.Steps, *states: State) -> list[tuple[str, str, int]]:
         while True:
             effect = steps.send(outcome)
             devices = Devices()
-            hand_over(devices, effect)
+            devices.before(effect)
             assert devices.side == SIDES[type(effect)], effect
             found.append((type(effect).__name__, devices.side, devices.version))
             outcome = next(left) if isinstance(effect, schedule.Resume) else _outcome(effect)
@@ -106,8 +106,8 @@ def test_supervised_job_leaves_the_devices_to_the_trainer() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eval", "rejection_sampling"])
-def test_job_that_trains_nothing_leaves_the_devices_to_the_engines(mode: str) -> None:
+def test_job_that_trains_nothing_has_no_device_phases(mode: str) -> None:
     plan = replace(PLAN, mode=mode, groups=1, groups_per_step=1)
     assert _sides(schedule.run_sampled(plan), State("rl", 0, 3)) == [
-        ("Resume", RESUMES, 0), ("SampleGroups", ENGINES, 3), ("Write", EITHER, 0), ("Complete", EITHER, 0),
+        ("Resume", RESUMES, 0), ("SampleGroups", EITHER, 0), ("Write", EITHER, 0), ("Complete", EITHER, 0),
         ("Finish", EITHER, 0)]
