@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from benchmarks import BENCHES
-from elastic_rl.cli.main import main
+from elastic_rl.cli.main import run_benches
 
 if __name__ == "__main__":
     # Workers, and SGLang's schedulers, import modules of this package.
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    main(["bench", *sys.argv[1:]], benches=BENCHES)
+    run_benches(BENCHES, sys.argv[1:])

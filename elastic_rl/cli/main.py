@@ -5,16 +5,17 @@ Every command takes ``-c FILE`` and any setting as ``--key.sub=value``; the exit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elastic_rl.cli import alerts, changes, completion, dashboard, listings, run, samples, versions
-from elastic_rl.cli.common import err
+from elastic_rl.cli.common import EXTRA, err
 from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
 from elastic_rl.cli.tables import printable
@@ -29,7 +30,9 @@ log = logging.getLogger(__name__)
 _LISTS = ("engines", "versions", "operations", "alerts")
 """Groups that run their ``ls`` where no command of theirs is named."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+_STYLE: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, **_STYLE,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
                   epilog=describe())
 for _part in (run.app, listings.app, samples.app, changes.app, dashboard.app):
@@ -47,9 +50,8 @@ def _completion(shell: Annotated[Shell, typer.Argument(help="The shell that sour
     sys.stdout.write(completion.script(shell) + "\n")
 
 
-def main(argv: Sequence[str] | None = None, benches: Benches | None = None) -> None:
-    """Entry point. The project's own errors become a message, a hint and an exit code, those of the system a message; a
-    traceback is a bug. ``benches``: what the command ``bench`` offers in place of the package's own."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``elastic-rl``."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] and args[0] in _LISTS and (
             len(args) == 1 or (args[1].startswith("-") and args[1] not in ("-h", "--help"))):
@@ -57,8 +59,24 @@ def main(argv: Sequence[str] | None = None, benches: Benches | None = None) -> N
     if COMPLETE_VAR in os.environ:
         from typer.completion import completion_init
         completion_init()
+    with _errors_reported():
+        app(args=args, prog_name=PROGRAM)
+
+
+def run_benches(benches: Benches, argv: Sequence[str]) -> None:
+    """Entry point of a program that is the command ``bench``, with other benches than the package's own."""
+    program = typer.Typer(add_completion=False, no_args_is_help=True, **_STYLE)
+    program.command(context_settings=EXTRA)(run.bench)
+    with _errors_reported():
+        program(args=list(argv), prog_name=benches.program, obj=benches)
+
+
+@contextlib.contextmanager
+def _errors_reported() -> Iterator[None]:
+    """Inside, the project's own errors become a message, a hint and an exit code, those of the system a message; a
+    traceback is a bug."""
     try:
-        app(args=args, prog_name=PROGRAM, obj=benches)
+        yield
     except ElasticRLError as e:
         err.print(f"error: {printable(e.message)}", markup=False, highlight=False, soft_wrap=True)
         if e.hint:

@@ -227,8 +227,8 @@ def bench(ctx: typer.Context,
           output: Output = Format.TABLE) -> None:
     """Run a bench, and compare its results with their goals.
 
-    Each row is printed, and written, as soon as it is measured; Ctrl-C keeps those. `bench loop` takes settings of its
-    job as --key.sub=value."""
+    Each row is printed, and written, as soon as it is measured; Ctrl-C keeps those. The bench loop takes settings of
+    its job as --key.sub=value."""
     from elastic_rl.bench import BENCHES, Benches, measurement
     from elastic_rl.bench.options import Options, parse_size
     from elastic_rl.bench.recorder import MarkdownFile, Printer, Recorder

@@ -121,11 +121,16 @@ def test_extended_suite_measures_modules_of_both_packages(suite: Callable[..., S
     assert {row.id: row.value for row in recorder.rows} == {"first-a": 1.0, "first-b": 2.0, "second-a": 7.0}
 
 
-def test_benchmarks_offer_their_rows_by_a_command_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmarks_are_a_program_with_its_own_usage(monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     got: list[Options] = []
     monkeypatch.setitem(benchmarks.BENCHES.by_name, "dcs", lambda options, emit: got.append(options))
-    main.app(["bench", "dcs", "--quick"], obj=benchmarks.BENCHES, standalone_mode=False)
+    for args in ["dcs", "--quick"], ["--help"]:
+        with pytest.raises(SystemExit) as ended:
+            main.run_benches(benchmarks.BENCHES, args)
+        assert ended.value.code == 0
     assert got[0].command("dcs") == "python -m benchmarks dcs --quick"
+    assert capsys.readouterr().out.strip().startswith("Usage: python -m benchmarks [OPTIONS]")
 
 
 def test_failing_module_keeps_its_first_rows_and_costs_no_other(suite: Callable[..., Suite]) -> None:
