@@ -123,6 +123,19 @@ def _samples_of_replica(c: Config) -> int:
     return c.train.prompts_per_step * c.train.group_size // c.trainer.data_parallel
 
 
+def _way_to_generate(c: Config) -> Iterator[str]:
+    rollout = c.rollout
+    if rollout.generate in ("environment", "tools", "textarena"):
+        yield (f"rollout.generate={rollout.generate}: leave it out, and set rollout.environment to what the policy "
+               "acts in (tools, textarena, or package.module:name), which alone makes samples episodes")
+    elif rollout.environment and rollout.generate != SINGLE_TURN:
+        yield (f"rollout.environment={rollout.environment} with rollout.generate={rollout.generate}: either an "
+               "environment or a function generates samples; leave one of them out")
+    elif ENVIRONMENT in rollout.reward_names and not rollout.generates_apart:
+        yield (f"rollout.reward={rollout.reward} with rollout.generate={rollout.generate}: the reward environment is "
+               "what an environment says: set rollout.environment to what the policy acts in, or choose another reward")
+
+
 def _forward_groups_of_other_modes(c: Config) -> Iterator[str]:
     for name, group in c.forward_groups.items() if c.mode != "rl" else ():
         if group.enabled:
@@ -185,15 +198,7 @@ CHECKS: tuple[Check, ...] = (
             "rollout.environment={rollout.environment} with the built-in model, which has no chat template: set "
             "model.path"),
     # Rollout.
-    Refused(lambda c: c.rollout.generate in ("environment", "tools", "textarena"),
-            "rollout.generate={rollout.generate}: leave it out, and set rollout.environment to what the policy acts in "
-            "(tools, textarena, or package.module:name), which alone makes samples episodes"),
-    Refused(lambda c: c.rollout.environment and c.rollout.generate != SINGLE_TURN,
-            "rollout.environment={rollout.environment} with rollout.generate={rollout.generate}: either an environment "
-            "or a function generates samples; leave one of them out"),
-    Refused(lambda c: ENVIRONMENT in c.rollout.reward_names and not c.rollout.generates_apart,
-            "rollout.reward={rollout.reward} with rollout.generate={rollout.generate}: the reward environment is what "
-            "an environment says: set rollout.environment to what the policy acts in, or choose another reward"),
+    _way_to_generate,
     # Modes.
     Refused(lambda c: c.mode == "sft" and not c.sft.max_steps,
             "sft.max_steps=0 with mode=sft: there is nothing to do; set it to the number of steps"),

@@ -323,6 +323,13 @@ def test_environment_as_the_way_to_generate_is_refused_with_what_to_set(name: st
         config.parse({"rollout": {"generate": name}})
 
 
+@pytest.mark.parametrize("also", [{"environment": "tools"}, {"reward": "environment"}], ids=str)
+def test_wrong_way_to_generate_is_reported_once(also: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as e:
+        config.parse({"rollout": {"generate": "tools", **also}, "model": {"path": "/m"}})
+    assert e.value.message.count("rollout.generate=tools") == 1
+
+
 def test_more_engines_than_a_pool_may_be_scaled_to_are_refused() -> None:
     config.parse({"rollout": {"engines": 64}})
     with pytest.raises(ConfigError, match=r"rollout\.engines=65 is more than coordinator\.max_engines=64"):
