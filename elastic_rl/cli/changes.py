@@ -34,7 +34,7 @@ OperationId = Annotated[str, typer.Argument(metavar="ID", autocompletion=complet
 
 _GRACE_S = 10.0
 """The leader ends an operation at its deadline; this long after, the end has been written."""
-_CONFIRMED = (*completion.GROUPS, "job")
+_CONFIRMED = (*completion.TRAINER_GROUPS, "job")
 """Targets whose restart costs the run time, and has to be confirmed."""
 
 
@@ -93,8 +93,8 @@ def deregister(cluster: Target, engine: Annotated[str, typer.Argument(metavar="I
 @api_command(app)
 def restart(cluster: Target,
             target: Annotated[str, typer.Argument(metavar="TARGET", autocompletion=completion.targets, help=(
-                f"{', '.join(completion.GROUPS)}, roles/NAME, engines/ID, or job: the whole compute plane, which "
-                "resumes from the last committed state."))],
+                f"{', '.join(completion.TRAINER_GROUPS)}, roles/NAME, engines/ID, or job: the whole compute plane, "
+                "which resumes from the last committed state."))],
             reason: Annotated[str, typer.Option(help="Why, for the events.")] = "",
             yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
             wait: Wait = False, timeout: Timeout = 0.0, dry_run: DryRun = False, output: Output = Format.TABLE) -> None:

@@ -19,9 +19,9 @@ PROGRAM = "elastic-rl"
 _LIMIT_S = 0.7
 """Limit for the cluster's answer, so that a completion takes about a second with the start of Python."""
 _MAX_NAMES = 200
-GROUPS = ("trainer", "critic", "actor_fwd", "reference")
+TRAINER_GROUPS = ("trainer", "critic", "actor_fwd", "reference")
 """The groups of ``config.groups``, which are not read there: a command's help must not wait for pydantic."""
-_NO_ROLES = {*GROUPS, "engine", "driver", "dcs", "coordinator"}
+_NO_ROLES = {*TRAINER_GROUPS, "engine", "driver", "dcs", "coordinator"}
 """Members whose role is not a Ray Serve deployment."""
 
 
@@ -55,7 +55,7 @@ def operations(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
     """Targets of a restart."""
-    return _starting([*GROUPS, "job"], incomplete) + _names(ctx, incomplete, _parts)
+    return _starting([*TRAINER_GROUPS, "job"], incomplete) + _names(ctx, incomplete, _parts)
 
 
 def _parts(api: AdminClient) -> list[str]:

@@ -10,7 +10,7 @@ from elastic_rl.config.dcs import Stream
 
 
 @dataclass(frozen=True)
-class GroupSpec:
+class TrainerGroupSpec:
     """What tells one trainer group from another."""
 
     name: str
@@ -37,16 +37,16 @@ class GroupSpec:
         return re.sub(rf"(?<![\w.])(?={keys})", f"{self.name}.", text)
 
 
-ACTOR = GroupSpec("trainer", Stream.POLICY, Stream.TRAINER_STATE, every_step=True)
+ACTOR = TrainerGroupSpec("trainer", Stream.POLICY, Stream.TRAINER_STATE, every_step=True)
 """The group that trains the policy."""
-CRITIC = GroupSpec("critic", Stream.CRITIC, Stream.CRITIC_STATE, every_step=False, train_keys=(
+CRITIC = TrainerGroupSpec("critic", Stream.CRITIC, Stream.CRITIC_STATE, every_step=False, train_keys=(
     "lr", "lr_warmup_steps", "lr_decay", "lr_decay_fraction", "lr_final_fraction", "updates_per_step", "minibatches",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm"))
 """The group that trains the value model of PPO. The rest of ``train`` is about the steps, which both take together.
 """
-ACTOR_FWD = GroupSpec("actor_fwd", Stream.POLICY, Stream.POLICY, every_step=False, trains=False)
+ACTOR_FWD = TrainerGroupSpec("actor_fwd", Stream.POLICY, Stream.POLICY, every_step=False, trains=False)
 """Log-probs of the policy before a step, off the ranks that train it."""
-REFERENCE = GroupSpec("reference", Stream.POLICY, Stream.POLICY, every_step=False, trains=False)
+REFERENCE = TrainerGroupSpec("reference", Stream.POLICY, Stream.POLICY, every_step=False, trains=False)
 """Log-probs of the reference policy."""
 TRAINER_GROUPS = {group.name: group for group in (ACTOR, CRITIC, ACTOR_FWD, REFERENCE)}
 """Every group that a job may have, by name; ``Config.trainer_groups`` has those of one."""

@@ -21,7 +21,7 @@ from elastic_rl.config.etcd import EtcdConfig
 from elastic_rl.config.eval import EvalConfig
 from elastic_rl.config.failure_policy import FailurePolicyConfig
 from elastic_rl.config.forward import ForwardConfig
-from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, GroupSpec
+from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, TrainerGroupSpec
 from elastic_rl.config.model import ModelConfig
 from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolName, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
@@ -151,7 +151,7 @@ class Config(Section):
         return wanted and self.mode == "rl"
 
     @property
-    def trainer_groups(self) -> tuple[GroupSpec, ...]:
+    def trainer_groups(self) -> tuple[TrainerGroupSpec, ...]:
         """The trainer groups of the job."""
         wanted = ((ACTOR, self.uses_trainer), (CRITIC, self.uses_critic), (ACTOR_FWD, self.uses_actor_fwd),
                   (REFERENCE, self.uses_reference_group))
@@ -173,7 +173,7 @@ class Config(Section):
         """The sections of groups that compute with the policy and do not train it, by name."""
         return {ACTOR_FWD.name: self.actor_fwd, REFERENCE.name: self.reference}
 
-    def of_group(self, group: GroupSpec) -> Config:
+    def of_group(self, group: TrainerGroupSpec) -> Config:
         """The configuration as the ranks of a trainer group have it."""
         if not group.trains:
             return self.model_copy(update={

@@ -141,10 +141,9 @@ class TrainerGroup:
         if not self._unreported:
             return
         wait_s = max(0.0, self._budget.not_before - time.monotonic())
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, event_kinds.GROUPS[self.name].agent_ended, self.name,
-                     f"the agent of the group {self.name} ended ({self._unreported}); the next one starts in "
-                     f"{wait_s:.0f} s",
-                     severity=Severity.ERROR)
+        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS[self.name].agent_ended,
+                     self.name, f"the agent of the group {self.name} ended ({self._unreported}); the next one starts "
+                     f"in {wait_s:.0f} s", severity=Severity.ERROR)
         self._unreported = ""
 
     def _carried_out(self, request: RestartRequest) -> None:

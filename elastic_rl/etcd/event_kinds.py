@@ -1,8 +1,8 @@
 """Every kind of event, and what each means to the alerts, the fault statistics and the failure policy.
 
-A kind is ``part.what``. It is declared here once, and whoever asks what a kind means asks here: ``events.build`` takes
-declared kinds only. An event that is read may be of a newer release and have a kind that this one does not know: then
-only its severity says something.
+A kind is ``component.what``. It is declared here once, and whoever asks what a kind means asks here: ``events.build``
+takes declared kinds only. An event that is read may be of a newer release and have a kind that this one does not know:
+then only its severity says something.
 
 ``python -m elastic_rl.etcd.event_kinds`` prints the table of docs/operating/events.md.
 """
@@ -18,7 +18,7 @@ from elastic_rl.config.groups import TRAINER_GROUPS
 @dataclass(frozen=True)
 class EventKind:
     name: str
-    """``part.what``."""
+    """``component.what``."""
     what: str
     """What has happened, for the table in the docs."""
     begins: bool = False
@@ -41,17 +41,17 @@ class EventKind:
     (``coordinator.alerts.rules``)."""
 
     @property
-    def part(self) -> str:
+    def component(self) -> str:
         """What it is about: engine, a trainer group, coordinator, dcs, driver, router, the name of a role, run …"""
         return self.name.partition(".")[0]
 
     def fault(self, subject: str) -> str:
         """Name of the fault that an event of this kind begins or ends."""
-        return f"{self.part}/{'' if self.part in TRAINER_GROUPS else subject}"
+        return f"{self.component}/{'' if self.component in TRAINER_GROUPS else subject}"
 
 
 @dataclass(frozen=True)
-class GroupEvents:
+class TrainerGroupEvents:
     """The kinds of one trainer group. Its members have those of ``MemberEvents`` too."""
 
     started: EventKind
@@ -66,7 +66,7 @@ class GroupEvents:
     state_lost: EventKind
 
     @classmethod
-    def of(cls, group: str) -> GroupEvents:
+    def of(cls, group: str) -> TrainerGroupEvents:
         dead = f"{group}.dead"
         return cls(
             EventKind(f"{group}.started", "the ranks of the group work, for the first time in this epoch"),
@@ -115,14 +115,14 @@ class MemberEvents:
             EventKind(f"{role}.resumed", "it was hung, and makes progress again", ends=True),
             # One rank that is back is no group that works: its own events say when it does.
             EventKind(f"{role}.returned", "a dead member is back", ends=role not in TRAINER_GROUPS, counted=counted),
-            GROUPS[role].recovered if role in TRAINER_GROUPS else
+            TRAINER_GROUP_EVENTS[role].recovered if role in TRAINER_GROUPS else
             EventKind(f"{role}.recovered", "another member does the work of a dead one", ends=True, counted=counted))
 
 
 ENGINE = "engine"
 """Role of the engines, and part of their events."""
 _WHATS = frozenset(field.name for field in fields(MemberEvents))
-GROUPS = {group: GroupEvents.of(group) for group in TRAINER_GROUPS}
+TRAINER_GROUP_EVENTS = {group: TrainerGroupEvents.of(group) for group in TRAINER_GROUPS}
 
 ENGINE_STARTING = EventKind("engine.starting", "its runner starts")
 ENGINE_CANCELLED = EventKind("engine.cancelled", "it is no longer wanted, and had no room yet")
@@ -211,7 +211,7 @@ BENCH_MEASURED = EventKind("bench.measured", "a benchmark has written it")
 
 KINDS = {kind.name: kind for kind in [
     *(value for value in list(globals().values()) if isinstance(value, EventKind)),
-    *(getattr(group, field.name) for group in GROUPS.values() for field in fields(GroupEvents))]}
+    *(getattr(group, field.name) for group in TRAINER_GROUP_EVENTS.values() for field in fields(TrainerGroupEvents))]}
 """Every kind by name, without those of members, whose roles may be any."""
 
 
@@ -229,18 +229,19 @@ def find(name: str) -> EventKind | None:
     return getattr(of_members(role), what) if role and what in _WHATS else None
 
 
-def begins_fault(part: str) -> frozenset[EventKind]:
-    """The kinds by which a fault of a part begins."""
-    of_part = (kind for kind in KINDS.values() if kind.part == part)
-    return frozenset(kind for kind in (*of_part, *(getattr(of_members(part), what) for what in _WHATS)) if kind.begins)
+def begins_fault(component: str) -> frozenset[EventKind]:
+    """The kinds by which a fault of a component begins."""
+    declared = (kind for kind in KINDS.values() if kind.component == component)
+    of_its_members = (getattr(of_members(component), what) for what in _WHATS)
+    return frozenset(kind for kind in (*declared, *of_its_members) if kind.begins)
 
 
 def table() -> list[str]:
     """The rows of docs/operating/events.md."""
-    groups, members = GroupEvents.of("<group>"), MemberEvents.of("<role>")
-    group_names = {kind.name for kind in KINDS.values() if kind.part in TRAINER_GROUPS}
+    groups, members = TrainerGroupEvents.of("<group>"), MemberEvents.of("<role>")
+    group_names = {kind.name for kind in KINDS.values() if kind.component in TRAINER_GROUPS}
     kinds = [*(getattr(members, what.name) for what in fields(MemberEvents)),
-             *(getattr(groups, what.name) for what in fields(GroupEvents)),
+             *(getattr(groups, what.name) for what in fields(TrainerGroupEvents)),
              *(kind for name, kind in KINDS.items() if name not in group_names)]
     return ["| kind | what has happened | fault | alert |", "|---|---|---|---|",
             *(f"| `{kind.name}` | {kind.what} | {_fault_cell(kind)} | {_alert_cell(kind)} |" for kind in kinds)]

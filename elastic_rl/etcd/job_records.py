@@ -64,7 +64,7 @@ class StepMetrics(Record):
     tokens: int = 0
     """Tokens trained on, prompts included."""
     seconds: dict[str, float] = {}
-    """Wall time by phase of the step: total, sync, generate, reward, teacher, advantage, train,
+    """Wall time by stage of the step: total, sync, generate, reward, teacher, advantage, train,
     publish_stall."""
     idle_s: FiniteByName = {}
     """Seconds, by stage, in which it waited for something else; part of ``seconds``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_rl.config import Config, PoolSettings
-from elastic_rl.config.groups import ACTOR, CRITIC, TRAINER_GROUPS, GroupSpec
+from elastic_rl.config.groups import ACTOR, CRITIC, TRAINER_GROUPS, TrainerGroupSpec
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.runtime.files import replace_file
@@ -68,11 +68,11 @@ class RunContext(BaseModel):
         return self.config.pool_settings(self.model_dir)[name]
 
     @property
-    def group(self) -> GroupSpec:
+    def group(self) -> TrainerGroupSpec:
         """Trainer group that the process belongs to, if to any."""
         return TRAINER_GROUPS[self.group_name]
 
-    def of_group(self, group: GroupSpec) -> RunContext:
+    def of_group(self, group: TrainerGroupSpec) -> RunContext:
         """The context of the processes of a trainer group: settings and model are the group's."""
         own = self.config.critic.model if group is CRITIC else ""
         return self.model_copy(update={"config": self.config.of_group(group), "group_name": group.name,

@@ -10,7 +10,7 @@ from itertools import pairwise
 import psutil
 
 from elastic_rl.config import ROLLOUT_POOL
-from elastic_rl.config.groups import ACTOR, GroupSpec
+from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
@@ -175,13 +175,13 @@ def _command(process: psutil.Process) -> str:
 class TrainerRankKilled(_Killed):
     """The death of the last rank of a trainer group."""
 
-    def __init__(self, context: FaultContext, group: GroupSpec = ACTOR, phase: Side | None = None) -> None:
+    def __init__(self, context: FaultContext, group: TrainerGroupSpec = ACTOR, phase: Side | None = None) -> None:
         """``phase``: for a group that shares devices with engines, the side whose phase it is when the rank is killed;
         None: it does not matter."""
         super().__init__(context)
         self.group, self.phase = group.name, phase
         # One that does not train has nothing to go back to: the run need not miss it before it is back.
-        kinds = event_kinds.GROUPS[group.name]
+        kinds = event_kinds.TRAINER_GROUP_EVENTS[group.name]
         self._lost_as, self._back_as = (kinds.failed, kinds.recovered) if group.trains else (
             kinds.restarted, kinds.restarted)
         self.name = f"{group.name}_rank_killed" + (f"_in_phase_of_{phase}" if phase else "")

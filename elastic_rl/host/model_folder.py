@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.config import Config
-from elastic_rl.config.groups import CRITIC, GroupSpec
+from elastic_rl.config.groups import CRITIC, TrainerGroupSpec
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json, vocabulary_of
 
@@ -178,7 +178,7 @@ def _parallel(cfg: Config, arch: ModelArch) -> Iterator[Fault]:
         yield Fault(e.message, e.hint)
 
 
-def _parallel_of(group: GroupSpec, cfg: Config, arch: ModelArch) -> Iterator[Fault]:
+def _parallel_of(group: TrainerGroupSpec, cfg: Config, arch: ModelArch) -> Iterator[Fault]:
     for fault in _parallel(cfg.of_group(group), arch):
         yield Fault(group.with_own_keys(fault.message), group.with_own_keys(fault.fix))
 

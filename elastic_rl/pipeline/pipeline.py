@@ -57,8 +57,8 @@ class Pipeline:
 
 def _drive(stages: Stages, term: ActorTerm) -> None:
     """Has every effect of the schedule carried out. Raises Fenced."""
-    waits, steps = term.waits, stages.steps
-    effect = next(steps)
+    waits, effects = term.waits, stages.effects
+    effect = next(effects)
     lost = RetryBackoff(*_LOST_RETRY_S)
     while True:
         try:
@@ -67,14 +67,14 @@ def _drive(stages: Stages, term: ActorTerm) -> None:
         except (TrainerFailed, Conflict) as e:
             stages.lost(e)
             _report_loss(term, e)
-            effect = steps.throw(Lost(str(e)))
+            effect = effects.throw(Lost(str(e)))
             waits.pause(lost.left_s(time.monotonic()))
             lost.failed(time.monotonic())  # the first loss is answered at once
             continue
         if isinstance(effect, schedule.Train | schedule.SftUpdate | schedule.Write):
             lost.reset()
         try:
-            effect = steps.send(outcome)
+            effect = effects.send(outcome)
         except StopIteration:
             return
 

@@ -58,7 +58,7 @@ class Rollouts:
     def await_version(self, version: int, timer: StepTimer) -> None:
         """Waits until the engines serve the version or a newer one. Raises Fenced, and what ``publish_again`` does."""
         self.waits.stage("sync")
-        with timer.phase("sync"):
+        with timer.stage("sync"):
             self.pool.wait(version)
 
     def generate(self, step: int, min_version: int, timer: StepTimer, sample: Callable[[], T]) -> T:
@@ -67,7 +67,7 @@ class Rollouts:
             self.await_version(min_version, timer)
             self.waits.stage("generate")
             self.sampler.reward_s = 0.0
-            with timer.phase("generate"):
+            with timer.stage("generate"):
                 made = sample()
             timer.move("generate", "reward", self.sampler.reward_s)
         return made

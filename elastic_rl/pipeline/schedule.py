@@ -76,7 +76,7 @@ class Flow(Protocol):
 
 @dataclass(frozen=True)
 class State:
-    """Where the trainer, or the output, is."""
+    """The committed state of the trainer or, where nothing is trained, of the output."""
 
     phase: str
     step: int
@@ -254,14 +254,15 @@ class Finish:
 
 Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Take | Train | Evaluate | Save | SampleGroups | Write
           | Complete | Finish)
-Steps = Generator[Effect, Any, None]
-Attempt = Generator[Effect, Any, bool]
+Effects = Generator[Effect, Any, None]
+"""The effects of a whole job, one after the other; each is sent its outcome."""
+Continuation = Generator[Effect, Any, bool]
 """The effects from a committed state on; returns whether all of the job is done with them."""
 
 
-def run_rl(plan: RunPlan, flow: Flow) -> Steps:
+def run_rl(plan: RunPlan, flow: Flow) -> Effects:
     """A job with RL steps, whose groups ``flow`` decides on, after a supervised phase."""
-    def attempt(state: State, position: _Position) -> Attempt:
+    def go_on(state: State, position: _Position) -> Continuation:
         if state.phase == "sft":
             cursor = yield from _sft(plan, state, position)
             yield BeginRl(position.step, cursor)
@@ -269,33 +270,33 @@ def run_rl(plan: RunPlan, flow: Flow) -> Steps:
         yield from _rl(plan, state, position, flow)
         return True
 
-    return _from_committed_state(attempt)
+    return _from_committed_state(go_on)
 
 
-def run_sft(plan: RunPlan) -> Steps:
+def run_sft(plan: RunPlan) -> Effects:
     """A job with supervised steps only."""
-    def attempt(state: State, position: _Position) -> Attempt:
+    def go_on(state: State, position: _Position) -> Continuation:
         cursor = yield from _sft(plan, state, position)
         yield Save("sft", position.step, cursor, publish=True)
         return True
 
-    return _from_committed_state(attempt)
+    return _from_committed_state(go_on)
 
 
-def run_sampled(plan: RunPlan) -> Steps:
+def run_sampled(plan: RunPlan) -> Effects:
     """A job that trains nothing."""
     return _from_committed_state(partial(_sampled, plan))
 
 
-def _from_committed_state(attempt: Callable[[State, _Position], Attempt]) -> Steps:
-    """Begins at the committed state, and again whenever the job turns out to be at another one, or the attempt ends
-    without the job. Ends after ``Finish``."""
+def _from_committed_state(go_on: Callable[[State, _Position], Continuation]) -> Effects:
+    """Goes on from the committed state, and again whenever the job turns out to be at another one, or the continuation
+    ends without the job. Ends after ``Finish``."""
     reason, at_step = "", 0
     while True:
         state: State = yield Resume(reason, at_step)
         position = _Position(state.step)
         try:
-            if (yield from attempt(state, position)):
+            if (yield from go_on(state, position)):
                 yield Finish(position.step)
                 return
             reason = ""
@@ -338,7 +339,7 @@ def _sft_interval(plan: RunPlan, accuracy: float | None) -> int:
     return plan.sft_eval_far if far else min(plan.sft_eval_near, plan.sft_eval_far)
 
 
-def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Steps:
+def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Effects:
     flow.resume(state.step, state.policy_version, state.consumed, state.branch)
     while True:
         evals = _evals(state)
@@ -365,7 +366,7 @@ def _step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
     return version
 
 
-def _sampled(plan: RunPlan, state: State, position: _Position) -> Attempt:
+def _sampled(plan: RunPlan, state: State, position: _Position) -> Continuation:
     """Each group is sampled once, and is in the output or dropped. An evaluation drops none: what is left out would
     change its result. There is no flow: no group competes for a step, since a step has the ordinals that follow, no
     other is generated in the place of one that is dropped, and the last step may be short."""

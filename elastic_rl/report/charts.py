@@ -12,7 +12,7 @@ from math import ceil, floor, log10
 
 WIDTH = 920
 _LEFT, _RIGHT, _TOP = 48, 16, 14
-PHASE_ORDER = ("devices", "sync", "generate", "reward", "groups", "teacher", "advantage", "train", "publish_stall",
+STAGE_ORDER = ("devices", "sync", "generate", "reward", "groups", "teacher", "advantage", "train", "publish_stall",
                "other")
 Point = tuple[float, float]
 
@@ -112,31 +112,31 @@ def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: S
 
 
 def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Sequence[tuple[float, str]]) -> str:
-    """Stacked bars: seconds of each phase of a step. The axis ends at the 98th percentile, so that the one step that
+    """Stacked bars: seconds of each stage of a step. The axis ends at the 98th percentile, so that the one step that
     waited for a recovery does not flatten all others; a bar that goes beyond it is marked."""
-    totals = sorted(sum(s.get(p, 0.0) for p in PHASE_ORDER) for _, s in steps) or [1.0]
+    totals = sorted(sum(s.get(p, 0.0) for p in STAGE_ORDER) for _, s in steps) or [1.0]
     cap = max(totals[min(len(totals) - 1, int(len(totals) * 0.98))], totals[len(totals) // 2] * 2) * 1.05
     cap = min(cap, totals[-1] * 1.05)
     if cap < 1e-6:  # nothing was measured
         cap = 1.0
     first, last = (steps[0][0], steps[-1][0]) if steps else (0, 1)
-    frame = _Frame((first - 0.5, last + 0.5), (0, cap), 250, "Seconds of each phase of a step")
+    frame = _Frame((first - 0.5, last + 0.5), (0, cap), 250, "Seconds of each stage of a step")
     frame.axes("RL step", y_ticks=nice_ticks(0, cap, 4), whole_x=True, unit=" s")
     width = (WIDTH - _LEFT - _RIGHT) / max(1, last - first + 1)
     gap = min(1.0, width * 0.15)
     for step, seconds in steps:
         base, left = 0.0, frame.px(step - 0.5) + gap / 2
-        tip = f"step {step}: " + ", ".join(f"{p.replace('_', ' ')} {seconds[p]:.2f} s" for p in PHASE_ORDER
+        tip = f"step {step}: " + ", ".join(f"{p.replace('_', ' ')} {seconds[p]:.2f} s" for p in STAGE_ORDER
                                            if seconds.get(p, 0) > 0.0005)
         frame.add(f'<g data-tip="{escape(tip)}">')
-        for phase in PHASE_ORDER:
-            top = min(cap, base + seconds.get(phase, 0.0))
+        for stage in STAGE_ORDER:
+            top = min(cap, base + seconds.get(stage, 0.0))
             if top > base:
                 y = frame.py(top)
-                frame.add(f'<rect class="p-{phase}" x="{left:.2f}" y="{y}" width="{width - gap:.2f}" '
+                frame.add(f'<rect class="p-{stage}" x="{left:.2f}" y="{y}" width="{width - gap:.2f}" '
                           f'height="{frame.py(base) - y:.2f}"/>')
             base = top
-        if sum(seconds.get(p, 0.0) for p in PHASE_ORDER) > cap:
+        if sum(seconds.get(p, 0.0) for p in STAGE_ORDER) > cap:
             x = left + (width - gap) / 2
             frame.add(f'<path class="over" d="M{x - 5:.1f},{_TOP + 1}l5,-8l5,8z"/>')
         frame.add("</g>")

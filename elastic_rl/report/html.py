@@ -17,7 +17,7 @@ from elastic_rl.runtime.files import replace_file
 
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""
-_PHASE_WORDS = {"devices": "hand over devices", "sync": "wait for engines", "generate": "generate", "reward": "reward",
+_STAGE_WORDS = {"devices": "hand over devices", "sync": "wait for engines", "generate": "generate", "reward": "reward",
                 "groups": "wait for groups",
                 "teacher": "teacher", "advantage": "advantage", "train": "train", "publish_stall": "publish stall",
                 "other": "other"}
@@ -47,8 +47,8 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
         _section("Training metrics", curves(steps)),
         _section("Where a step's time goes",
                  charts.step_seconds([(int(r["step"]), r.get("seconds") or {}) for r in steps], marks),
-                 _legend(*((f"p-{p}", _PHASE_WORDS[p]) for p in charts.PHASE_ORDER
-                           if any(p in (r.get("seconds") or {}) for r in steps))), _phase_table(steps)),
+                 _legend(*((f"p-{p}", _STAGE_WORDS[p]) for p in charts.STAGE_ORDER
+                           if any(p in (r.get("seconds") or {}) for r in steps))), _stage_table(steps)),
         _section("Version lag per engine",
                  charts.engine_lanes(version_lags(steps), [int(r["step"]) for r in steps],
                                      int(report["staleness_max"])),
@@ -181,14 +181,14 @@ def _faults(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str
                     _table(head, rows))
 
 
-def _phase_table(steps: Sequence[dict[str, Any]]) -> str:
+def _stage_table(steps: Sequence[dict[str, Any]]) -> str:
     rows = []
-    for phase in (*charts.PHASE_ORDER, "total"):
-        spent = [float(s["seconds"][phase]) for s in steps if (s.get("seconds") or {}).get(phase) is not None]
+    for stage in (*charts.STAGE_ORDER, "total"):
+        spent = [float(s["seconds"][stage]) for s in steps if (s.get("seconds") or {}).get(stage) is not None]
         if spent:
-            rows.append([_PHASE_WORDS.get(phase, phase), _value(percentile(spent, 0.5), 3, " s"),
+            rows.append([_STAGE_WORDS.get(stage, stage), _value(percentile(spent, 0.5), 3, " s"),
                          _value(percentile(spent, 0.95), 3, " s"), _value(sum(spent), 1, " s")])
-    return _table(["phase", "median", "95th percentile", "whole run"], rows, numeric=True)
+    return _table(["stage", "median", "95th percentile", "whole run"], rows, numeric=True)
 
 
 def _engine_table(engines: Sequence[Mapping[str, Any]]) -> str:

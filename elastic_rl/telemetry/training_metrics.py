@@ -76,7 +76,7 @@ THROUGHPUT: dict[str, Quantity] = {
         "tokens/s", "tokens of all updates, prompts included and padding not, by the time of the updates; of all ranks "
                     "together"),
     "generate_tokens_per_s": Quantity(
-        "tokens/s", "tokens of the step's responses by the time of its generate phase, or with "
+        "tokens/s", "tokens of the step's responses by the time of its stage generate, or with "
         "`train.schedule: fully_async` of the whole step; of all engines together"),
     "tflops_per_rank": Quantity(
         "TFLOP/s", "operations that the model needs for the updates, by their time, of one rank"),

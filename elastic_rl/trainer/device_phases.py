@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 
 
-class GroupPhases:
+class TrainerGroupPhases:
     """The phases of one formation of the group on the devices, on each of its ranks."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: ParallelDims, group: str) -> None:

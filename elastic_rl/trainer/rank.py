@@ -22,7 +22,7 @@ from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.trainer.broadcast import gather_text
-from elastic_rl.trainer.device_phases import GroupPhases
+from elastic_rl.trainer.device_phases import TrainerGroupPhases
 from elastic_rl.trainer.forward_worker import ForwardWorker
 from elastic_rl.trainer.group_worker import restarts
 from elastic_rl.trainer.megatron import parallel
@@ -72,13 +72,13 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
     try:
         par = parallel.init(ctx.config)
         urls = [url for url in gather_text(service.url if service is not None else "", par) if url]
-        phases = GroupPhases(ctx, etcd, par, member.incarnation) if ctx.config.colocated else None
+        phases = TrainerGroupPhases(ctx, etcd, par, member.incarnation) if ctx.config.colocated else None
         if phases is not None:
             phases.await_first(lambda phase: member.progress(0, phase))
         worker = (TrainerWorker(ctx, etcd, par, member, board, urls, phases) if ctx.group.trains
                   else ForwardWorker(ctx, etcd, par, member, board, urls))
         if rank == 0:
-            name, kinds = ctx.group.name, event_kinds.GROUPS[ctx.group.name]
+            name, kinds = ctx.group.name, event_kinds.TRAINER_GROUP_EVENTS[ctx.group.name]
             fencing.emit(etcd, ctx.keys, ctx.epoch, kinds.restarted if restarts() else kinds.started, name,
                          f"group of {par.world} ranks, TP={par.tp} CP={par.cp} PP={par.pp} DP={par.dp}",
                          severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),

@@ -33,7 +33,7 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
-from elastic_rl.trainer.device_phases import GroupPhases
+from elastic_rl.trainer.device_phases import TrainerGroupPhases
 from elastic_rl.trainer.group_worker import GroupWorker, restarts
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.device_memory import DeviceMemory
@@ -90,7 +90,7 @@ class TrainerWorker(GroupWorker):
     """One rank. Rank 0 takes commands from its board and checks them; the others follow."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
-                 board: Board, share_urls: list[str], phases: GroupPhases | None = None) -> None:
+                 board: Board, share_urls: list[str], phases: TrainerGroupPhases | None = None) -> None:
         """``share_urls``: the URLs of the ranks that take the shares of a batch, by data-parallel rank. ``phases``: the
         phases of a group that shares devices with engines, and may have device memory now."""
         super().__init__(ctx, etcd, par, member, board, share_urls)
@@ -382,8 +382,8 @@ class TrainerWorker(GroupWorker):
         if self.par.rank == 0:
             self.gate.hold(held)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, event_kinds.GROUPS[name].rewound, name,
-                             str(held), severity=Severity.ERROR, step=command.step, to_step=self.progress.step)
+                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS[name].rewound,
+                             name, str(held), severity=Severity.ERROR, step=command.step, to_step=self.progress.step)
         return held
 
     def _join_before_restore(self, state: str) -> None:
@@ -408,10 +408,11 @@ class TrainerWorker(GroupWorker):
         result = {"loaded": restored is not None or not command.version}
         if self.par.rank == 0:
             name = self.ctx.group.name
+            kind = event_kinds.TRAINER_GROUP_EVENTS[name].went_back
             with contextlib.suppress(EtcdUnavailable):
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, event_kinds.GROUPS[name].went_back, name,
-                             f"the group {name} went back from step {before.step} to step {self.progress.step}, which "
-                             "the other group has too", step=self.progress.step)
+                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, kind, name,
+                             f"the group {name} went back from step {before.step} to step {self.progress.step}, "
+                             "which the other group has too", step=self.progress.step)
         if self.progress.phase == "rl" and self.ctx.group.every_step:
             self._wanted = _Wanted(policy=True, command=command, result=result)  # see ``_restore``
             return None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from elastic_rl import config
-from elastic_rl.config.groups import GroupSpec
+from elastic_rl.config.groups import TrainerGroupSpec
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.fetch.puller import Puller
@@ -80,7 +80,7 @@ class Groups:
         wait_until(lambda: self.job.status().phase == "rl" and self.job.status().step >= step, timeout_s=WAIT_S,
                    what=f"step {step}", alive=lambda: not self.job.runs[-1].errors)
 
-    def kill_rank(self, group: GroupSpec) -> None:
+    def kill_rank(self, group: TrainerGroupSpec) -> None:
         os.kill(members(self.job.etcd, self.job.keys, group.name)[0].pid, signal.SIGKILL)
 
     def finish(self) -> None:
@@ -88,7 +88,7 @@ class Groups:
                    what="the end of the job")
         assert not self.job.runs[-1].errors, self.job.runs[-1].errors
 
-    def state(self, group: GroupSpec) -> dict[str, torch.Tensor]:
+    def state(self, group: TrainerGroupSpec) -> dict[str, torch.Tensor]:
         """The tensors of the group's newest state."""
         with Puller(self.job.etcd, self.job.keys, "test", io_timeout_s=30, security=Security(TOKEN)) as puller, \
                 puller.pull(group.state) as pulled:

@@ -8,13 +8,13 @@ from elastic_rl.bench.options import Options
 from elastic_rl.bench.recorder import Emit
 from elastic_rl.bench.suite import Suite
 
-_PHASES = ("sync", "generate", "reward", "advantage", "train", "other", "between", "train-ranks")
+_STAGES = ("sync", "generate", "reward", "advantage", "train", "other", "between", "train-ranks")
 _IDLE_STAGES = ("sync", "generate", "advantage", "train", "other")
 _ASYNC_IDLE = ("groups", "producer", "producer-no-room")
 _OUTAGES = ("etcd", "router", "engines", "engines-s", "dcs", "actor", "trainer")
 
 SUITE = Suite(__name__, {
-    "steps": ("samples-per-s", "step-s", *(f"step-s-{phase}" for phase in _PHASES), "publish-stall-s", "pull-apply-s",
+    "steps": ("samples-per-s", "step-s", *(f"step-s-{stage}" for stage in _STAGES), "publish-stall-s", "pull-apply-s",
               *(f"idle-s-{stage}" for stage in _IDLE_STAGES)),
     "overhead": ("overhead", "overhead-s", "overhead-tokens"),
     "async_vs_sync": ("async-vs-sync", "async-step-s", "async-tokens",

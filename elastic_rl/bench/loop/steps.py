@@ -8,9 +8,9 @@ from elastic_rl.bench.loop.job import WARM_STEPS
 from elastic_rl.bench.loop.testbed import Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.report.build import Record, effective_steps
-from elastic_rl.report.charts import PHASE_ORDER
+from elastic_rl.report.charts import STAGE_ORDER
 
-_PHASES = tuple(phase for phase in PHASE_ORDER if phase not in ("publish_stall", "groups", "teacher", "devices"))
+_STAGES = tuple(stage for stage in STAGE_ORDER if stage not in ("publish_stall", "groups", "teacher", "devices"))
 _IDLE_STAGES = ("sync", "generate", "advantage", "train")
 
 
@@ -32,8 +32,8 @@ def rows(records: Sequence[Record]) -> list[Row]:
     out = [Row.of("samples-per-s", "samples trained a second",
                   [s["samples"] / s["seconds"]["total"] for s in steps], "1/s", op=">="),
            Row.of("step-s", "step time", [s["total"] for s in seconds], "s")]
-    out += [Row.of(f"step-s-{phase.replace('_', '-')}", f"step time: {phase.replace('_', ' ')}",
-                   [s[phase] for s in seconds if phase in s], "s") for phase in _PHASES]
+    out += [Row.of(f"step-s-{stage.replace('_', '-')}", f"step time: {stage.replace('_', ' ')}",
+                   [s[stage] for s in seconds if stage in s], "s") for stage in _STAGES]
     between = [interval - step["seconds"]["total"] for step, interval in intervals(records)]
     out.append(Row.of("step-s-between", "from a step's end to the next one: log, status, samples for people", between,
                       "s"))

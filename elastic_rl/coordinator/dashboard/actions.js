@@ -3,7 +3,7 @@
 import { confirm, field } from "./dialogs.js";
 import { el, text } from "./dom.js";
 import { plural } from "./format.js";
-import { GROUPS } from "./groups.js";
+import { TRAINER_GROUPS } from "./groups.js";
 import { describe } from "./health.js";
 
 const part = encodeURIComponent;
@@ -74,7 +74,7 @@ export class Actions {
 
   #targets() {
     const roles = new Set([...this.model.members.values()].map((m) => m.role));
-    for (const other of ["coordinator", "dcs", "engine", ...GROUPS, "driver"]) roles.delete(other);
+    for (const other of ["coordinator", "dcs", "engine", ...TRAINER_GROUPS, "driver"]) roles.delete(other);
     return el("select", {}, el("option", { value: "trainer", text: "the trainer" }),
       ...[...roles].sort().map((role) => el("option", { value: `roles/${role}`, text: `role ${role}` })),
       el("option", { value: "job", text: "the whole compute plane" }));
@@ -103,7 +103,7 @@ export class Actions {
 function effectOf(target) {
   if (target === "job") return "Every engine, role and trainer process is restarted under a new epoch; the run resumes from the last committed state. This takes minutes.";
   if (target === "actor_fwd" || target === "reference") return `The ${target} group re-forms and loads the policy again; the run waits for it, and nothing goes back.`;
-  if (GROUPS.has(target)) return `The ${target} group re-forms from its last committed state; engines continue within the staleness bound.`;
+  if (TRAINER_GROUPS.has(target)) return `The ${target} group re-forms from its last committed state; engines continue within the staleness bound.`;
   if (target.startsWith("roles/")) return "The role is restarted in place; its work is assigned again.";
   return "The engine is replaced; its requests are retried elsewhere.";
 }

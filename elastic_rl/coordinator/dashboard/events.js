@@ -2,14 +2,14 @@
 
 import { attr, badge, el, keyed, since, svg, text } from "./dom.js";
 import { clock, duration, now } from "./format.js";
-import { GROUPS, partOf } from "./groups.js";
+import { TRAINER_GROUPS, componentOf } from "./groups.js";
 
 const CAP = 14;
 const LEVEL = { error: "bad", warning: "warn", info: "idle" };
 // Each lane with the parts of its events; the last one has all others.
 const LANES = [
   ["engines", new Set(["engine", "pool", "router"])],
-  ["training", new Set([...GROUPS, "run", "actor", "logprob", "rollout", "advantages", "genrm", "teacher", "reward", "filter",
+  ["training", new Set([...TRAINER_GROUPS, "run", "actor", "logprob", "rollout", "advantages", "genrm", "teacher", "reward", "filter",
     "generate", "responses", "samples", "queue", "groups"])],
   ["versions", new Set(["version", "dcs"])],
   ["control", { has: () => true }],
@@ -72,7 +72,7 @@ export class Events {
     parts.push(svg("text", { class: "tick", x: LEFT, y, text: `${duration(end - begin)} ago` }),
       svg("text", { class: "tick y", x: this.#width, y, text: "now" }));
     for (const e of [...events].sort((a, b) => (a.severity === "info" ? 0 : 1) - (b.severity === "info" ? 0 : 1))) {
-      const lane = LANES.findIndex(([, parts]) => parts.has(partOf(e)));
+      const lane = LANES.findIndex(([, components]) => components.has(componentOf(e)));
       const node = svg("circle", { class: LEVEL[e.severity], cx: x(e.at).toFixed(1), cy: lane * LANE_HEIGHT + LANE_HEIGHT / 2,
         r: e.severity === "info" ? 3 : 4.5 });
       node.append(svg("title", { text: `${clock(e.at)} ${e.kind} ${e.subject}: ${e.message}` }));

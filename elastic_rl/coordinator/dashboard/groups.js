@@ -1,6 +1,6 @@
 // The trainer groups of a job, as members and as targets of a restart.
 
-export const GROUPS = new Set(["trainer", "critic", "actor_fwd", "reference"]);
+export const TRAINER_GROUPS = new Set(["trainer", "critic", "actor_fwd", "reference"]);
 
-/** The part that an event or alert is about: its kind is `part.what`. */
-export const partOf = ({ kind }) => kind.split(".")[0];
+/** The component that an event or alert is about: its kind is `component.what`. */
+export const componentOf = ({ kind }) => kind.split(".")[0];

@@ -2,7 +2,7 @@
 
 import { missing } from "./engines.js";
 import { duration, plural, visible } from "./format.js";
-import { GROUPS, partOf } from "./groups.js";
+import { TRAINER_GROUPS, componentOf } from "./groups.js";
 import { RUN_ENDED } from "./model.js";
 
 const LONG_WAIT_S = 60;
@@ -79,11 +79,11 @@ const mentions = (message, subject) =>
 /** Responses to an alert: later events about its subject, and operations on it; the newest first. */
 export function responses(alert, model) {
   const found = [];
-  const group = partOf(alert);
+  const group = componentOf(alert);
   for (const e of model.events.values()) {
     if (e.at < alert.since - 1 || (e.severity === "error" && e.kind === alert.kind)) continue;
     const same = e.subject === alert.subject || mentions(e.message, alert.subject)
-      || (group === "trainer" && (GROUPS.has(partOf(e)) || partOf(e) === "run"));
+      || (group === "trainer" && (TRAINER_GROUPS.has(componentOf(e)) || componentOf(e) === "run"));
     if (same && e.kind !== alert.kind) found.push({ at: e.at, what: e.message || e.kind, id: e.id });
   }
   for (const o of model.operations.values()) {
@@ -101,6 +101,6 @@ export function describe(o) {
   if (o.kind === "drain") return `Drain ${name}`;
   if (o.kind === "register") return `Register engine ${name}`;
   if (o.target === "job") return "Restart the whole compute plane";
-  if (GROUPS.has(o.target)) return `Restart the group ${o.target}`;
+  if (TRAINER_GROUPS.has(o.target)) return `Restart the group ${o.target}`;
   return `Restart ${o.target.startsWith("roles/") ? "role " : "engine "}${name}`;
 }

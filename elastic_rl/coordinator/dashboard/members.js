@@ -3,7 +3,7 @@
 import { buttons, plain, time } from "./columns.js";
 import { attr, text } from "./dom.js";
 import { plural } from "./format.js";
-import { GROUPS } from "./groups.js";
+import { TRAINER_GROUPS } from "./groups.js";
 import { Listing } from "./listing.js";
 
 const isRestartable = (role) => !["coordinator", "dcs", "engine", "driver"].includes(role);
@@ -26,8 +26,8 @@ export class Members {
         plain("Host", (m) => m.host, "minor"),
         plain("Pid", (m) => m.pid, "num minor"),
         buttons([{ label: () => "Restart…", enabled: (m) => isRestartable(m.role),
-          name: (m) => `Restart ${GROUPS.has(m.role) ? `the ${m.role}` : `role ${m.role}`}`,
-          run: (m) => actions.restart(GROUPS.has(m.role) ? m.role : `roles/${m.role}`) }]),
+          name: (m) => `Restart ${TRAINER_GROUPS.has(m.role) ? `the ${m.role}` : `role ${m.role}`}`,
+          run: (m) => actions.restart(TRAINER_GROUPS.has(m.role) ? m.role : `roles/${m.role}`) }]),
       ] });
   }
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
-_AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.GROUPS.items()}
+_AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.TRAINER_GROUP_EVENTS.items()}
 _MAX_COUNTED = 256
 _FAULTS = {Transition.DIED: Fault.DEAD, Transition.HUNG: Fault.HUNG}
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_rl.config import FailurePolicyConfig
-from elastic_rl.config.groups import TRAINER_GROUPS, GroupSpec
+from elastic_rl.config.groups import TRAINER_GROUPS, TrainerGroupSpec
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
 from elastic_rl.coordinator.targets import JOB, engine_target, role_target
@@ -48,7 +48,7 @@ _ALL = "everything"
 _OTHERS = "engines, within the staleness bound"
 
 
-def _goes_on(group: GroupSpec) -> str:
+def _goes_on(group: TrainerGroupSpec) -> str:
     return f"resumes from {group.state}" if group.trains else "loads the policy again; nothing goes back"
 
 

@@ -173,7 +173,7 @@ def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
     if s is not None and s.started_at > 0:
         wall_s = (s.updated_at if s.phase in RUN_OVER else snapshot.now) - s.started_at
         ratio = min(1.0, s.productive_s / wall_s) if wall_s > 0 else None
-    phases = {k: v for k, v in p.seconds.items() if k not in ("total", "publish_stall")} if p else {}
+    stages = {k: v for k, v in p.seconds.items() if k not in ("total", "publish_stall")} if p else {}
     return [
         _gauge("job_phase", "1 for the phase that the job is in", "phase", {s.phase: 1} if s else {}),
         _one("job_step", "Completed RL steps", s.step if s else None),
@@ -188,7 +188,7 @@ def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
         _one("job_effective_time_ratio", "Fraction of the time since the start of the job spent in steps that counted",
              ratio),
         _one("step_seconds", "Wall time of the last step", p.seconds.get("total") if p else None),
-        _gauge("step_phase_seconds", "Wall time of the phases of the last step", "phase", phases),
+        _gauge("step_stage_seconds", "Wall time of the stages of the last step", "stage", stages),
         _one("step_publish_stall_seconds", "Time of the last step in which training waited for the publish",
              p.seconds.get("publish_stall") if p else None),
         _one("step_samples", "Samples that the last step was trained on", p.samples if p else None),

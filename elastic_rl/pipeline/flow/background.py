@@ -61,7 +61,7 @@ class BackgroundGeneration:
     def take(self, step: int, timer: StepTimer, on_part: OnPart) -> Taken:
         """Raises RuntimeError too, once the producer has ended."""
         self._waits.stage("generate")
-        with traces.span("take", step=step), timer.phase("groups"):
+        with traces.span("take", step=step), timer.stage("groups"):
             taken = self.flow.take(self._waits, self._look, self._queue_lost, on_part, poll_s=_POLL_S)
         self._producer.require_alive()
         return taken

@@ -93,7 +93,7 @@ def step_metrics(step: int, groups: StepGroups, *, policy_version: int, dropped:
 
 def with_measured(metrics: StepMetrics, answer: Mapping[str, Any], seconds: Mapping[str, float]) -> StepMetrics:
     """The metrics with what is known of the step once it was trained. ``answer``: the trainer's; ``seconds``: by
-    phase."""
+    stage."""
     # Beside the steps it goes on all the time, so the step as a whole is its time.
     generate_s = seconds.get("total" if "groups" in seconds else "generate", 0.0)
     made = metrics.samples * metrics.response_tokens.get("mean", 0.0)

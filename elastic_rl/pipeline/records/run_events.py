@@ -71,7 +71,7 @@ def emitter(writer: FencedWriter, waits: Waits) -> Emit:
 
 
 class RunEvents:
-    """The events of one term of the actor. Every method raises Fenced, and EtcdUnavailable where it reads. For one
+    """The events of one term of the actor. Every method raises Fenced, and EtcdUnavailable where it reads. Used by one
     thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, emit: Emit) -> None:
@@ -80,7 +80,8 @@ class RunEvents:
         self._truncated = False
         """Whether all responses of the last step were."""
         self._lost: set[str] | None = None
-        """Trainer groups that were lost and have not been there since. None: an earlier actor may have missed some."""
+        """Trainer groups that were lost and have not been there since; None while the events of earlier actors, which
+        may have missed some, are not read."""
         self._took_over = False
         """The groups that an earlier term left behind are reported."""
         self._restart_requests: dict[str, int] = {}
@@ -102,8 +103,8 @@ class RunEvents:
         self._truncated = metrics.truncated >= 1.0
 
     def logprob_difference(self, metrics: StepMetrics, difference: float | None, tolerance: float) -> None:
-        """``difference``: largest one of a step; None where it is no number. That of samples which older weights made
-        says nothing of engines and trainer."""
+        """``difference``: largest one of a step; None where it is no number. The difference of samples that older
+        weights made says nothing of engines and trainer."""
         if difference is None or (difference > tolerance and not metrics.staleness):
             self._emit(event_kinds.LOGPROB_MISMATCH, "actor", "engine and trainer log-probs differ by "
                        f"{difference or float('inf'):.2e} at step {metrics.step}", severity=Severity.WARNING,
@@ -145,11 +146,11 @@ class RunEvents:
         log.warning("the group %s was lost at step %d: %s", group, step, reason)
         request = self._read_restart_request(group)
         if request.generation > self._restart_requests.get(group, 0):  # it was ended on purpose, so this is no fault
-            self._emit(event_kinds.GROUPS[group].restarting, group,
+            self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].restarting, group,
                        f"the group {group} restarts: {request.reason or request.by}", step=step)
             return
         beats = [m.beat_at for m in members(self._etcd, self._keys, group)]  # a dead rank's until its lease ends
-        self._emit(event_kinds.GROUPS[group].failed, group, reason, severity=Severity.ERROR, step=step,
+        self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].failed, group, reason, severity=Severity.ERROR, step=step,
                    **({"detect_s": round(max(0.0, time.time() - min(beats)), 3)} if beats else {}))
 
     def trainers_recovered(self, reformed: Set[str], at_step: int, step: int, version: int) -> None:
@@ -158,26 +159,26 @@ class RunEvents:
         for group in sorted(reformed - self._missed()):
             self.trainer_lost(at_step, f"the {group} group re-formed", group)
         for group in sorted(self._missed()):
-            self._emit(event_kinds.GROUPS[group].recovered, group, f"resumed at step {step}, version {version}",
-                       step=step)
+            self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].recovered, group,
+                       f"resumed at step {step}, version {version}", step=step)
         self._lost = set()
 
     def _missed(self) -> set[str]:
         if self._lost is None:
             kvs, _ = self._etcd.range(self._keys.events_prefix(), limit=_RECENT, newest_first=True)
             signs: dict[str, set[EventKind]] = {group: set() for group in TRAINER_GROUPS}
-            """Of each group's fault, while it lasts. A rank that makes progress again ends no other sign than that it
-            was hung."""
+            """The signs of each group's fault, while it lasts. A rank that makes progress again ends no other sign than
+            that it was hung."""
             for event, _ in reversed([*readable(kvs, Event)]):
                 kind = event_kinds.find(event.kind)
-                if kind is None or kind.part not in TRAINER_GROUPS:
+                if kind is None or kind.component not in TRAINER_GROUPS:
                     continue
-                if kind == event_kinds.of_members(kind.part).resumed:
-                    signs[kind.part].discard(event_kinds.of_members(kind.part).hung)
+                if kind == event_kinds.of_members(kind.component).resumed:
+                    signs[kind.component].discard(event_kinds.of_members(kind.component).hung)
                 elif kind.ends:
-                    signs[kind.part].clear()
+                    signs[kind.component].clear()
                 elif kind.begins:
-                    signs[kind.part].add(kind)
+                    signs[kind.component].add(kind)
             self._lost = {group for group, of_group in signs.items() if of_group}
         return self._lost
 

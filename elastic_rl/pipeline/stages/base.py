@@ -13,7 +13,7 @@ from elastic_rl.pipeline.training.device_phases import DevicePhases
 class Stages:
     """The stages of a mode, for one term of the actor."""
 
-    steps: schedule.Steps
+    effects: schedule.Effects
     """The schedule, which says what is done next."""
 
     def __init__(self, term: ActorTerm, devices: DevicePhases) -> None:

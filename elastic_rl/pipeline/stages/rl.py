@@ -44,7 +44,7 @@ class RlStages(TrainerStages):
         self._maker = StepMaker(batches, trainer.groups, waits, in_parts=cfg.computes_parts)
         self._generation = self._make_generation(FlowLimits.of(cfg))
         closing.callback(self._generation.close)
-        self.steps = schedule.run_rl(RunPlan.of(cfg), self._generation.flow)
+        self.effects = schedule.run_rl(RunPlan.of(cfg), self._generation.flow)
 
     def _make_generation(self, limits: FlowLimits) -> Generation:
         term = self._term

@@ -38,7 +38,7 @@ class SampledStages(Stages):
         self._output = output_of(term.ctx, term.etcd, term.writer, term.security, term.waits, term=term.number,
                                  file=self._mode.file, alive=term.alive)
         self._plan = RunPlan.of(term.cfg, self._mode.groups)
-        self.steps = schedule.run_sampled(self._plan)
+        self.effects = schedule.run_sampled(self._plan)
 
     def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
@@ -82,7 +82,7 @@ class SampledStages(Stages):
     def _write(self, effect: schedule.Write) -> Mapping[str, Any]:
         term, mode, output, timer = self._term, self._mode, self._output, effect.timer
         self._waits.stage("write")
-        with traces.span("write", step=effect.step), timer.phase("write"):
+        with traces.span("write", step=effect.step), timer.stage("write"):
             groups = StepGroups.from_groups(effect.groups)
             metrics = step_metrics(
                 effect.step, groups, policy_version=output.policy_version,

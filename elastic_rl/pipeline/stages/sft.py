@@ -21,4 +21,4 @@ class SftStages(TrainerStages):
         source, reads = term.open_source()
         prompts = term.waits.retry("source", lambda: PromptReader(term.cfg, source, term.waits, reads))
         super().__init__(term, trainer, source, prompts)
-        self.steps = schedule.run_sft(RunPlan.of(term.cfg))
+        self.effects = schedule.run_sft(RunPlan.of(term.cfg))

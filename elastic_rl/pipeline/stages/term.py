@@ -51,9 +51,9 @@ class ActorTerm:
         self.ctx, self.cfg, self.etcd, self.keys, self.member = ctx, ctx.config, etcd, ctx.keys, member
         self.number, self.writer, self.status = number, writer, status
         self.phase, self.step = "starting", 0
-        """Where the run is, as it is shown."""
+        """Phase and step of the run, as they are shown."""
         self._fence_read = 0.0
-        """When a wait last checked that this is still the actor; monotonic."""
+        """Monotonic time at which a wait last checked that this is still the actor."""
         self.waits = Waits(self._show_wait, stopping)
         self.emit = emitter(writer, self.waits)
         self.events = RunEvents(etcd, ctx.keys, self.emit)

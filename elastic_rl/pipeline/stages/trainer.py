@@ -30,7 +30,8 @@ class TrainerAccess:
         self.groups = Trainers(
             term.etcd, term.keys, term.security, term.cfg, epoch=term.ctx.epoch, term=term.number,
             on_wait=self._on_wait, waits=term.waits, on_recovered=lambda group: term.emit(
-                event_kinds.GROUPS[group].recovered, group, f"the group {group} computes again", step=term.step),
+                event_kinds.TRAINER_GROUP_EVENTS[group].recovered, group, f"the group {group} computes again",
+                step=term.step),
             publish_again=self._publish_lost_policy)
         self.devices = make_device_phases(term.cfg, term.etcd, term.keys, term.writer, term.waits, self.groups,
                                           epoch=term.ctx.epoch, term=term.number)

@@ -100,7 +100,7 @@ class SharedDevices:
         """``timer``: of the step that is being made."""
         self._begin_trainers(timer)
         if not self._onloaded:
-            with timer.phase("devices"):
+            with timer.stage("devices"):
                 self._waits.stage("devices")
                 self._trainer.onload()
             self._onloaded = True
@@ -109,7 +109,7 @@ class SharedDevices:
         """``version``: the policy's that engines are to serve, at least."""
         if self._side is Side.ENGINES:
             return
-        with timer.phase("devices"):
+        with timer.stage("devices"):
             self._waits.stage("devices")
             self._side = None
             # The trainer repeats a publish that fails, which it can do while it has its memory.
@@ -126,7 +126,7 @@ class SharedDevices:
         ended by the driver, so this comes to an end."""
         if self._side is Side.TRAINER:
             return
-        with timer.phase("devices"):
+        with timer.stage("devices"):
             self._waits.stage("devices")
             self._side = None
             self._waits.retry("etcd", partial(self._claims.begin_phase, Side.TRAINER, self._writer, self._term))

@@ -52,7 +52,7 @@ class StepMaker:
             return before
         made = self._batches.make(groups, step, timer)
         self._waits.stage("train")
-        with timer.phase("train"):
+        with timer.stage("train"):
             self._waits.retry("trainer", lambda: self._trainer.accumulate(step, made.batch, before.parts),
                               end_on=(TrainerFailed, Conflict))
         self._batches.forget()
@@ -68,7 +68,7 @@ class StepMaker:
         groups, consumption, accumulated = taken.groups, taken.consumption, taken.accumulated
         made = None if accumulated.parts else self._batches.make(groups, step, timer)
         self._waits.stage("train")
-        with timer.phase("train"):
+        with timer.stage("train"):
             if made is None:
                 trained = self._trainer.apply(step, accumulated.parts, consumption=consumption, cursor=cursor)
                 return {**accumulated.metrics, **trained}, [

@@ -25,7 +25,7 @@ import torch
 
 from elastic_rl.config import Config
 from elastic_rl.config.algorithm import reference_step
-from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, GroupSpec
+from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, TrainerGroupSpec
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog import pairs, reads
@@ -58,7 +58,7 @@ _METRICS = {"loss": "critic_loss", "grad_norm": "critic_grad_norm", "lr": "criti
 
 
 class Trainers:
-    """Sends the commands of one actor to its trainer groups, and keeps these at a common step. For one thread."""
+    """Sends the commands of one actor to its trainer groups, and keeps these at a common step. Used by one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, cfg: Config, *, epoch: int, term: int,
                  on_wait: OnWait, waits: Waits, on_recovered: Callable[[str], None] = lambda group: None,
@@ -85,12 +85,12 @@ class Trainers:
         self._reference_version = 0
         """Number of the reference policy, where a group of its own computes with it."""
         self._policy_look = 0.0
-        """When it is looked next for the policy's group; monotonic."""
+        """Monotonic time of the next look for the policy's group."""
         self._formations: dict[str, str] = {}
         """Formation of each group with a state, as of the last one that was read."""
         self._reformed: set[str] = set()
 
-    def _waiting(self, group: GroupSpec, what: str) -> None:
+    def _waiting(self, group: TrainerGroupSpec, what: str) -> None:
         self._on_wait(group.name, what)
         if what and not group.trains and time.monotonic() >= self._policy_look:  # what is waited for is of its weights
             self._policy_look = time.monotonic() + _POLICY_LOOK_S
@@ -135,7 +135,7 @@ class Trainers:
                             found.critic, critic.phase, critic.step)["loaded"]:
                         unavailable.add((CRITIC.state, found.critic))
 
-    def _note_formations(self, found: Mapping[GroupSpec, TrainerStatus]) -> None:
+    def _note_formations(self, found: Mapping[TrainerGroupSpec, TrainerStatus]) -> None:
         now = {group.name: status.group for group, status in found.items()}
         self._reformed |= {name for name, formation in now.items()
                            if self._formations.get(name, formation) != formation}
@@ -168,7 +168,7 @@ class Trainers:
                           f"have {which}")
             time.sleep(min(left, _SHOW_EVERY_S))
 
-    def _committed(self, group: GroupSpec) -> dict[int, str]:
+    def _committed(self, group: TrainerGroupSpec) -> dict[int, str]:
         return pairs.names_of([v for v in reads.list_versions(self._etcd, self._keys, group.state)
                                if v.state is VersionState.COMMITTED])
 
@@ -248,10 +248,11 @@ class Trainers:
                                 self._reference_version)
 
     def trainer_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the policy before RL step ``step``. For a job with the group ``actor_fwd``."""
+        """[N, T] of the loss tokens, by the policy before RL step ``step``. Used by a job with the group
+        ``actor_fwd``."""
         return self._by_version(ACTOR_FWD, batch, step - 1, self._version)
 
-    def _by_version(self, group: GroupSpec, batch: Batch, step: int, at_least: int) -> torch.Tensor:
+    def _by_version(self, group: TrainerGroupSpec, batch: Batch, step: int, at_least: int) -> torch.Tensor:
         """The log-probs by the policy that RL step ``step`` made. Waits for the group, and for the version to be
         committed; one whose chunks are lost is published again. Raises TrainerFailed when the policy's group has
         re-formed, and as ``TrainerClient.forward_version``."""
@@ -285,7 +286,7 @@ class Trainers:
         return found
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the critic before RL step ``step``. For a job that has one. Raises as
+        """[N, T] of the loss tokens, by the critic before RL step ``step``. Used by a job that has one. Raises as
         ``TrainerClient.forward_values``."""
         assert self._critic is not None
         with _of(CRITIC):
@@ -328,7 +329,7 @@ def _of_critic(batch: Batch) -> Batch:
 
 
 @contextlib.contextmanager
-def _of(group: GroupSpec) -> Iterator[None]:
+def _of(group: TrainerGroupSpec) -> Iterator[None]:
     """Names ``group`` in a TrainerFailed that is raised inside."""
     try:
         yield

@@ -115,7 +115,7 @@ class TrainingBatches:
         groups = replace(given, reader=_Patient(given.reader, self._waits))
         rewards, reference, metrics = self._rewards(groups, step, timer)
         self._waits.stage("advantage")
-        with timer.phase("advantage"):
+        with timer.stage("advantage"):
             advantages = [a for row in self._waits.retry("advantages", lambda: self._roles.advantages(rewards))
                           for a in row]
         batch = batch_of(groups, advantages)
@@ -148,7 +148,7 @@ class TrainingBatches:
         if not cfg.measures_kl or cfg.kl_in != "reward":
             return rewards, {}, {}
         self._waits.stage("reference")
-        with timer.phase("train"):
+        with timer.stage("train"):
             batch = batch_of(groups)
             reference = self._passes.reference_logprobs(divergence.without_scores(batch), step)
         found = divergence.sample_divergences(batch, reference, cfg)
@@ -162,17 +162,17 @@ class TrainingBatches:
         scored = divergence.without_scores(batch)
         if self._cfg.uses_actor_fwd:
             self._waits.stage("actor_fwd")
-            with timer.phase("train"):
+            with timer.stage("train"):
                 batch = batch.with_tensors(trainer_logprobs=self._passes.trainer_logprobs(scored, step))
         if self._cfg.uses_reference_group and "ref_logprobs" in required_tensors(self._algorithm, self._cfg.algorithm):
             self._waits.stage("reference")
-            with timer.phase("train"):
+            with timer.stage("train"):
                 batch = batch.with_tensors(ref_logprobs=self._passes.reference_logprobs(scored, step))
         return batch
 
     def _values(self, batch: Batch, step: int, timer: StepTimer) -> torch.Tensor:
         self._waits.stage("value")
-        with timer.phase("train"):
+        with timer.stage("train"):
             return self._passes.forward_values(divergence.without_scores(batch), step)
 
     def _for_critic(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -197,7 +197,7 @@ class TrainingBatches:
                 ) -> tuple[Batch, dict[str, float]]:
         """The batch with the teacher's log-probs, and the estimate of the divergence from it by the sampled tokens."""
         self._waits.stage("teacher")
-        with timer.phase("teacher"):
+        with timer.stage("teacher"):
             tokens, found = batch.loss_tokens, self._scores_of(teaching, groups, batch)
             batch = batch.with_tensors(**found)
         gap = torch.where(batch["loss_mask"], batch["old_logprobs"] - batch["teacher_logprobs"], 0.0)
@@ -219,7 +219,7 @@ class TrainingBatches:
         spec = self._algorithm
         if spec.token_advantages is not None:
             self._waits.stage("advantage")
-            with timer.phase("advantage"):
+            with timer.stage("advantage"):
                 found = self._token_advantages(batch, spec)
                 batch = batch.with_tensors(token_advantages=found)
                 if uses_values(spec):  # an advantage is the error of a value

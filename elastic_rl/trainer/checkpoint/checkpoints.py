@@ -285,8 +285,9 @@ class Checkpoints:
         self.state_version = version.number
         if newest and self.par.rank == 0:
             with suppress(EtcdUnavailable):  # the log has it too
-                fencing.emit(self._etcd, self._keys, self._epoch, event_kinds.GROUPS[self._group.name].state_lost,
-                             self._group.state, "the newest state is not available, resuming from version "
+                kind = event_kinds.TRAINER_GROUP_EVENTS[self._group.name].state_lost
+                fencing.emit(self._etcd, self._keys, self._epoch, kind, self._group.state,
+                             "the newest state is not available, resuming from version "
                              f"{version.number}: {newest}", severity=Severity.ERROR)
         log.info("restored %s %d: %s step %d", self._group.state, version.number, progress.phase, progress.step)
         return progress

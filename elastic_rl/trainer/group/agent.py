@@ -94,9 +94,9 @@ def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
             return 0
         failure = ChildFailedError(ctx.group.name, result.failures)
         log.error("the group failed: %s", failure)
-        fencing.emit(etcd, ctx.keys, ctx.epoch, event_kinds.GROUPS[ctx.group.name].restarts_exhausted, ctx.group.name,
-                     f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
-                     severity=Severity.ERROR)
+        fencing.emit(etcd, ctx.keys, ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS[ctx.group.name].restarts_exhausted,
+                     ctx.group.name, f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: "
+                     f"{failure}", severity=Severity.ERROR)
         return 1
     except Fenced as e:
         log.error("the group ends: %s", e)

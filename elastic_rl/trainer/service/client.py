@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from elastic_rl.config.groups import ACTOR, GroupSpec
+from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
@@ -90,7 +90,7 @@ class TrainerClient(TrainerCalls):
     """Client of one actor: every command carries its fencing token (epoch, term)."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, *, epoch: int, term: int,
-                 group: GroupSpec = ACTOR, on_wait: Callable[[str], None] = lambda text: None) -> None:
+                 group: TrainerGroupSpec = ACTOR, on_wait: Callable[[str], None] = lambda text: None) -> None:
         """``on_wait`` is called again and again during a wait, with what is waited for; "" for a trainer that answers.
         It may raise, which ends the wait."""
         self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait

@@ -348,7 +348,7 @@ def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_b
 
     def agent_ends() -> None:
         revision = log_revision()
-        events.emit(etcd, keys, event_kinds.GROUPS["trainer"].agent_ended, "trainer",
+        events.emit(etcd, keys, event_kinds.TRAINER_GROUP_EVENTS["trainer"].agent_ended, "trainer",
                     "the trainer agent ended (exit code 2)")
         wait_until(lambda: log_revision() > revision, what="the fault in the log")
 

@@ -15,7 +15,7 @@ from support.trainer_groups import TOKEN, Engines, Groups, running_groups
 from support.waiting import wait_until
 
 from elastic_rl.algorithms.ppo import PpoOptions, sample_rewards
-from elastic_rl.config.groups import ACTOR, CRITIC, GroupSpec
+from elastic_rl.config.groups import ACTOR, CRITIC, TrainerGroupSpec
 from elastic_rl.data.ledger import ConsumedGroups, audit
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
@@ -35,7 +35,7 @@ def sample_advantages(rewards: list[list[float]]) -> list[list[float]]:
     return found
 
 
-def states_of(groups: Groups, group: GroupSpec) -> list[Version]:
+def states_of(groups: Groups, group: TrainerGroupSpec) -> list[Version]:
     return [v for v in reads.list_versions(groups.job.etcd, groups.job.keys, group.state) if v.committed_at > 0]
 
 

@@ -285,8 +285,8 @@ def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> No
 def test_new_actor_reports_the_return_of_a_trainer_that_its_predecessor_missed(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(1)
-    fencing.emit(job.etcd, job.keys, job.ctx.epoch, event_kinds.GROUPS["trainer"].failed, "trainer", "lost",
-                 severity=Severity.ERROR)
+    fencing.emit(job.etcd, job.keys, job.ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS["trainer"].failed, "trainer",
+                 "lost", severity=Severity.ERROR)
     job.start_actor()
     job.finish()
     assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]

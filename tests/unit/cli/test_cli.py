@@ -401,6 +401,6 @@ def test_cluster_that_can_neither_start_nor_stop_shows_why_it_does_not_start(
 def test_command_line_dashboard_and_api_know_every_trainer_group() -> None:
     """They name them without reading ``config.groups``."""
     script = (Path(elastic_rl.__file__).parent / "coordinator/dashboard/groups.js").read_text()
-    assert completion.GROUPS == tuple(re.findall(r'"(\w+)"', script)) == tuple(TRAINER_GROUPS)
+    assert completion.TRAINER_GROUPS == tuple(re.findall(r'"(\w+)"', script)) == tuple(TRAINER_GROUPS)
     target = str(NewRestart.model_fields["target"].description)
     assert [name for name in TRAINER_GROUPS if f"``{name}``" not in target] == []

@@ -49,14 +49,14 @@ def test_effective_time_ratio_stops_with_the_run() -> None:
     assert samples(ClusterSnapshot(job="j", now=9999.0, status=over))["job_phase{phase=finished}"] == 1
 
 
-def test_step_time_is_split_by_phase_with_the_stall_apart() -> None:
+def test_step_time_is_split_by_stage_with_the_stall_apart() -> None:
     point = StepMetrics(step=3, at=1.0, reward=0.5, samples=512, tokens=9000,
                       seconds={"total": 2.0, "generate": 1.0, "train": 0.75, "publish_stall": 0.125, "other": 0.125})
     found = samples(ClusterSnapshot(job="j", now=1.0), last_step=point)
     assert found["step_seconds"] == 2.0 and found["step_publish_stall_seconds"] == 0.125
-    assert {k: v for k, v in found.items() if k.startswith("step_phase_seconds")} == {
-        "step_phase_seconds{phase=generate}": 1.0, "step_phase_seconds{phase=train}": 0.75,
-        "step_phase_seconds{phase=other}": 0.125}
+    assert {k: v for k, v in found.items() if k.startswith("step_stage_seconds")} == {
+        "step_stage_seconds{stage=generate}": 1.0, "step_stage_seconds{stage=train}": 0.75,
+        "step_stage_seconds{stage=other}": 0.125}
     assert (found["step_samples"], found["step_tokens"]) == (512, 9000)
 
 

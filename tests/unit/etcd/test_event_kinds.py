@@ -43,7 +43,7 @@ def test_declared_kinds_are_found_by_the_name_that_events_carry() -> None:
     for role in ROLES:
         for what, kind in vars(of_members(role)).items():
             assert kind.name == f"{role}.{what}" and find(events.build(kind, "s", "m").kind) is kind
-    for group, kinds in event_kinds.GROUPS.items():
+    for group, kinds in event_kinds.TRAINER_GROUP_EVENTS.items():
         assert [kind.name for kind in vars(kinds).values()] == [f"{group}.{what}" for what in vars(kinds)]
 
 
@@ -79,7 +79,7 @@ def test_dashboard_has_a_lane_for_the_events_of_every_part() -> None:
     listed = [part for parts in re.findall(r"new Set\(\[(.*?)\]\)", lanes[1], re.DOTALL)
               for part in re.findall(r'"(\w+)"', parts)]
     roles = {"actor", "rollout", "advantages", "genrm", "teacher", "coordinator", "dcs", "driver"}
-    parts = {kind.part for kind in KINDS.values()} | roles
+    parts = {kind.component for kind in KINDS.values()} | roles
     assert len(listed) == len(set(listed)) and {*listed, *TRAINER_GROUPS} == parts - control
     assert control <= parts
 
@@ -99,4 +99,4 @@ def test_faults_of_a_trainer_group_end_when_the_whole_group_works(group: str) ->
         f"{group}/"}
     members = of_members(group)
     assert (members.recovered.ends, members.resumed.ends, members.returned.ends) == (True, True, False)
-    assert members.recovered is event_kinds.GROUPS[group].recovered
+    assert members.recovered is event_kinds.TRAINER_GROUP_EVENTS[group].recovered

@@ -69,7 +69,7 @@ def _outcome(effect: schedule.Effect) -> Any:
     return 0.1
 
 
-def _sides(steps: schedule.Steps, *states: State) -> list[tuple[str, str, int]]:
+def _sides(steps: schedule.Effects, *states: State) -> list[tuple[str, str, int]]:
     """Each effect, the side that has the devices, and the version of the engines. ``states``: of each ``Resume``."""
     found, outcome, left = list[tuple[str, str, int]](), None, iter(states)
     with contextlib.suppress(StopIteration):

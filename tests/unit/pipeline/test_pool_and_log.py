@@ -78,9 +78,9 @@ def test_engines_that_update_one_after_the_other_serve_what_all_have_had():
 
 def test_phases_of_a_step_add_up_to_its_total():
     timer = StepTimer()
-    with timer.phase("generate"):
+    with timer.stage("generate"):
         time.sleep(0.002)
-    with timer.phase("train"):
+    with timer.stage("train"):
         time.sleep(0.004)
     timer.move("train", "publish_stall", 0.001)
     seconds = timer.seconds()

@@ -99,8 +99,8 @@ def test_step_without_parts_is_one_update() -> None:
 class FailingOnce:
     """Stages whose first attempt of each effect fails; the timers that each kind of effect brought."""
 
-    def __init__(self, steps: schedule.Steps) -> None:
-        self.steps, self.failed = steps, set[type]()
+    def __init__(self, effects: schedule.Effects) -> None:
+        self.effects, self.failed = effects, set[type]()
         self.timers: dict[type, list[StepTimer]] = {}
 
     def carry_out(self, effect: schedule.Effect) -> Any:
@@ -130,11 +130,12 @@ PLAN = replace(RunPlan.of(config.parse({"train": {"steps": 1}})), groups_per_ste
 FLOW = SimpleNamespace(resume=lambda *_: None, trained=lambda *_: None)
 
 
-@pytest.mark.parametrize(("steps", "of_step"), [
+@pytest.mark.parametrize(("effects", "of_step"), [
     (schedule.run_rl(PLAN, FLOW), (schedule.Take, schedule.Train)),
     (schedule.run_sampled(replace(PLAN, mode="eval")), (schedule.SampleGroups, schedule.Write))], ids=["rl", "eval"])
-def test_step_begins_once_however_often_its_effects_are_tried(steps: schedule.Steps, of_step: tuple[type, ...]) -> None:
-    stages = FailingOnce(steps)
+def test_step_begins_once_however_often_its_effects_are_tried(effects: schedule.Effects,
+                                                             of_step: tuple[type, ...]) -> None:
+    stages = FailingOnce(effects)
     pipeline._drive(stages, SimpleNamespace(waits=Waits(lambda *_: None, threading.Event())))  # type: ignore[arg-type]
     timers = [timer for kind in of_step for timer in stages.timers[kind]]
     assert len(timers) == 4 and len({id(timer) for timer in timers}) == 1

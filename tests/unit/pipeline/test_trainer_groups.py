@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_rl import config
-from elastic_rl.config.groups import GroupSpec
+from elastic_rl.config.groups import TrainerGroupSpec
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
@@ -103,7 +103,7 @@ class Pair:
 def ready(monkeypatch: pytest.MonkeyPatch, groups: dict[str, TrainerGroup], cfg: config.Config,
           on_recovered: Callable[[str], None] = lambda group: None) -> tuple[Trainers, list[tuple[str, str]]]:
     assert [group.name for group in cfg.trainer_groups] == list(groups)
-    def client(*_: Any, group: GroupSpec, on_wait: Callable[[str], None], **__: Any) -> TrainerGroup:
+    def client(*_: Any, group: TrainerGroupSpec, on_wait: Callable[[str], None], **__: Any) -> TrainerGroup:
         groups[group.name].on_wait = on_wait
         return groups[group.name]
 
