@@ -25,7 +25,8 @@ def require_json(options: _Options) -> _Options:
 
 
 def _nested(value: Any) -> Iterator[tuple[Any, int]]:
-    """A value and all that it holds, keys included, with the depth of each. Without end for one that holds itself."""
+    """A value and all that it holds, keys included, with the depth of each. The values of one that holds itself
+    have no end."""
     rest = [(value, 0)]
     while rest:
         found, depth = rest.pop()

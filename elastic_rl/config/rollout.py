@@ -124,7 +124,7 @@ class RolloutConfig(Section):
 
 
 def _rewards(reward: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each reward with its options: this one, and those of its parts."""
+    """Yields each reward with its options: the given one, and those that it is made of."""
     yield reward, options
     parts = options.get("parts") if reward == "mix" else None
     for part in parts if isinstance(parts, list) else []:

@@ -26,7 +26,7 @@ _used: set[Path] = set()
 
 
 def folder(cfg: Config) -> Path:
-    """Where the derived files of a job are."""
+    """The folder of a job's derived files."""
     return cfg.job_dir / "data"
 
 

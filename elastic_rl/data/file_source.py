@@ -149,7 +149,7 @@ class FileSource:
         return self._held_out
 
     def exclude(self, held_out: np.ndarray) -> None:
-        """Has prompts that others evaluate looked for too. ``held_out``: sorted hashes of texts. Call it before
+        """Excludes prompts that other sources evaluate as well. ``held_out``: sorted hashes of texts. Call it before
         ``train`` is read."""
         self._excluded = held_out
 

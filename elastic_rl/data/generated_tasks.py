@@ -102,7 +102,7 @@ class ReasoningGym:
         return np.unique(hashes([prompt.text for prompt in self.eval]))
 
     def exclude(self, held_out: np.ndarray) -> None:
-        """Has no problem trained on that others evaluate. ``held_out``: sorted hashes of texts. Call it before
+        """Excludes problems that other sources evaluate. ``held_out``: sorted hashes of texts. Call it before
         ``train`` is read."""
         self._excluded = held_out
 
@@ -129,7 +129,7 @@ class _Problems:
         if task.name not in names:
             raise ConfigError(f"reasoning-gym {_version()} has no task {task.name!r}{did_you_mean(task.name, names)}",
                               hint="`python -c 'import reasoning_gym.factory as f; print(*f.DATASETS)'` lists them")
-        # Of the object, so that what is kept goes with it.
+        # The cache belongs to the object, so that it is freed with it.
         self._dataset = lru_cache(maxsize=_DATASETS)(self._make_dataset)
         try:
             self._dataset("train", 0, 0)

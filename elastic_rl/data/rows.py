@@ -42,7 +42,7 @@ class Rows(Protocol):
         """Raises SourceFailed, which says where the row is, for one that cannot be read."""
 
     def scan(self) -> Iterator[Mapping[str, Any]]:
-        """All rows, in order, without all of them in memory. Raises as ``row``."""
+        """Yields all rows, in order, without holding them all in memory. Raises as ``row``."""
 
     def where(self, number: int) -> str:
         """File and place of a row, for people."""

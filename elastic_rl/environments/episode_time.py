@@ -38,7 +38,7 @@ class EpisodeTime:
         self._own_s, self._waits_s = seconds, WAITS * seconds
         """Seconds that are left of the limits."""
         self._waits: list[_Wait] = []
-        """All that the step waits for."""
+        """The waits that the step is in."""
         self._counted: _Wait | None = None
         """The one whose time passes; None while that of the environment does."""
         self._since = 0.0

@@ -170,7 +170,7 @@ class ToolEpisode:
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             log.info("the tool %s failed: %s", tool.name, describe(e))
-            # Without the place: the policy shall read the same on each host.
+            # The place is left out: the policy shall read the same on each host.
             text = text_of(e)
             return self._cut(f"error: {plain(type(e).__name__, 100)}{': ' * bool(text)}{text}"), False
 

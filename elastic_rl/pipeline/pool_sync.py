@@ -99,7 +99,8 @@ class VersionWait:
         self._sync, self._version, self._enough = sync, version, enough
         self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
         self._served_since: float | None = None
-        """Since when all that take requests serve it, though not all that should; monotonic."""
+        """Monotonic time since which every engine that takes requests serves the version, while others still lack it;
+        None before."""
         self._pool = PoolWatch(sync.etcd, sync.keys)
 
     def poll(self) -> bool:

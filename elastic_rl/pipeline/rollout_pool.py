@@ -15,7 +15,7 @@ _NAMED = 8
 
 class PoolWatch:
     """The engines of the pool, of which etcd sends those that change: with 10,000 engines a look that read all records
-    would take seconds. For one thread."""
+    would take seconds. Used by one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._records = Mirror(etcd, keys.engines_of_pool(ROLLOUT_POOL), lambda kv: readable_one(kv, Engine))

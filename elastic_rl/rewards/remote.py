@@ -79,7 +79,7 @@ class Remote:
             self._headers()
         except PluginFailed as e:
             raise ConfigError(e.message, hint=f"check {context.setting}.token_file") from e
-        # Not the environment's proxies: the token is for this service. Each attempt has one limit for all of it.
+        # The environment's proxies are not used: the token is for this service. Each attempt has one limit for all.
         self._client = http_client.async_client(timeout=None, limits=httpx.Limits(
             max_connections=self._options.concurrency))
         self._room = asyncio.Semaphore(self._options.concurrency)

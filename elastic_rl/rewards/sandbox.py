@@ -24,7 +24,7 @@ from elastic_rl.rewards.syscall_filter import syscall_filter
 from elastic_rl.runtime.process import start_child
 
 FOLDER = "/sandbox"
-"""Where the files of a run are, read-only."""
+"""The folder of a run's files, read-only."""
 _NOBODY = 65534
 NOBODY: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
 """Arguments of ``Popen``: the user that a sandbox of root is started as."""

@@ -82,7 +82,8 @@ def squad_tokens(text: str) -> list[str]:
 
 
 def token_f1(given: Sequence[str], right: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of two bags of words. Where one is empty: 1.0 if both are, else 0.0."""
+    """Harmonic mean of precision and recall of two bags of words. Of empty bags it is 1.0 if both are empty, else 0.0.
+    """
     if not given or not right:
         return float(not given and not right)
     common = sum((Counter(given) & Counter(right)).values())

@@ -61,8 +61,8 @@ def import_package(call_s: float) -> None:
 
 
 def encode_rows(group: Group) -> dict[SampleRef, bytes]:
-    """Each sample as a group of its own, after what names it. Raises PluginFailed for metadata that JSON does not have.
-    """
+    """Encodes each sample as a group of its own, after what names it. Raises PluginFailed for metadata that JSON does
+    not have."""
     return {(group.ordinal, index): _ROW.pack(group.ordinal, index) + encode_group(
         Group(group.ordinal, group.prompt, (sample,), group.failed)) for index, sample in enumerate(group.samples)}
 
@@ -162,7 +162,7 @@ class RowClient:
         return self._client.kv_retrieve_meta([f"{ordinal}/{index}" for ordinal, index in refs], _PARTITION, create)
 
     def close(self) -> None:
-        """Ends its calls, which raise. In a thread, since the package waits for threads of its own."""
+        """Ends its calls, which raise. A thread does it, since the package waits for its own threads."""
         threading.Thread(target=self._close, name="transfer-queue-close", daemon=True).start()
 
     def _close(self) -> None:
@@ -200,7 +200,7 @@ class Connection:
         self._calls = AbandonableCalls("transfer-queue", _MAX_THREADS)
         """A call of a dead actor may never end."""
         self._replaced: list[AbandonableCalls] = []
-        """Those before, whose threads are all held still."""
+        """Earlier calls, whose threads are all still held."""
         self._closed = False
 
     def run(self, call: Callable[[RowClient], T], look: Callable[[], None] = lambda: None) -> T:

@@ -14,7 +14,7 @@ SampleRef = tuple[int, int]
 
 
 class SampleReader(Protocol):
-    """Where samples are. Any thread may use it."""
+    """Reads samples where they are. Any thread may use it."""
 
     @property
     def address(self) -> Mapping[str, Any] | None:

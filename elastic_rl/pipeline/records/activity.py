@@ -1,4 +1,4 @@
-"""When what a run does now is worth a write to etcd. Pure; the clock is an argument.
+"""Decides when what a run does now is worth a write to etcd. Pure; the clock is an argument.
 
 A fast run changes its stage many times a second, and waits a little in each step. Of that only so much is written that
 a person sees what the run does: a wait once it has lasted a while, and the end of one that was written. Stages and new

@@ -46,7 +46,7 @@ class SampleRing:
     def write(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Writes up to four samples of a step, and deletes what an earlier run of it left. The first write of this
         object, and one of a step that is not newer than the last, also deletes the samples of later steps, which were
-        undone. All in one transaction.
+        undone. It does all this in one transaction.
 
         Further samples are left out (``pick`` chooses), texts are cut (``fitted``), and ``step`` is set in each record.
         The records are for people only: a caller may go on without them when etcd does not answer. Raises Fenced when a
@@ -77,7 +77,7 @@ class SampleRing:
 
 def pick(rewards: Sequence[float], limit: int = _PER_STEP) -> list[int]:
     """Which of a step's samples to show, as indices into ``rewards``: the worst, the best, and others evenly between
-    them by reward. Not more than ``limit``, in ascending order of reward."""
+    them by reward; at most ``limit``, in ascending order of reward."""
     ranked = sorted(range(len(rewards)), key=lambda i: (rewards[i], i))
     if len(ranked) <= limit:
         return ranked

@@ -70,7 +70,7 @@ class Failure(enum.Enum):
 
 
 class Lane(enum.Enum):
-    """Where a group is tried."""
+    """The place in which a group is tried."""
 
     MAIN = "main"
     """The group is tried beside all others."""
@@ -228,7 +228,7 @@ class FaultIsolation(Generic[T]):
 
     def probe(self, lane: Lane, other: Callable[[int], T]) -> T | None:
         """The group that is to be tried in the lane now to show whether the function works; it is taken to be under way
-        until ``probed``. In ``PROBATION`` none is sent beside groups, whose process it would share.
+        until ``probed``. In ``PROBATION`` no group is sent beside others, whose process it would share.
 
         ``other``: a group of the source that was not among those of the run, another one for each number, since the
         function may fail for some of them too. It is used until the function has worked for one group: without it, a

@@ -80,7 +80,8 @@ class Filters:
             self._waits.pause(isolation.left_s(time.monotonic()))
 
     def take_failed(self) -> dict[int, str]:
-        """The groups that were dropped since a filter failed, and why it did, since the last call. In any thread."""
+        """The groups that were dropped since a filter failed, and why it did, since the last call. Any thread may call
+        it."""
         return dict(self._failed.popleft() for _ in range(len(self._failed)))
 
     def _other_group(self, number: int) -> Group:

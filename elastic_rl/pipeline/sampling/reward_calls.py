@@ -57,7 +57,7 @@ class RewardAttempt:
         self.starting_since = 0.0
         """Time since which a process for the calls is started, monotonic; 0 while none is."""
         self.awake_at = time.monotonic()
-        """When the thread was last seen not to be blocked."""
+        """Monotonic time at which the thread was last seen not to be blocked."""
         self._lock = threading.Lock()
         self._added = dict(groups)
         self._found: dict[Key, Rewarded] = {}
@@ -144,7 +144,7 @@ class RewardCalls:
 
         try:
             self.make()
-            # Of one call of the reward.
+            # The limit of one call of the reward.
             limit_s = max(self._timeout_s, getattr(self._reward, "least_timeout_s", 0.0))
             error = self._calls.run(self._what, lambda call: asyncio.run(self._all_of(attempt, call, limit_s)),
                                     limit_s + GRACE_S, shown_after_s=limit_s, since=attempt.since, look=look_on
@@ -165,7 +165,7 @@ class RewardCalls:
         look()
 
     async def _all_of(self, attempt: RewardAttempt, call: AbandonableCall[None], limit_s: float) -> None:
-        """Rewards the groups of an attempt. In the thread of the call."""
+        """Rewards the groups of an attempt. It runs in the thread of the call."""
         free, idle, tasks = asyncio.Semaphore(self._concurrency), asyncio.Event(), set[Any]()
 
         def ended(task: asyncio.Task[None]) -> None:

@@ -21,7 +21,7 @@ class RewardStream:
     groups; the next ones begin another."""
 
     def __init__(self, side: SideCalls, rewarder: Rewarder, judged: Callable[[Group], str]) -> None:
-        """``judged``: why the group is dropped, or "". In the thread of the rewards."""
+        """``judged``: says why the group is dropped, or "". It is called in the thread of the rewards."""
         self._side, self._rewarder, self._judged = side, rewarder, judged
         self._lock = threading.Lock()
         self._answers: list[Answer] = []

@@ -129,8 +129,8 @@ class Sampler:
         return prompt
 
     def _other(self, number: int) -> tuple[Prompt, Sample]:
-        """A held-out prompt with its answer or, where it has none, with an empty response. In the thread of the
-        rewards. Raises SourceFailed."""
+        """A held-out prompt with its answer or, where it has none, with an empty response. The thread of the
+        rewards calls it. Raises SourceFailed."""
         prompt = self._held_out(number, self._side_reads)
         return prompt, demonstration(prompt) if prompt.answer_ids else Sample(
             (Segment(tuple(self._source.stop_token_ids[:1]) or prompt.token_ids[:1]),))

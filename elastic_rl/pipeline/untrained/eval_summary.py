@@ -25,7 +25,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     unless 1 <= k <= samples and 0 <= right <= samples."""
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right")
-    # As a product: the binomials of thousands of samples have thousands of digits.
+    # It is computed as a product: the binomials of thousands of samples have thousands of digits.
     return 1.0 - math.prod(1.0 - k / n for n in range(samples - right + 1, samples + 1))
 
 

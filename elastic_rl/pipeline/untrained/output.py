@@ -41,7 +41,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class OutputStatus:
-    """Where the output is; named as in ``TrainerStatus``."""
+    """The committed state of the output, with the names of ``TrainerStatus``."""
 
     phase: str
     step: int

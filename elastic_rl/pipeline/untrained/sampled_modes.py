@@ -40,7 +40,7 @@ class SampledMode(Protocol):
     prompts: Sequence[Prompt]
     """Prompts that ordinals stand for."""
     file: Path
-    """Where the output is at the end."""
+    """The file that is the output at the end."""
 
     def generate(self, ordinals: Sequence[int], min_version: int) -> list[tuple[Group, str]]:
         """A rewarded group for each ordinal, and the reason to drop it, or "". Waits for what is away, and raises
