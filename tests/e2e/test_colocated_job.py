@@ -30,7 +30,7 @@ def kills_in_each_phase(context: FaultContext, _steps: int) -> list[tuple[int, S
             (5, [TrainerRankKilled(context, phase=Side.TRAINER)])]
 
 
-def test_every_step_is_done_exactly_once_although_either_side_is_killed_in_either_phase(tmp_path: Path) -> None:
+def test_each_step_is_done_once_though_either_side_is_killed(tmp_path: Path) -> None:
     with whole_job(tmp_path / "run", SETTINGS) as job:
         report = job.run(kills_in_each_phase)
         assert [fault["name"] for fault in report["faults"]] == [

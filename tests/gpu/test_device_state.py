@@ -11,7 +11,7 @@ import torch
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("float32", "false"), ("bfloat16", "false"), ("bfloat16", "true")])
-def test_restored_rank_has_the_same_state_and_trains_on_as_the_undisturbed_one(
+def test_restored_rank_trains_on_as_an_undisturbed_one(
         device: torch.device, tmp_path: Path, dtype: str, distributed: str) -> None:
     script = str(Path(__file__).with_name("state_scenario.py"))
     done = subprocess.run([sys.executable, script, device.type, str(tmp_path), dtype, distributed],

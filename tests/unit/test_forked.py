@@ -15,7 +15,7 @@ MODULE = "json.tool"
 """It has a ``main``, and is imported at once."""
 
 
-def test_forked_process_is_a_child_with_a_session_and_files_of_its_own() -> None:
+def test_forked_process_is_a_child_with_own_session_and_files() -> None:
     process = ForkedProcess([MODULE, "--compact"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     found = psutil.Process(process.pid)
     assert found.ppid() == os.getpid() and os.getsid(process.pid) == process.pid

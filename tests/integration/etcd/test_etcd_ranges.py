@@ -137,8 +137,7 @@ def test_rewind_of_a_long_run_reads_only_the_metrics_that_it_deletes(etcd_server
     assert left == list(range(1, 1191))
 
 
-def test_page_has_all_the_keys_that_were_requested_also_over_a_slow_link(etcd_servers: EtcdServers, etcd: EtcdClient,
-                                                                         keys: Keys) -> None:
+def test_page_over_a_slow_link_has_all_requested_keys(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys) -> None:
     for n in range(8):
         etcd.put(_key(keys, n), bytes(100_000))
     with Links() as links:

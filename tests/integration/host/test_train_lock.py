@@ -38,7 +38,7 @@ def test_holder_is_named_to_others_and_ended_by_its_number(tmp_path: Path) -> No
         assert train_lock.end_holder(tmp_path, timeout_s=0.0) == 0, "it does not end itself"
 
 
-def test_number_of_a_process_that_does_not_hold_the_lock_is_left_alone(tmp_path: Path) -> None:
+def test_process_that_does_not_hold_the_lock_is_left_alone(tmp_path: Path) -> None:
     """Of another machine that shares the folder, or of one that has ended long ago."""
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)

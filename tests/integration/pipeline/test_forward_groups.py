@@ -52,7 +52,7 @@ def require_fenced(job: ThreadedJob) -> None:
 
 @full(proved_in="tests/unit/pipeline/test_trainer_groups.py tests/integration/pipeline/test_critic_group.py",
       why="real groups that only compute, killed in a job")
-def test_run_whose_forward_groups_are_killed_equals_one_whose_trainer_does_their_work(
+def test_run_with_killed_forward_groups_equals_one_without_such_groups(
         etcd_servers: EtcdServers, etcd: EtcdClient, tmp_path: Path) -> None:
     found = {}
     for with_groups in (True, False):

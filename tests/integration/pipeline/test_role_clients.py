@@ -49,7 +49,7 @@ def test_role_without_a_replica_is_away_long_before_a_calls_limit() -> None:
         RoleClients({"advantages": handle}, cfg, lambda role: False, int).advantages(REWARDS)
 
 
-def test_call_waits_for_a_replica_that_is_registered_or_of_which_nobody_can_say() -> None:
+def test_call_waits_for_a_replica_that_is_registered_or_unknown() -> None:
     handle = _deployed("without-room", nowhere=1.0)
     cfg = config.parse({"engine": {"request_timeout_s": 1.0}, "rollout": {"max_attempts": 4}})
     looks = 0

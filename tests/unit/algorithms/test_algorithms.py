@@ -154,7 +154,7 @@ def test_every_option_has_a_description_and_a_place_in_the_documentation(name: s
     ("algorithm.clip_high", "algorithm.options.clip_high"), ("algorithm.gspo_clip_low", "algorithm.options.clip_low"),
     ("algorithm.sapo_tau_positive", "algorithm.options.tau_positive"), ("algorithm.value_clip", "critic.value_clip"),
     ("algorithm.cispo_max_weight", "algorithm.options.max_weight")])
-def test_option_that_is_given_as_a_setting_is_pointed_to_where_it_belongs(setting: str, meant: str) -> None:
+def test_option_given_as_a_setting_is_refused_with_its_key(setting: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{setting}'; did you mean '{meant}'"):
         load(overrides=[f"{setting}=0.1"])
 

@@ -65,7 +65,7 @@ def test_advantages_equal_the_sum_over_the_trained_tokens_alone(
 
 @given(masked(), FACTOR)
 @settings(max_examples=seeds(40), deadline=None)
-def test_returns_with_lambda_of_one_are_the_discounted_rewards_whatever_the_critic_says(
+def test_returns_with_lambda_one_are_discounted_rewards_whatever_the_values_are(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float) -> None:
     rewards, values, mask = drawn
     returns = torch.where(mask, estimated(rewards, values, mask, gamma=gamma, lam=1.0) + values, 0.0)
@@ -129,7 +129,7 @@ def test_explained_variance_is_one_if_perfect_and_zero_if_constant() -> None:
 
 @given(st.lists(st.tuples(NUMBER, NUMBER, NUMBER), min_size=1, max_size=8), st.one_of(st.none(), st.floats(0.01, 2)))
 @settings(max_examples=seeds(40), deadline=None)
-def test_value_loss_is_the_larger_error_and_its_gradient_ends_at_the_clip(
+def test_value_loss_is_the_larger_error_with_a_clipped_gradient(
         rows: list[tuple[float, float, float]], clip: float | None) -> None:
     value, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     value.requires_grad_()

@@ -208,7 +208,7 @@ def test_settings_that_cannot_be_carried_out_are_refused(settings: dict[str, Any
         algorithm_of(parse({"algorithm": settings}))
 
 
-def test_reference_policy_is_used_where_the_settings_or_the_loss_ask_for_it() -> None:
+def test_reference_policy_is_used_where_settings_or_loss_ask_for_it() -> None:
     own = replace(ALGOS["grpo"], needs=("advantages", "ref_logprobs"))
     assert uses_reference(own, CFG) and not uses_reference(ALGOS["grpo"], CFG)
     for asked in ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward", "options": {"normalize_std": False}},

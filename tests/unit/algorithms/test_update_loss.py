@@ -47,8 +47,7 @@ def log_probs(batch: LossBatch, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("name", LEARNING)
 @thorough
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=6), st.integers(0, 6), st.integers(0, 10_000))
-def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_micro_batches(
-        name: str, sizes: list[int], cut: int, seed: int) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name: str, sizes: list[int], cut: int, seed: int) -> None:
     cfg = AlgorithmConfig(name=name, constant_length_tokens=5, tis_cap=1.5, kl_coef=0.3, entropy_coef=0.1)
     batch, at = make_batch(sizes, seed), sum(sizes[:cut])
     whole, parts = loss_of(cfg, batch), loss_of(cfg, batch)

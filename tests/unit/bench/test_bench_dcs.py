@@ -65,7 +65,7 @@ def test_p1_is_missed_when_more_processes_take_longer() -> None:
     assert by_id(pull_latency.rows(pull_latency.Measured(pulls={1: [1.0], 8: [1.2]})))["P1"].met is False
 
 
-def test_apply_is_compared_with_the_best_alternative_at_the_same_number_of_engines() -> None:
+def test_apply_is_compared_with_the_best_alternative_at_equal_engines() -> None:
     found = apply_latency.Measured(
         ours={1: [0.5, 0.5, 1.0]}, others={1: {"disk": [2.0], "gloo": [1.5, 1.5, 9.0]}}, pauses=[0.11, 0.12, 0.13],
         bare=[0.1, 0.1, 0.5], grown={"": [float(3 << 20)], "disk": [float(9 << 20)]}, why={"other": "needs CUDA"},

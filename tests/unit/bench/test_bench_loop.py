@@ -78,7 +78,7 @@ def test_rows_of_the_asynchronous_run_compare_it_with_the_synchronous_one() -> N
     assert found["async-parts"].value == 2.0 and found["async-parts"].limit is None
 
 
-def test_steps_that_come_in_bursts_are_as_fast_as_all_of_them_together() -> None:
+def test_speed_of_steps_in_bursts_is_that_of_all_together() -> None:
     """Groups that were generated together are trained one step after the other: three short steps and a long one take
     as long as four of a second each, and are no faster."""
     ends = [0.0]
@@ -224,7 +224,7 @@ def test_all_rows_of_a_module_are_listed() -> None:
 
 
 # -- the same work ----------------------------------------------------------------------------------------------------
-def test_bare_parts_get_the_prompts_of_a_step_in_requests_of_the_product() -> None:
+def test_bare_engines_get_a_steps_prompts_in_the_products_requests() -> None:
     cfg = parse({"train": {"prompts_per_step": 40, "group_size": 8}, "rollout": {"groups_per_request": 20}})
     source = make_source(cfg)
     found = requests_of_step(cfg, source, 2)
@@ -289,7 +289,7 @@ class StubWorker:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_bare_trainer_takes_as_long_as_its_slowest_rank_without_the_first_steps(
+def test_time_of_the_bare_trainer_is_that_of_its_slowest_rank(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
     monkeypatch.setattr(bare_trainer, "Worker", StubWorker)
     monkeypatch.setattr(StubWorker, "seconds", [[9.0, 9.0, 1.0, 4.0], [9.0, 9.0, 2.0, 3.0]])

@@ -215,7 +215,7 @@ def test_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert said in err and "name a Markdown file" in err
 
 
-def test_file_that_is_gone_at_the_end_fails_the_command_in_one_line(
+def test_file_that_is_gone_fails_the_command_in_one_line(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -388,7 +388,7 @@ def test_down_below_a_file_says_what_is_in_the_way(tmp_path: Path, capsys: pytes
     assert run("down", f"--run_dir={tmp_path / 'nowhere'}", "--job=nobody") == 0
 
 
-def test_cluster_that_can_neither_start_nor_stop_shows_why_it_does_not_start(
+def test_failed_start_of_a_cluster_is_the_error_if_stopping_fails_too(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()

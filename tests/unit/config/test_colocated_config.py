@@ -32,7 +32,7 @@ def test_engines_of_the_policy_alone_share_devices_and_load_in_place() -> None:
     assert not config.parse({}).pool_settings("/model")[ROLLOUT_POOL].colocated
 
 
-def test_pool_whose_engines_would_have_names_as_those_of_the_policy_is_refused() -> None:
+def test_pool_with_engine_names_like_the_policys_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"pools\.rollout-x: a name that begins with rollout-"):
         config.parse({"pools": {"rollout-x": {"model": "/judge"}}})
     config.parse({"pools": {"rollouts": {"model": "/judge"}}})
@@ -55,7 +55,7 @@ def test_check_says_when_engines_do_not_fit_or_cannot_release_memory(
 
 @pytest.mark.parametrize(("ranks", "hint"), [(2, "lower --tp-size of engine.extra_args to 2 or less"),
                                              (4, "set rollout.engines to 1 or less")])
-def test_hint_for_engines_that_do_not_fit_names_a_value_that_is_accepted(
+def test_hint_for_engines_that_do_not_fit_names_an_accepted_value(
         ranks: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_check, "find_spec", lambda name: object())
     [found] = _of_placement({"device": {"type": "cuda"}, "trainer": {"data_parallel": ranks},

@@ -129,7 +129,7 @@ def test_every_setting_has_a_description_that_stands_alone() -> None:
     assert bad == []
 
 
-def test_gpus_are_hidden_from_a_run_on_the_cpu_and_from_no_other() -> None:
+def test_gpus_are_hidden_only_from_runs_on_the_cpu() -> None:
     def environment(kind: str) -> dict[str, str]:
         return config.parse({"job": "j", "device": {"type": kind}}).device.environment()
 

@@ -69,7 +69,7 @@ def test_part_has_the_whole_steps_advantages_where_an_algorithm_says_so(name: st
     ("sync", 4, None, None, 16), ("fully_async", 3, None, None, 1), ("fully_async", 24, None, None, 6),
     ("fully_async", 1024, None, None, 16), ("fully_async", 24, 8, None, 2), ("fully_async", 24, 8, 9, 9),
     ("sync", 64, None, 1, 1)])
-def test_requests_of_an_asynchronous_job_hold_at_most_a_quarter_of_a_part(
+def test_asynchronous_request_holds_at_most_a_quarter_of_a_part(
         schedule: str, prompts: int, part: int | None, given: int | None, used: int) -> None:
     cfg = config.parse({"train": {"schedule": schedule, "prompts_per_step": prompts, "prompts_per_part": part,
                                   "updates_per_step": 1},

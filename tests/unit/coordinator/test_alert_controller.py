@@ -180,7 +180,7 @@ def test_one_time_event_opens_one_alert_over_days_leaders_and_restarts(steps: li
         assert set(posts.values()) <= {1}
 
 
-def test_job_that_stays_finished_is_notified_once_and_again_when_it_finishes_again() -> None:
+def test_finished_job_is_notified_once_each_time_it_finishes() -> None:
     sim = AlertSimulation(random.Random(4))
     for finishes in (1, 2):
         sim.finished = True

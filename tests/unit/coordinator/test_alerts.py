@@ -88,7 +88,7 @@ def test_restart_of_a_local_service_is_a_one_time_alert(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "subject"), [("dcs", "node-0"), ("coordinator", "coordinator-1")])
-def test_restart_of_a_service_whose_death_has_an_alert_opens_no_second_one(part: str, subject: str) -> None:
+def test_restart_of_a_service_with_an_alert_opens_no_second_one(part: str, subject: str) -> None:
     restarted = rules.report(event(f"{part}.restarted", subject, Severity.WARNING), 5)
     assert restarted is not None
     dead = advance_once(1.0, reports=[Condition(f"{part}.dead", subject, "m", revision=2)]).put
@@ -327,7 +327,7 @@ def test_run_without_an_actor_is_an_alert_also_during_a_wait() -> None:
             assert not waits(now, status.replace(phase="finished"), members=())
 
 
-def test_wait_for_a_dead_role_is_part_of_the_alert_about_that_role() -> None:
+def test_alert_about_a_dead_role_covers_the_wait_for_it() -> None:
     dead = [LastSeen(role=role, id=f"{role}-1", incarnation="i", first_seen=1.0, dead_at=110.0)
             for role in ("actor", "reward")]
     assert not waits(161.0, waiting_run(), members=(), registry=dead)

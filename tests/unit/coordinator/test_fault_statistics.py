@@ -20,7 +20,7 @@ def recovered(statistics: FaultStatistics, part: str) -> tuple[int, float]:
     return sum(histogram.counts), histogram.total_s
 
 
-def test_events_of_one_engine_failure_are_one_fault_until_its_replacement_is_ready() -> None:
+def test_engine_failure_is_one_fault_until_its_replacement_is_ready() -> None:
     statistics = count(FaultStatistics(), [
         at(10, "engine.dead", "e0", detect_s=0.3), at(10.5, "engine.replaced", "e0"),
         at(11, "engine.dead", "e0", by="leader", detect_s=3.1), at(30, "engine.ready", "e2", start_s=19.0)])

@@ -75,7 +75,7 @@ def test_one_slow_step_fades() -> None:
     assert limit_s(learner.intervals["trainer"], "train", LIMITS) == pytest.approx(10.0)
 
 
-def test_limit_is_stretched_by_the_load_of_the_machine_up_to_a_bound() -> None:
+def test_limit_grows_with_the_machines_load_up_to_a_bound() -> None:
     intervals = watched([1.0] * 3).intervals  # 10 s
     for load, limit in ((0.0, 10.0), (0.5, 10.0), (2.5, 25.0), (100.0, 40.0)):
         assert not is_hung(at(0.0, limit), intervals, LIMITS, load)

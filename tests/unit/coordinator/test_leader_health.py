@@ -48,7 +48,7 @@ def test_replica_that_does_not_lead_has_no_problem(health: LeaderHealth, clock: 
     assert not health.problem(), "a term begins healthy"
 
 
-def test_pass_that_does_not_return_ends_the_term_and_keeps_the_replica_out(health: LeaderHealth, clock: Clock) -> None:
+def test_hanging_pass_ends_the_term_and_keeps_the_replica_out(health: LeaderHealth, clock: Clock) -> None:
     health.leading(True)
     health.pass_began()
     clock.now += DEADLINE_S + 1.0

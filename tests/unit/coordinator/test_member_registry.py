@@ -149,7 +149,7 @@ def test_end_of_a_run_or_of_an_old_epoch_is_no_death() -> None:
     assert leader.update(node, epoch=2, run_over=True) == [Transition.FORGOTTEN]
 
 
-def test_driver_of_an_old_epoch_has_died_unless_a_global_restart_ended_it() -> None:
+def test_driver_of_an_old_epoch_is_dead_without_a_global_restart() -> None:
     leader = Leader()
     leader.update(leader.member("driver", "d1", epoch=1), epoch=1)
     assert Transition.DIED in leader.update(leader.member("driver", "d2", epoch=2), epoch=2)

@@ -136,7 +136,7 @@ def test_failed_attempt_counts_once_and_doubles_the_backoff_up_to_a_maximum() ->
     assert record_result(101.0, done, AttemptResult("g1", 3, True))[1] == []
 
 
-def test_clock_of_an_earlier_leader_neither_blocks_sending_nor_lifts_the_rate_limit() -> None:
+def test_earlier_leaders_clock_neither_blocks_sending_nor_lifts_the_limit() -> None:
     ahead = ReceiverQueue(receiver="r", in_flight=group(alert()), not_before=5000.0)
     assert next_send(100.0, ahead, [], LIMITS) is not None, "no backoff is longer than the longest"
     full = ahead.replace(not_before=0.0, sent_at=[104.0, 105.0, 106.0])

@@ -74,7 +74,7 @@ def with_pool(now: float, desired: int, *engines: Engine, starting: int = 0, **m
                            **more)  # type: ignore[arg-type]
 
 
-def test_restart_of_an_engine_that_ended_by_itself_waits_only_for_its_replacement() -> None:
+def test_restart_of_an_ended_engine_waits_only_for_its_replacement() -> None:
     op, request = restart("engines/e0", pool=POOL), RestartRequest(target="engines/e0", generation=1)
 
     def state(*engines: Engine) -> tuple[OperationState, str]:
@@ -153,7 +153,7 @@ def test_restart_waits_until_the_part_works_again() -> None:
     assert at(14.0, done, new.replace(info={"ready": True})).state is OperationState.SUCCEEDED
 
 
-def test_global_restart_waits_for_a_later_epoch_the_loop_and_every_trainer_group() -> None:
+def test_global_restart_waits_for_epoch_loop_and_every_trainer_group() -> None:
     ranks = [Member(role=role, id="rank-0", pid=1, host="h", incarnation=f"new-{role}", info={"ready": True})
              for role in ("trainer", "critic")]
     op = restart("job", before=["old"], ended=2)

@@ -213,8 +213,7 @@ def test_model_folder_is_complete_and_seeded_and_keeps_the_random_state(tmp_path
 
 @pytest.mark.parametrize("settings", [{"family": "llama"}, {"family": "qwen2", "tied_embeddings": True},
                                       {"family": "qwen3_moe", "num_experts": 3}])
-def test_model_of_another_family_is_seeded_and_has_the_shape_of_the_settings(tmp_path: Path, settings: dict[str, Any]
-                                                                             ) -> None:
+def test_model_of_another_family_is_seeded_with_the_set_shape(tmp_path: Path, settings: dict[str, Any]) -> None:
     from safetensors.torch import load_file
 
     from elastic_rl.data.tiny_model import make_model_dir

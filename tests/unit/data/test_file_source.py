@@ -108,7 +108,7 @@ def test_jsonl_index_crosses_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [rows.row(n)["n"] for n in range(1000)] == list(range(1000))
 
 
-def test_parquet_rows_are_those_of_the_table_and_the_copy_is_made_once(tmp_path: Path) -> None:
+def test_parquet_source_has_the_tables_rows_and_copies_once(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.parquet", [{"n": n, "s": {"t": f"{n}"}, "unused": b"x"} for n in range(1300)]))
     rows = ParquetRows(path, ["n", "s.t"], tmp_path / "job")
     assert len(rows) == 1300 and list(rows.scan()) == [rows.row(n) for n in range(1300)]
@@ -279,8 +279,7 @@ def test_named_evaluation_sets_have_their_files_and_no_more_prompts_than_allowed
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_prompt_that_is_evaluated_too_is_refused_or_left_out_of_the_training(tmp_path: Path, model: Path, split: bool
-                                                                             ) -> None:
+def test_evaluated_prompt_is_refused_or_left_out_of_the_training(tmp_path: Path, model: Path, split: bool) -> None:
     if split:  # each row is there twice, so that some are on both sides of the split
         options: dict[str, Any] = {"paths": write(tmp_path / "a.jsonl", ROWS * 2)}
     else:
@@ -415,7 +414,7 @@ def test_parquet_without_the_column_or_damaged_is_a_wrong_setting(tmp_path: Path
         make(tmp_path, model, "parquet", paths=path)
 
 
-def test_wrong_row_is_found_by_the_look_at_all_rows_or_when_read(tmp_path: Path, model: Path) -> None:
+def test_wrong_row_is_found_by_the_scan_or_when_read(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [json.dumps(r) for r in ROWS]
     rows[40] = '{"question": 1.5, "answer": null}'

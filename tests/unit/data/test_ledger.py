@@ -45,7 +45,7 @@ def test_group_moves_only_as_the_diagram_says(name: str, state: GroupState | Non
             move(ledger)
 
 
-def test_released_group_is_leased_again_and_known_to_have_been_stale_until_it_is_consumed() -> None:
+def test_released_group_is_leased_again_and_stays_marked_as_stale() -> None:
     ledger = _in_state(GroupState.QUEUED)
     ledger.release(0, stale=True)
     assert ledger.lease(1) == [0] and 0 in ledger.stale and list(ledger.unrecorded) == [0]

@@ -66,7 +66,7 @@ weights = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 
 
 @given(weights)
-def test_every_prefix_of_a_cycle_has_each_part_within_one_of_its_share(given_weights: list[int]) -> None:
+def test_each_prefix_of_a_cycle_keeps_shares_within_one(given_weights: list[int]) -> None:
     cycle, total = turns(given_weights), sum(given_weights)
     taken = [0] * len(given_weights)
     for n, part in enumerate(cycle, 1):

@@ -183,8 +183,7 @@ def test_drop_removes_the_file_of_a_chunk_that_was_sealed_again(node: Node) -> N
     assert not node.path(digest).exists() and node.disk.used_bytes == 0
 
 
-def test_file_written_for_a_chunk_that_was_dropped_and_sealed_meanwhile_is_kept(
-        node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_a_chunk_dropped_and_sealed_meanwhile_is_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = node.commit(b"a" * KIB)
     node.save_all()
     node.table.alloc(9, 4 * KIB)

@@ -185,7 +185,7 @@ def test_slow_node_is_used_for_a_chunk_that_it_alone_has() -> None:
     assert [g.peer for g in gets] == ["a"] and not hand.lost
 
 
-def test_failing_node_is_backed_off_and_its_chunk_is_lost_in_the_end() -> None:
+def test_failing_node_is_backed_off_until_its_chunk_is_lost() -> None:
     hand = Hand({"a": {"x"}})
     gets, times = hand.request(["x"]), [0.0]
     while not hand.lost:

@@ -30,7 +30,7 @@ def test_missing_token_of_a_cluster_is_refused(tmp_path: Path) -> None:
                                 ).token == "named"
 
 
-def test_node_of_a_cluster_does_not_serve_without_the_token_that_it_made(tmp_path: Path) -> None:
+def test_node_does_not_serve_without_the_clusters_token(tmp_path: Path) -> None:
     cfg = parse({"job": "j", "run_dir": str(tmp_path)})
     cfg.cluster_dir.mkdir(parents=True)
     Cluster(cfg)._secrets()

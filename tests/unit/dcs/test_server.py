@@ -114,7 +114,7 @@ def test_silent_callers_do_not_keep_out_one_that_authenticates(node: Node) -> No
     assert silent[0].recv(1) == b"", "the oldest one was closed"
 
 
-def test_silent_callers_of_the_same_host_do_not_keep_out_one_that_authenticates(node: Node) -> None:
+def test_silent_callers_of_its_host_do_not_keep_out_an_authenticated_one(node: Node) -> None:
     for _ in range(100):
         node.connect()
     assert call(node.authenticated(), op="stat")["connections"] <= 33
@@ -145,7 +145,7 @@ def test_caller_in_an_unfinished_tls_handshake_is_evicted_for_the_next_one(tls_s
         node.close()
 
 
-def test_caller_that_sends_its_hello_byte_by_byte_is_disconnected_at_the_deadline() -> None:
+def test_slow_hello_is_disconnected_at_the_deadline() -> None:
     node = Node(io_timeout_s=1)
     try:
         sock, ended = node.connect(), threading.Event()

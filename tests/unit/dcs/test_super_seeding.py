@@ -20,7 +20,7 @@ def views(ids: list[str], chunks: list[str]) -> dict[str, SuperSeeding]:
 
 
 @given(IDS, st.integers(0, 200))
-def test_each_chunk_is_in_the_share_of_one_node_and_shares_are_even(ids: list[str], chunks: int) -> None:
+def test_each_chunk_has_one_node_and_shares_are_even(ids: list[str], chunks: int) -> None:
     digests = [f"{i:04}" for i in range(chunks)]
     own = {i: [d for d in digests if t.may_take(d, 0)] for i, t in views(ids, digests).items()}
     assert sorted(d for taken in own.values() for d in taken) == digests

@@ -65,7 +65,7 @@ def test_table_reads_any_range_of_tensors(shapes: list[list[int]], first: int, l
 
 
 @given(shapes=SHAPES, seed=st.integers(0, 1 << 32))
-def test_tensor_is_complete_once_and_no_sooner_than_all_its_chunks_are_here(shapes: list[list[int]], seed: int) -> None:
+def test_tensor_is_complete_once_all_its_chunks_are_here(shapes: list[list[int]], seed: int) -> None:
     rng = random.Random(seed)
     manifest = manifest_of(shapes)
     assembly = TensorAssembly(table_of(manifest))

@@ -42,7 +42,7 @@ def test_each_phase_has_a_limit_of_its_own() -> None:
     assert late.observe(Side.TRAINER, [HOLDER], 22.0)
 
 
-def test_engine_that_applies_a_version_has_its_time_from_the_end_of_that() -> None:
+def test_limit_of_an_applying_engine_counts_from_the_end_of_that() -> None:
     late, applies = LateEngines(10.0), HOLDER.replace(applying=7)
     assert not late.observe(Side.TRAINER, [HOLDER], 0.0), "it pulls the version"
     assert not any(late.observe(Side.TRAINER, [applies], now) for now in (8.0, 17.0))
@@ -55,7 +55,7 @@ def test_engine_that_applies_a_version_has_its_time_from_the_end_of_that() -> No
 @pytest.mark.parametrize("spared", [
     engine("a", EngineState.STARTING, holds=True), engine("a", EngineState.DEAD, holds=True),
     engine("a", EngineState.READY, holds=False)], ids=lambda e: e.state)
-def test_engine_that_starts_or_has_ended_or_has_no_memory_is_not_late(spared: Engine) -> None:
+def test_engine_that_starts_has_ended_or_has_no_memory_is_not_late(spared: Engine) -> None:
     late = LateEngines(10.0)
     assert not late.observe(Side.TRAINER, [spared], 0.0) and not late.observe(Side.TRAINER, [spared], 1e6)
 

@@ -160,7 +160,7 @@ def test_unreachable_pool_raises_engine_failed_for_every_group():
     assert all(isinstance(e, EngineFailed) and "2 attempts" in str(e) for e in asyncio.run(run()))
 
 
-def test_sample_over_a_weight_change_names_both_versions_and_counts_as_the_older():
+def test_sample_over_a_weight_change_counts_as_the_older_version():
     sample = parse_sample(answer([5, 6], versions=("3", "4")))
     assert (sample.oldest_version, sample.versions) == (3, (3, 4))
     assert [(s.token_ids, s.logprobs, s.version) for s in sample.segments] == [((5,), (-0.5,), 3), ((6,), (-0.5,), 4)]

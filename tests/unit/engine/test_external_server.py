@@ -65,7 +65,7 @@ def test_server_with_another_key_is_started_with_a_key_file() -> None:
     assert "ELASTIC_RL_ENGINE_KEY_FILE=" in hint and "elastic-rl restart job" in hint and "--api-key" not in hint
 
 
-def test_server_that_refuses_connections_is_dead_and_one_that_is_slow_is_not() -> None:
+def test_server_that_refuses_connections_is_dead_a_slow_one_is_not() -> None:
     foreign = Foreign()
     foreign.error = httpx.ReadTimeout("slow")
     assert [foreign.server.probe() for _ in range(9)] == [False] * 9 and foreign.server.alive()

@@ -60,7 +60,7 @@ def test_worker_that_stays_in_the_list_is_an_error_in_the_end(router: ForgetfulR
 
 
 @pytest.mark.parametrize("router", [0], indirect=True)
-def test_call_that_does_not_reach_the_router_is_tried_again_a_few_times(router: ForgetfulRouter) -> None:
+def test_call_that_misses_the_router_is_tried_a_few_times(router: ForgetfulRouter) -> None:
     router.failures = [httpx.ConnectError("away"), httpx.ReadTimeout("slow")]
     assert RouterClient("http://router").workers()[ENGINE]
     router.failures = [httpx.ConnectError("away") for _ in range(10)]

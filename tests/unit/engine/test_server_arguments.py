@@ -53,7 +53,7 @@ class Scheduler:
         return {}
 
 
-def test_each_tag_is_resumed_also_when_a_phase_ends_before_the_cache_is() -> None:
+def test_every_tag_is_resumed_even_if_a_phase_ends_early() -> None:
     scheduler = Scheduler()
     memory = DeviceMemory(scheduler)
     memory.release()
@@ -77,7 +77,7 @@ _OPEN = {"--log-level", "--sleep-on-idle", "--attention-backend", "--disable-ove
 
 
 @pytest.mark.parametrize("cuda", [True, False])
-def test_options_that_the_engine_sets_are_known_to_the_check_of_extra_args(tmp_path: Path, cuda: bool) -> None:
+def test_check_of_extra_args_knows_the_engines_own_options(tmp_path: Path, cuda: bool) -> None:
     server = SGLangServer("model", cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1, tag="args",
                           shares_devices=True, folder_version=3)
     found = {word for word in server.arguments(cuda=cuda) if word.startswith("--")}

@@ -47,7 +47,7 @@ def stage(secret: str, *references: dict[str, Any], ranks: int = 1, timeout_s: f
         return client.finish("ticket")
 
 
-def test_client_stages_every_part_on_all_ranks_and_returns_checksums_in_rank_order() -> None:
+def test_client_stages_parts_on_all_ranks_with_checksums_in_order() -> None:
     secret = stager.new_secret()
     loaders = [start(secret, rank, Loader(f"sum-{rank}")) for rank in range(3)]
     for _ in range(2):

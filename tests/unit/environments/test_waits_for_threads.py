@@ -198,7 +198,7 @@ def test_calls_get_their_threads_in_order() -> None:
     run(play)
 
 
-def test_call_that_was_given_up_holds_its_thread_when_its_time_is_over() -> None:
+def test_abandoned_call_still_holds_its_thread_beyond_its_time() -> None:
     async def play(loop: OwnTime) -> None:
         threads, held = OwnThreads("it", 1, _CALL_S), Held()
         given_up = asyncio.ensure_future(threads.run(held))

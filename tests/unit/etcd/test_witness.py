@@ -33,7 +33,7 @@ def finding(watched: Watched, now: float) -> ProcessFinding | None:
     return watched.finding(now, gone_s=GONE_S, stopped_s=STOPPED_S)
 
 
-def test_process_that_is_gone_is_reported_once_there_was_time_to_deregister_it() -> None:
+def test_gone_process_is_reported_after_the_time_to_deregister() -> None:
     watched = after((0.0, RUNNING), (10.0, GONE), (11.0, GONE))
     assert finding(watched, 11.9) is None
     assert finding(watched, 12.0) is ProcessFinding.GONE
@@ -55,7 +55,7 @@ def test_process_that_ran_between_two_stops_is_slow_and_not_stopped() -> None:
     assert finding(after((0.0, RUNNING), *looks), 100.0) is None
 
 
-def test_nothing_is_said_about_a_process_that_may_no_longer_be_looked_at() -> None:
+def test_process_that_may_not_be_examined_is_not_reported() -> None:
     for state in (STOPPED, GONE):
         watched = after((0.0, RUNNING), (1.0, state), (2.0, Sighting(ProcessState.UNKNOWN)))
         assert finding(watched, 50.0) is None
@@ -64,8 +64,7 @@ def test_nothing_is_said_about_a_process_that_may_no_longer_be_looked_at() -> No
 
 @given(st.lists(st.tuples(st.sampled_from([ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.UNKNOWN]),
                           st.floats(0.0, 2.9)), max_size=40))
-def test_process_that_is_never_gone_and_runs_now_and_then_is_never_reported(
-        story: list[tuple[ProcessState, float]]) -> None:
+def test_process_that_runs_now_and_then_is_never_reported(story: list[tuple[ProcessState, float]]) -> None:
     watched, now = Watched(PROCESS), 0.0
     for ran, (state, pause_s) in enumerate(story):  # it has run between any two looks
         now += pause_s
@@ -93,8 +92,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait(60)
 
 
-def test_process_is_seen_running_stopped_and_gone_before_its_parent_waits_for_it(
-        child: subprocess.Popen[bytes]) -> None:
+def test_process_is_seen_running_stopped_and_gone_before_it_is_reaped(child: subprocess.Popen[bytes]) -> None:
     started = start_ticks(child.pid)
     assert started > 0 and look_at(child.pid, started).state is ProcessState.RUNNING
     child.send_signal(signal.SIGSTOP)
@@ -108,7 +106,7 @@ def test_process_is_seen_running_stopped_and_gone_before_its_parent_waits_for_it
     wait_until(lambda: look_at(child.pid, started).state is ProcessState.GONE, what="its end")
 
 
-def test_another_process_with_the_same_pid_is_not_the_one_that_was_meant() -> None:
+def test_process_with_a_reused_pid_is_another_one() -> None:
     assert look_at(os.getpid(), start_ticks(os.getpid())).state is ProcessState.RUNNING
     assert look_at(os.getpid(), start_ticks(os.getpid()) - 1).state is ProcessState.GONE
 

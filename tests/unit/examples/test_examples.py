@@ -204,7 +204,7 @@ print("trained", *sys.argv[1:])
     (0.9, "", 0, "ok"), (0.37, "", 1, "FAILED: ended at 0.37, less than 0.38"),
     (0.9, "sys.exit(7)", 1, "FAILED: ended with exit code 7"),
     (0.9, "time.sleep(600)", 1, "FAILED: did not end in 5 s")])
-def test_each_run_is_a_job_of_its_own_that_is_shown_and_judged(
+def test_each_run_is_its_own_job_shown_and_judged(
         accuracy: float, then: str, code: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -221,7 +221,7 @@ def test_each_run_is_a_job_of_its_own_that_is_shown_and_judged(
         assert ["--seed=0" in logs[0].read_text(), "--seed=3" in logs[1].read_text()] == [True, True]
 
 
-def test_examples_that_take_anothers_policy_run_after_it_while_its_cluster_is_up(
+def test_example_that_takes_anothers_policy_runs_after_it(
         assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(assets)
     program = _program(tmp_path, 0.9, "")

@@ -72,7 +72,7 @@ def play(etcd: Etcd, fault: Fault, path: Path) -> FaultInjector:
     return injector
 
 
-def test_fault_is_injected_once_and_recorded_though_etcd_answers_only_now_and_then(tmp_path: Path) -> None:
+def test_fault_is_injected_once_and_recorded_despite_a_flaky_etcd(tmp_path: Path) -> None:
     etcd, path = Etcd(), tmp_path / "steps.jsonl"
     fault = Fault(etcd)
     play(etcd, fault, path).join(60)
@@ -88,7 +88,7 @@ def test_time_without_etcd_does_not_count_against_a_fault(tmp_path: Path, monkey
     assert json.loads(path.read_text())["healed_at"] is not None
 
 
-def test_injector_ends_with_the_run_also_without_etcd_and_records_what_it_did(tmp_path: Path) -> None:
+def test_injector_ends_with_the_run_and_records_faults_without_etcd(tmp_path: Path) -> None:
     etcd, path = Etcd(), tmp_path / "steps.jsonl"
     fault = Fault(etcd, lambda: setattr(etcd, "gone", True))
     injector = play(etcd, fault, path)

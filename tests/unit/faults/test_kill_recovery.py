@@ -26,7 +26,7 @@ class Context:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_role_has_recovered_once_groups_that_were_begun_after_its_return_are_trained(max_staleness: int) -> None:
+def test_role_has_recovered_once_groups_begun_afterwards_are_trained(max_staleness: int) -> None:
     context: Any = Context(max_staleness)
     fault = RoleKilled(context, "rollout")
     [fault.victim] = context.members("rollout")

@@ -93,7 +93,7 @@ def test_purge_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (_files(cfg) == before) is (code != 0)
 
 
-def test_purge_goes_by_the_stored_settings_and_leaves_the_chunks_of_other_jobs(tmp_path: Path) -> None:
+def test_purge_follows_stored_settings_and_leaves_other_jobs_chunks(tmp_path: Path) -> None:
     cfg = _started(tmp_path / "runs", dcs={"disk_dir": str(tmp_path / "chunks")})
     bare = parse({"job": "prod", "run_dir": str(tmp_path / "runs")})
     assert kept_state.chunks(bare) == tmp_path / "chunks" / kept_state.NODE

@@ -106,8 +106,7 @@ def test_entries_that_others_made_do_not_stop_the_removal(tmp_path: Path, monkey
     assert sorted(tmp_path.rglob("*")) == [pipe, foreign, foreign / "kept"]
 
 
-def test_folder_is_removed_with_all_that_is_in_it_and_not_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                                                       ) -> None:
+def test_folder_is_removed_whole_without_following_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tag, other = (leftovers.file_tag(tmp_path / "cluster", name) for name in ("engine", "other"))

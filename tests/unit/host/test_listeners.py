@@ -90,8 +90,7 @@ def test_kernel_that_does_not_say_is_no_reason_to_refuse(monkeypatch: pytest.Mon
     assert listener_uids("127.0.0.1", 1) is None and require_own_listener("127.0.0.1", 1)
 
 
-def test_socket_of_another_user_is_refused_by_name_also_beside_one_of_ours(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_socket_of_another_user_is_refused_beside_one_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = tmp_path / "tcp"
     own = os.geteuid()
     table.write_text("  sl  local_address rem_address   st\n" + "".join(

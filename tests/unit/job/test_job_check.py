@@ -71,7 +71,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         assert part in str(refused.value)
 
 
-def test_algorithm_in_upper_case_is_known_and_supervised_learning_is_none_of_rl() -> None:
+def test_unknown_algorithm_gets_the_name_or_setting_that_was_meant() -> None:
     found = by_part(config.load(overrides=["--algorithm.name=PPO"]))["algorithm"]
     assert "did you mean 'ppo'?" in found.fault and "sft" not in found.fault
     assert "set with sft.max_steps" in by_part(config.load(overrides=["--algorithm.name=sft"]))["algorithm"].hint
@@ -177,7 +177,7 @@ def test_reward_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
     assert "reward of the answers" not in found
 
 
-def test_module_that_fails_while_it_is_imported_is_not_looked_for_in_vain(local_plugins: Path) -> None:  # noqa: F811
+def test_module_that_fails_to_import_is_reported_with_its_error(local_plugins: Path) -> None:  # noqa: F811
     (local_plugins / "my_broken_reward.py").write_text("import no_such_package_at_all\n")
     found = by_part(config.load(overrides=["--rollout.reward=my_broken_reward:reward"]))["reward"]
     assert "no_such_package_at_all" in found.fault and "my_broken_reward.py:1" in found.fault
@@ -191,8 +191,8 @@ def test_answers_that_no_response_can_have_are_pointed_out(tmp_path: Path, model
     assert not by_part(text_job(tmp_path, model, ROWS))["prompts"].hint
 
 
-def test_defaults_of_the_built_in_model_are_pointed_out_for_a_larger_one(tmp_path: Path, model: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_models_defaults_are_pointed_out_for_larger_models(tmp_path: Path, model: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     assert "defaults" not in by_part(text_job(tmp_path, model, ROWS))
     monkeypatch.setattr("elastic_rl.job.check._LARGE", 1)
     found = by_part(text_job(tmp_path, model, ROWS))["defaults"]

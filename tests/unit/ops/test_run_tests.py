@@ -109,7 +109,7 @@ def test_test_that_fails_twice_fails_the_run(tmp_path: Path, capfd: pytest.Captu
     assert shown.splitlines()[-1].startswith("===== 2 failed, 1 passed in ")
 
 
-def test_more_unstable_tests_than_are_forgiven_fail_the_run_without_a_second_one(
+def test_too_many_unstable_tests_fail_the_run_without_a_retry(
         tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, {"test_flaky.py": FLAKY.format(names=["a", "b", "c", "d"])}) == 1
     shown = capfd.readouterr().out

@@ -51,7 +51,7 @@ def test_version_that_is_not_available_is_left_out() -> None:
     assert common_state(policy, critic, {(ACTOR.state, 2), (ACTOR.state, 1)}) is None
 
 
-def test_critic_goes_back_to_the_beginning_with_a_policy_in_its_supervised_phase() -> None:
+def test_critic_goes_back_to_the_beginning_with_a_supervised_policy() -> None:
     found = common_state(Available(BEGINNING, {1: BEGINNING}), Available("3/x", {}))
     assert found == CommonState(policy=None, critic=0)
 

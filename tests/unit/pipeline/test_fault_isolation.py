@@ -120,7 +120,7 @@ def test_what_was_not_called_is_due_at_once_with_its_probe() -> None:
     assert len(one.start(Lane.MAIN, clock.now)) == 1 and one.probe(Lane.MAIN, other)
 
 
-def test_probe_is_another_group_each_time_until_the_function_has_worked_for_one() -> None:
+def test_probe_is_another_group_until_the_function_has_worked() -> None:
     one, clock, probes = isolation(attempts=9), Clock(), list[int | None]()
 
     def fails() -> None:
@@ -141,7 +141,7 @@ def test_probe_is_another_group_each_time_until_the_function_has_worked_for_one(
     assert probes == [-1, -2, 8]
 
 
-def test_probe_that_the_source_does_not_give_is_asked_for_again_after_the_next_failure() -> None:
+def test_probe_that_the_source_cannot_give_is_asked_for_again_later() -> None:
     one, clock = isolation(), Clock()
 
     def away(number: int) -> int:

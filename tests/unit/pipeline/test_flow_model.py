@@ -171,7 +171,7 @@ def _step(flow: GroupFlow) -> ChosenStep | None:
     return None if part is None else part.step
 
 
-def test_later_groups_ask_for_the_versions_that_will_be_out_at_their_turn() -> None:
+def test_later_groups_ask_for_versions_that_will_be_out_then() -> None:
     flow = _flow(version=5, max_staleness=2)
     grants = [flow.lease() for _ in range(4)]
     assert [(g.ordinals, g.min_version) for g in grants[:3] if g] == [((0, 1), 3), ((2, 3), 4), ((4, 5), 5)]
@@ -315,7 +315,7 @@ def test_failed_groups_leave_the_limit_of_filters_as_it_is() -> None:
     assert not flow.finished(LIMITS.max_dropped_groups, (1,), "uniform"), "filtered, and not kept beyond the limit"
 
 
-def test_lost_group_of_a_chosen_step_is_generated_again_and_the_others_stay() -> None:
+def test_lost_group_of_a_chosen_step_is_generated_again_alone() -> None:
     flow = _flow()
     flow.lease()
     _queue(flow, 0, 1, version=1)

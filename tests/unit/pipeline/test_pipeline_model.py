@@ -99,7 +99,7 @@ def _steps(world: World) -> list[tuple[int, tuple[int, ...], list[int]]]:
     return [(e.step, e.trained, sorted(e.dropped)) for e in world.executed if e.phase == "rl"]
 
 
-def test_disturbed_run_trains_and_drops_in_each_step_what_an_undisturbed_one_does() -> None:
+def test_disturbed_run_trains_and_drops_what_an_undisturbed_one_does() -> None:
     """Groups that were dropped for a step which is then made again would else be on the record of an earlier one."""
     limits = replace(LIMITS, max_dropped_groups=1)
     quiet = World(1, limits=limits)
@@ -209,7 +209,7 @@ def test_supervised_phase_before_rl_has_a_target_and_alone_has_none() -> None:
     assert world.trainer.progress.step == PLAN.sft_max_steps
 
 
-def test_update_that_repeats_groups_is_refused_although_its_term_and_step_are_right() -> None:
+def test_update_that_repeats_groups_is_refused_despite_right_term_and_step() -> None:
     """The set of groups is in the state, so that not even a writer with a wrong ledger trains one twice."""
     world = World(3)
     world.faults_left = 0
@@ -221,7 +221,7 @@ def test_update_that_repeats_groups_is_refused_although_its_term_and_step_are_ri
         world.trainer.gate.admit(again, world.trainer.progress)
 
 
-def test_audit_cannot_be_clean_when_a_group_was_trained_on_twice_or_never() -> None:
+def test_audit_is_not_clean_if_a_group_is_repeated_or_lost() -> None:
     def trained(*steps: range) -> ConsumedGroups:
         state = ConsumedGroups()
         for step in steps:

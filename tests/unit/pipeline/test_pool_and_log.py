@@ -121,7 +121,7 @@ def test_run_ends_early_only_after_two_consecutive_evaluations_at_the_goal():
     assert not reached([1.0, 1.0], None)
 
 
-def test_version_that_an_engine_lacks_for_long_is_published_again_ever_less_often():
+def test_version_that_an_engine_lacks_is_republished_ever_less_often():
     slow = engine(version=4).replace(pull_apply_s=10.0)
     republish = Republish(first_pull_s=100.0)
     due = [now for now in range(400) if republish.is_due(float(now), [slow])]

@@ -45,7 +45,7 @@ def test_call_that_takes_too_long_names_the_setting(clients: list[Client]) -> No
     assert clients[0].closed.wait(60), "which ends the call"
 
 
-def test_client_is_made_again_after_a_call_that_failed_but_not_at_once(
+def test_client_is_made_again_some_time_after_a_failed_call(
         clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_client, "_RETRY_S", (3600.0, 3600.0))
     connection = row_client.Connection("test", {}, 60.0)

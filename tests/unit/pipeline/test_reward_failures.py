@@ -78,7 +78,7 @@ def test_lone_group_is_dropped_when_the_reward_works_for_an_earlier_one(monkeypa
     assert [bool(g.failed) for g in loop.groups(7)] == [True]
 
 
-def test_first_group_is_dropped_when_the_reward_works_for_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_group_is_dropped_if_a_held_out_prompt_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a restart of the actor; of the other prompts some make the reward fail too."""
     assert [bool(g.failed) for g in Loop(monkeypatch, _fails_for_odd_groups).groups(7)] == [True]
 
@@ -183,7 +183,7 @@ class Arrivals:
         return [group.ordinal for group in self.given]
 
 
-def test_slow_reward_holds_up_no_group_beside_it_nor_one_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reward_holds_up_no_group_beside_or_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     arrivals: Arrivals
 
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
@@ -214,7 +214,7 @@ def test_reward_that_fails_holds_up_no_group_that_comes_later(monkeypatch: pytes
     assert [group.ordinal for group in arrivals.given if group.failed] == [0]
 
 
-def test_reward_that_takes_too_long_again_holds_up_no_group_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_that_times_out_again_holds_up_no_later_group(monkeypatch: pytest.MonkeyPatch) -> None:
     arrivals: Arrivals
     tries = [0]
 
@@ -372,7 +372,7 @@ class _OfEpisodes:
         return list(found)
 
 
-def test_first_group_of_episodes_that_cannot_be_rewarded_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_group_of_episodes_without_a_reward_is_finally_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample that nobody generated, with a text, shows that the reward works: it is taken for an episode."""
     reward = _OfEpisodes()
     run = Loop(monkeypatch, reward)

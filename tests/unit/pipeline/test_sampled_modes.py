@@ -113,7 +113,7 @@ def answers(source: CheckedSource, seen: list[tuple[str, range]]) -> evaluation.
     return evaluate
 
 
-def test_each_set_is_evaluated_in_pieces_and_parts_of_the_main_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_set_is_evaluated_in_pieces_and_each_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PIECE", 3)
     source = make_source(config.parse(TWO_PARTS))
     assert generated_sets(source) == ["small", "large"] == list(source.eval_parts)
@@ -165,7 +165,7 @@ class _Source:
         return {"hard": [Prompt((4,))], "none": []}
 
 
-def test_main_set_of_a_source_that_does_not_name_it_is_called_eval() -> None:
+def test_main_set_that_the_source_does_not_name_is_eval() -> None:
     source = make_source(config.parse({"data": {"source": f"{__name__}:_Source"}, "sft": {"max_steps": 0}}))
     assert source.eval_name == "eval" and source.eval_parts == ()
     assert generated_sets(source) == ["eval", "hard"]

@@ -132,8 +132,7 @@ def test_what_rewards_wait_for_is_shown_until_they_work(make_loop: Callable[...,
     assert loop.shown[-1] == ("", "")
 
 
-def test_wait_for_rewards_is_shown_from_its_beginning_while_engines_are_away_too(make_loop: Callable[..., Loop]
-                                                                                 ) -> None:
+def test_wait_for_rewards_is_shown_while_engines_are_away_too(make_loop: Callable[..., Loop]) -> None:
     """Two waits that took turns would each be too young to be seen, and the run would look as if it worked."""
     def changes() -> list[str]:
         kinds = [kind for kind, _ in loop.shown]

@@ -39,7 +39,7 @@ class SlowQueue(EmbeddedQueue):
 
 
 @pytest.mark.parametrize("gives_up", ["trained", "stale", "rewound"])
-def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives_up: str) -> None:
+def test_nothing_is_leased_before_abandoned_data_is_dropped(gives_up: str) -> None:
     queue = SlowQueue(2)
     flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0), queue)
     waits = Waits(lambda *_: None, threading.Event())
@@ -103,7 +103,7 @@ def test_step_that_is_chosen_again_begins_without_what_was_accumulated() -> None
     assert before == [0, 0, 1] and taken.accumulated.parts == 2
 
 
-def test_group_beyond_the_capacity_of_the_queue_is_an_error_and_no_wait() -> None:
+def test_group_beyond_the_queues_capacity_is_an_error_and_no_wait() -> None:
     flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0), EmbeddedQueue(1))
     stopping = threading.Event()
 
@@ -255,7 +255,7 @@ def test_closed_queue_starts_no_actors(queue: TransferQueueQueue) -> None:
     assert Actors.made == 0
 
 
-def test_queue_is_replaced_after_several_calls_in_a_row_that_took_too_long(
+def test_queue_is_replaced_after_several_slow_calls_in_a_row(
         queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     run, slow = Actors.run, [False]
 

@@ -27,7 +27,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_reads, "_SLICE_S", 0.01)
 
 
-def test_read_that_blocks_is_shown_by_name_and_goes_on_when_it_returns() -> None:
+def test_blocked_read_is_shown_by_name_until_it_returns() -> None:
     returns, shown, before = threading.Event(), list[tuple[str, str]](), threading.active_count()
 
     def report(stage: str, kind: str, what: str) -> None:
@@ -72,7 +72,7 @@ def test_read_that_blocks_does_not_keep_the_loop_from_ending() -> None:
         returns.set()
 
 
-def test_one_thread_is_in_a_source_also_while_its_reward_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_is_read_by_one_thread_while_a_reward_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A held-out prompt, which shows whether the reward works, is read as all others are."""
     monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.002))
     monkeypatch.setattr("elastic_rl.pipeline.sampling.sampler._POLL_S", 0.01)

@@ -76,7 +76,7 @@ def _made(maker: StepMaker, groups: StepGroups, accumulated: Accumulated) -> tup
     return maker.make(TakenStep(groups, Consumption(), accumulated=accumulated), 1, StepTimer(), {})
 
 
-def test_step_that_is_taken_again_has_the_parts_of_the_last_attempt_only() -> None:
+def test_step_that_is_taken_again_has_only_the_last_parts() -> None:
     trainer = Trainer()
     maker, timer = _maker(trainer, in_parts=True), StepTimer()
     maker.add(_groups(7), 1, timer, Accumulated())  # of an attempt that failed

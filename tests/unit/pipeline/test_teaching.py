@@ -67,7 +67,7 @@ def test_only_what_has_no_scores_yet_is_asked_for_again(monkeypatch: pytest.Monk
     assert ("teacher", "teacher: the teacher is away") in shown
 
 
-def test_sample_that_the_teacher_refuses_is_not_trained_on_unless_it_refuses_all() -> None:
+def test_refused_sample_is_not_trained_on_unless_all_are_refused() -> None:
     def score(sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
         return [None if s.token_ids == (1, 9, 9) else one for s, one in zip(sequences, scores(sequences, top),
                                                                             strict=True)]
@@ -107,7 +107,7 @@ def test_requests_have_all_sequences_and_are_bounded(costs: list[int]) -> None:
     assert all(len(part) == 1 or sum(costs[i] for i in part) <= 1 << 16 for part in found)
 
 
-def test_token_that_is_none_of_the_teachers_has_a_column_of_its_own() -> None:
+def test_token_outside_the_teachers_top_has_its_own_column() -> None:
     own = TokenScores(np.array([-7.0, -1.0], np.float32), np.array([[3], [9]], np.int32),
                       np.array([[-0.5], [-1.0]], np.float32))
     found = with_scores(BATCH, {1: own}, 1)

@@ -262,7 +262,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
     return Forward(*groups.values(), *ready(monkeypatch, groups, cfg, recovered.append), recovered)
 
 
-def test_group_without_state_that_is_lost_is_asked_again_and_nothing_goes_back(forward: Forward) -> None:
+def test_lost_group_without_state_is_asked_again_without_a_rewind(forward: Forward) -> None:
     forward.reference.refusals["forward 4 5"] = [Conflict("no version after RL step 4 is committed"),
                                                  *[TrainerFailed("re-formed")] * 3]
     batch = _batch()

@@ -29,7 +29,7 @@ def failing(*errors: Exception) -> Callable[[], str]:
     return call
 
 
-def test_look_that_succeeds_does_not_end_the_wait_in_which_it_is_made() -> None:
+def test_successful_look_does_not_end_the_wait_around_it() -> None:
     """A wait whose every look ended it would never be old enough to be shown."""
     reports = Reports()
     waits = Waits(reports, threading.Event())
@@ -42,7 +42,7 @@ def test_look_that_succeeds_does_not_end_the_wait_in_which_it_is_made() -> None:
     assert reports[-1] == ("sync", "") and waits.take_idle_s().keys() == {"sync"}
 
 
-def test_wait_in_progress_counts_for_the_time_in_which_it_is_asked_for() -> None:
+def test_wait_in_progress_counts_up_to_the_moment_of_asking() -> None:
     """Else a wait of minutes would be of the step in which it ends, which takes a second."""
     waits = Waits(lambda *_: None, threading.Event())
     waits.stage("generate")

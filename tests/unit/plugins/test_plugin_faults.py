@@ -333,8 +333,8 @@ def test_parts_of_a_step_are_bounded_over_all_samples() -> None:
     assert len(metrics.reward_parts) == 64
 
 
-def test_filter_that_blocks_or_returns_no_text_is_a_fault_of_the_plugin(monkeypatch: pytest.MonkeyPatch,
-                                                                        released: threading.Event) -> None:
+def test_filter_that_blocks_or_returns_no_text_is_at_fault(monkeypatch: pytest.MonkeyPatch,
+                                                           released: threading.Event) -> None:
     def blocks(group: Group) -> str:
         released.wait(60)
         return ""
@@ -360,7 +360,7 @@ def _held_out(number: int) -> tuple[Prompt, Sample]:
     return Prompt((number,)), SAMPLE
 
 
-def test_group_for_which_a_filter_fails_is_dropped_while_it_works_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_dropped_if_the_filter_fails_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _filters(monkeypatch, _fails_for_odd_groups, attempts=Attempts(1 << 20))
     assert [found.drop_reason(_group(i)) for i in range(3)] == ["", filtering.FILTER_FAILED, ""]
 
@@ -540,7 +540,7 @@ def test_number_of_prompts_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(source.train) == 3 and source.train[2] == PROMPT and list(source.train) == [PROMPT] * 3
 
 
-def test_prompt_of_wrong_types_is_a_fault_of_the_source_with_its_index() -> None:
+def test_prompt_of_wrong_types_is_reported_with_source_and_index() -> None:
     class Exits(list[Prompt]):
         def __getitem__(self, index: Any) -> Any:
             raise SystemExit(0)

@@ -100,7 +100,7 @@ def test_report_has_the_further_evaluation_sets_and_the_parts_of_the_reward() ->
     assert "<td>math</td><td>0.000</td><td>0.500</td>" in html.render(report, rows)
 
 
-def test_engine_lag_is_relative_to_the_head_at_the_start_of_its_step() -> None:
+def test_engine_lag_is_relative_to_the_head_at_step_start() -> None:
     rows = [{"kind": "step", "step": s, "policy_version": s + 1, "engines": [{"id": "a", "version": v}]}
             for s, v in ((1, 1), (2, 2), (3, 2))]
     assert build.version_lags(rows) == {"a": {1: 0, 2: 0, 3: 1}}

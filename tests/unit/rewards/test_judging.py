@@ -195,7 +195,7 @@ def test_reward_sends_all_responses_at_once_and_shows_what_was_not_judged() -> N
         rewards(judge, Prompt((1,), text="why?"), "x", prompt="{response} {answer}")
 
 
-def test_response_that_is_alone_without_an_answer_to_compare_with_has_no_verdict() -> None:
+def test_lone_response_without_an_answer_to_compare_has_no_verdict() -> None:
     def judge(asked: JudgeRequest) -> list[Judgement]:
         assert not asked.responses, "there is nothing to ask but whether it is there"
         return []
@@ -240,7 +240,7 @@ def test_question_is_asked_without_the_policys_chat_template() -> None:
     assert rewards(judge, Prompt((1,), text="<user>why?<end>", question="why?"), "x")
 
 
-def test_date_that_the_template_of_a_judge_writes_is_the_one_of_the_job(tmp_path: Path) -> None:
+def test_judges_template_writes_the_date_of_the_job(tmp_path: Path) -> None:
     folder = make_tokenizer_folder(tmp_path / "model", chat_template=DATED_CHAT)
     cfg = config.parse({"pools": {"judge": {"model": str(folder)}}, "data": {"template_date": "2026-11-25"},
                         "rollout": {"reward": "genrm", "reward_options": {"pool": "judge"}}})

@@ -316,7 +316,7 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
                what="the end of the process and of those that its function started")
 
 
-def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() -> None:
+def test_group_that_hangs_or_kills_costs_itself_and_leaves_nothing() -> None:
     stopping, before = threading.Event(), threading.active_count()
     rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=1", "--rollout.reward_timeout_s=2")
     kinds = ("block", "regex", "_exit", "swallow", "thread", "segv")
@@ -325,7 +325,7 @@ def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() 
     wait_until(lambda: threading.active_count() <= before + 1, what="the end of the threads")
 
 
-def test_group_that_ends_its_process_again_and_again_ends_that_of_no_other() -> None:
+def test_group_that_keeps_ending_its_process_ends_no_others() -> None:
     """It is tried again without end, in a process of its own, and the others keep theirs."""
     stopping, texts, pids, before = threading.Event(), list[str](), list[float](), _children()
     rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=0", texts=texts)

@@ -155,7 +155,7 @@ def test_slow_service_is_given_up(service: Service) -> None:
     given_up.set()
 
 
-def test_limit_of_a_try_holds_for_an_answer_that_comes_byte_by_byte(service: Service) -> None:
+def test_limit_of_an_attempt_holds_for_an_answer_byte_by_byte(service: Service) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         def trickle() -> None:
             connection, _ = server.accept()

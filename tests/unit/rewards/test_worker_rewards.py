@@ -290,7 +290,7 @@ def test_module_that_cannot_be_imported_is_a_fault_with_its_reason() -> None:
     pool.close()
 
 
-def test_worker_that_dies_before_it_is_ready_is_a_failure_of_no_call() -> None:
+def test_worker_that_dies_before_it_is_ready_fails_no_call() -> None:
     pool = WorkerPool("ends_its_process:work", 1, memory_mb=1024)
     with pytest.raises(PluginFailed, match="no worker of ends_its_process:work starts") as failed:
         asyncio.run(pool.call(1, 5.0))

@@ -133,7 +133,7 @@ def test_answer_that_a_verifier_evaluates_reaches_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("program", ["", "/bin/false"])
-def test_checks_that_may_run_an_answer_need_a_sandbox_or_the_users_word(monkeypatch: pytest.MonkeyPatch, program: str
+def test_checks_that_run_answers_need_a_sandbox_or_the_setting_unsandboxed(monkeypatch: pytest.MonkeyPatch, program: str
                                                                          ) -> None:
     pytest.importorskip("math_verify")
     monkeypatch.setattr("elastic_rl.rewards.reasoning.require_package", lambda *_: None)

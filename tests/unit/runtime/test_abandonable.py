@@ -44,7 +44,7 @@ def test_call_gives_what_it_returns_or_raises() -> None:
     assert calls.held_s is None
 
 
-def test_call_beyond_its_limit_is_abandoned_and_its_late_result_is_given_back() -> None:
+def test_call_beyond_its_limit_is_abandoned_with_its_late_result_returned() -> None:
     calls, held, late = AbandonableCalls("test", 1), Held(), list[int]()
     with pytest.raises(CallTookTooLong, match=r"0\.01 s"):
         calls.begin(held).result(every_s=60, limit_s=0.01, late=late.append)
@@ -91,7 +91,7 @@ def test_call_with_news_has_its_caller_look_at_once() -> None:
     assert AbandonableCalls("test", 1).begin_with(has_news).result(looked.set, every_s=60)
 
 
-def test_calls_wait_in_line_and_one_that_is_abandoned_there_is_never_made() -> None:
+def test_queued_call_that_is_abandoned_is_never_made() -> None:
     calls, held, made = AbandonableCalls("test", 1), Held(), list[int]()
     first = calls.begin(held)
     waiting = [calls.begin(lambda n=n: made.append(n)) for n in range(4)]  # type: ignore[misc]
@@ -134,7 +134,7 @@ def test_call_that_hangs_does_not_hold_up_the_end_of_its_process() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
-def test_limit_in_an_event_loop_counts_from_when_the_call_has_a_thread() -> None:
+def test_limit_in_an_event_loop_begins_with_the_calls_thread() -> None:
     async def run() -> None:
         calls, held = AbandonableCalls("test", 1), Held()
         first, second = calls.begin(held), calls.begin(lambda: 5)
@@ -170,8 +170,7 @@ def test_waiter_that_is_cancelled_in_line_gives_up_its_place() -> None:
 @settings(max_examples=seeds(40), deadline=None)
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["begin", "abandon", "end"]), st.integers(0, 5)),
                                    max_size=25))
-def test_every_call_is_made_or_refused_and_never_more_than_there_are_threads(
-        threads: int, steps: list[tuple[str, int]]) -> None:
+def test_calls_are_made_or_refused_within_the_number_of_threads(threads: int, steps: list[tuple[str, int]]) -> None:
     calls = AbandonableCalls("test", threads)
     begun: list[tuple[Held, AbandonableCall[int]]] = []
     running, line, abandoned = list[int](), list[int](), set[int]()

@@ -41,7 +41,7 @@ def test_first_try_and_one_after_a_success_are_due_at_once() -> None:
     assert backoff.is_due(0.5) and pauses(backoff, 1)[0] < 1.3
 
 
-def test_try_after_a_change_does_not_wait_but_the_next_one_waits_longer() -> None:
+def test_attempt_after_a_change_is_due_at_once_and_the_next_later() -> None:
     backoff = RetryBackoff(1.0, 30.0)
     for _ in range(3):
         backoff.failed(0.0)

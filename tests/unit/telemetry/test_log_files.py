@@ -79,7 +79,7 @@ def test_log_of_a_child_that_writes_without_end_stays_bounded(folder: Path, floo
     assert sizes(folder)["flood.log"] <= 10_000 and max(sizes(folder).values()) <= 20_000
 
 
-def test_oldest_files_of_ended_processes_are_deleted_and_none_that_is_in_use(folder: Path) -> None:
+def test_oldest_unused_files_of_ended_processes_are_deleted(folder: Path) -> None:
     for n in range(20):
         (folder / f"engine-{n:02}.log").write_text("x")
         os.utime(folder / f"engine-{n:02}.log", (n, n))
@@ -154,7 +154,7 @@ def test_setup_writes_json_lines_to_a_file(tmp_path: Path) -> None:
         logging.captureWarnings(False)
 
 
-def test_redirected_output_of_a_process_and_of_its_children_is_in_the_log(tmp_path: Path) -> None:
+def test_redirected_output_of_process_and_children_is_in_the_log(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "actor.log"
     program = (
         "import subprocess, sys\nfrom pathlib import Path\nfrom elastic_rl.telemetry.log_files import redirect_output\n"

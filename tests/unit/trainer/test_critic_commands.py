@@ -40,7 +40,7 @@ def test_stale_actor_or_one_that_knows_another_formation_is_refused(command: For
     assert gate.admit(command, PROGRESS) is None
 
 
-def test_load_that_was_executed_is_not_executed_again_when_its_answer_was_lost() -> None:
+def test_executed_load_whose_answer_was_lost_is_not_repeated() -> None:
     gate = WriterGate(1, "g", term=2)
     assert gate.admit(LOAD, PROGRESS) is None
     gate.executed(LOAD, {"loaded": True})
@@ -48,7 +48,7 @@ def test_load_that_was_executed_is_not_executed_again_when_its_answer_was_lost()
 
 
 @pytest.mark.parametrize("group", TRAINER_GROUPS)
-def test_group_that_is_to_be_restarted_is_the_one_whose_steps_are_held(group: str) -> None:
+def test_hint_names_the_group_whose_steps_are_held(group: str) -> None:
     step = Update(id="u", epoch=1, term=2, group="g", batch="b", step=5)
     held = step.held(PluginFailed("the loss is not finite", hint="lower lr"), group, 4)
     assert held.message.endswith(f"; step 5 had made an update by then, so the {group} is back at step 4 and makes "

@@ -22,7 +22,7 @@ masks = st.integers(2, 6).flatmap(lambda width: st.lists(
 
 
 @given(masks, st.integers(0, 1000), st.sampled_from([0.5, 1.0]), st.booleans())
-def test_values_and_logits_of_loss_tokens_are_those_of_their_sample_and_position(
+def test_values_of_loss_tokens_belong_to_their_sample_and_position(
         rows: list[list[bool]], seed: int, temperature: float, packed: bool) -> None:
     g = torch.Generator().manual_seed(seed)
     n, width, vocab = len(rows), len(rows[0]) + 1, 3
@@ -49,7 +49,7 @@ def test_values_and_logits_of_loss_tokens_are_those_of_their_sample_and_position
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(2, 3))
-def test_each_loss_token_is_found_at_the_one_rank_that_has_its_position(lengths: list[int], cp: int) -> None:
+def test_loss_token_is_found_only_at_its_positions_rank(lengths: list[int], cp: int) -> None:
     width = max(lengths)
     inside = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
     tokens = torch.arange(1, len(lengths) * width + 1).view(-1, width) * inside

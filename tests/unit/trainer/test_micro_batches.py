@@ -57,7 +57,7 @@ def test_padding_is_bounded_by_the_logarithm_of_the_spread(lengths: list[int], b
 
 @thorough
 @given(lengths_of, budgets)
-def test_packed_micro_batch_stays_within_the_budget_and_no_two_fit_into_one(lengths: list[int], budget: int) -> None:
+def test_packed_micro_batches_stay_within_the_budget_and_cannot_be_merged(lengths: list[int], budget: int) -> None:
     micros = pack(lengths, budget)
     filled = sorted(sum(lengths[i] for i in micro) for micro in micros)
     assert all(len(micro) == 1 or sum(lengths[i] for i in micro) <= budget for micro in micros)
@@ -75,13 +75,13 @@ def test_a_step_for_which_memory_does_not_suffice_fails_at_once(arrange: Arrange
     assert needs == sorted(needs, reverse=True)
 
 
-def test_the_longest_sequences_are_packed_first_so_that_the_short_ones_fill_up() -> None:
+def test_longest_sequences_are_packed_first_and_short_ones_fill_up() -> None:
     assert pack([2, 2, 3, 3, 5, 5], 10) == [[4, 5], [2, 3, 0, 1]]
 
 
 @thorough
 @given(lengths=lengths_of, cp=st.integers(2, 4))
-def test_budget_is_of_each_rank_that_shares_the_positions_filled_up_ones_included(lengths: list[int], cp: int) -> None:
+def test_budget_holds_for_each_rank_with_its_padding(lengths: list[int], cp: int) -> None:
     budget = 30
     micros = cut(batch_of(lengths), TrainerConfig(micro_batch_tokens=budget, context_parallel=cp))
     sizes = [micro.input.tokens.numel() for micro in micros]

@@ -23,7 +23,7 @@ def _rank(ready: Event, reacts: bool) -> None:
     time.sleep(600)
 
 
-def test_once_a_rank_has_ended_all_others_are_ended_also_one_that_does_not_react() -> None:
+def test_end_of_a_rank_ends_all_others_even_unresponsive_ones() -> None:
     context = multiprocessing.get_context("spawn")
     ready = [context.Event() for _ in range(3)]
     ranks = [context.Process(target=_rank, args=(each, reacts), daemon=True)
@@ -56,8 +56,7 @@ def test_rank_that_continues_in_time_is_left_alone() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 2.0), st.sets(st.integers(1, 4))), max_size=30))
-def test_rank_is_lost_exactly_when_every_look_within_the_limit_found_it_stopped(
-        looks: list[tuple[float, set[int]]]) -> None:
+def test_rank_is_lost_once_every_look_found_it_stopped(looks: list[tuple[float, set[int]]]) -> None:
     ranks, now, history = StoppedProcesses(LIMIT_S), 0.0, list[tuple[float, set[int]]]()
     for pause, stopped in looks:
         now += pause

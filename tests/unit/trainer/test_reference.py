@@ -56,7 +56,7 @@ def reference_of(weights: Weights, every: int | None = None, bucket_bytes: int =
 
 @thorough
 @given(st.integers(1, 10_000), EVERY)
-def test_reference_of_a_step_is_the_newest_policy_before_it_that_is_due(step: int, every: int | None) -> None:
+def test_reference_of_a_step_is_the_newest_policy_due_before_it(step: int, every: int | None) -> None:
     found = reference_step(step, every)
     if every is None:
         assert found == 0
@@ -122,7 +122,7 @@ def test_supervised_phase_has_no_reference() -> None:
 @thorough
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=4), st.integers(1, 200),
        st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 1000))
-def test_model_has_the_weights_of_the_reference_inside_and_its_own_bits_after(
+def test_model_has_reference_weights_inside_and_its_own_bits_after(
         shapes: list[list[int]], bucket_bytes: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = Weights(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))

@@ -37,7 +37,7 @@ def test_group_of_one_rank_needs_no_process_group() -> None:
         rounds.run(broken)
 
 
-def test_job_waits_while_etcd_or_the_node_is_away_and_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_waits_for_etcd_or_the_node_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds_module, "_RETRY_S", (0.0, 0.0))
     outages: list[ElasticRLError] = [EtcdUnavailable("no majority"), NodeUnavailable("no node")]
     answers, reasons = iter(outages), list[str]()

@@ -55,7 +55,7 @@ def test_selected_tensors_come_in_buckets_and_others_are_not_touched(reference: 
     assert list(found) == ["t0", "t1", "t5", "t7"]
 
 
-def test_corrupt_chunk_of_a_selected_tensor_is_found_before_its_bucket_is_used(reference: dict[str, Any]) -> None:
+def test_corrupt_chunk_is_found_before_its_bucket_is_used(reference: dict[str, Any]) -> None:
     [bucket] = selected(reference, lambda name: name in ("t5", "t6"), 2 * NBYTES)
     used: list[str] = []
     with pytest.raises(ChunkCorrupt):

@@ -134,7 +134,7 @@ def test_ranges_of_a_shard_read_no_other_tensor(family: str, tp: int, kv_per_ran
 @settings(deadline=None, max_examples=seeds(40))
 @given(layers_per_stage=st.integers(1, 3), pp=st.integers(1, 4), experts_per_rank=st.integers(1, 3),
        ep=st.integers(1, 4))
-def test_parameters_of_all_stages_and_expert_ranks_are_those_of_the_whole_model(
+def test_parameters_of_stages_and_expert_ranks_form_the_whole_model(
         layers_per_stage: int, pp: int, experts_per_rank: int, ep: int) -> None:
     local = [f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
              for layer in range(layers_per_stage) for expert in range(experts_per_rank)]

@@ -139,7 +139,7 @@ def test_request_without_the_token_or_of_a_web_page_is_refused(board: Board, url
     assert answer.status_code == 403 and board.next() is None and board.claims.empty()
 
 
-def test_service_without_a_token_is_not_bound_to_an_address_that_others_reach(board: Board) -> None:
+def test_service_without_a_token_binds_no_address_that_others_reach(board: Board) -> None:
     with pytest.raises(ConfigError, match="token"):
         TrainerService(board, "192.0.2.7", Security(), take_share)
 
