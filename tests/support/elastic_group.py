@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -22,15 +21,15 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag, remove_files
-from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.host.processes import stop
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 from support.dcs_nodes import await_node, spawn_node
 from support.otlp_collector import Collector, collecting
+from support.rank_processes import spawn_agent
 from support.waiting import wait_until
 
 START_S = 400.0
 TOKEN = "token of the test"
-TESTS = str(Path(__file__).resolve().parents[1])
 
 
 @dataclass
@@ -44,10 +43,7 @@ class Group:
     spans: Collector
 
     def start_agent(self) -> None:
-        self.agent = spawn(python("elastic_rl.trainer.group.agent", "--context", str(self.folder / "context.json")),
-                           log=self.folder / "trainer.log",
-                           env={"OMP_NUM_THREADS": "7",  # as Ray sets it
-                                "PYTHONPATH": os.pathsep.join((TESTS, os.environ.get("PYTHONPATH", "")))})
+        self.agent = spawn_agent(self.folder / "context.json", log=self.folder / "trainer.log")
 
     def ready(self, *, after: str = "") -> TrainerStatus:
         """The status of a group, other than ``after``, that is ready."""

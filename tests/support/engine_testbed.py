@@ -9,7 +9,7 @@ import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,12 @@ from elastic_rl.etcd.fencing import raise_epoch
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import SHM, TAG_ENV, file_tag, sweep
-from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.host.processes import python, stop
 from elastic_rl.net.addresses import free_port
 from elastic_rl.net.engine_key import create_key, read_key
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.forked import spawn
 from support.waiting import PATIENCE_S, wait_until
 
 PROMPT = [5, 6, 3, 4, 7]
@@ -268,6 +269,12 @@ class EngineTestbed:
         sweep(self.ctx.config.cluster_dir)
 
 
+def spawn_sglang(command: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a server as ``host.processes.spawn`` does, but for its imports. ``command``: that of the program of
+    servers."""
+    return spawn("support.sglang_process", *command[3:], log=log, env=env)
+
+
 class ForeignServer:
     """An SGLang server that the test runs itself, started as the manual says."""
 
@@ -275,7 +282,7 @@ class ForeignServer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = testbed.ctx.config.run_dir / "foreign.log"
-        self.process: subprocess.Popen[bytes] = spawn(python(
+        self.process: subprocess.Popen[bytes] = spawn_sglang(python(
             "elastic_rl.engine.sglang.launch", "--model-path", testbed.ctx.model_dir, "--port", str(port),
             "--dtype", "float32", "--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup",
             "--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",

@@ -73,8 +73,10 @@ class _ForkServer:
             self._process = start_child(
                 [sys.executable, __file__, module, str(far.fileno())], pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                # It finds modules where this process does. Threads that imports start would not survive a fork.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"})
+                # It finds modules where this process does. Threads that imports start would not survive a fork, and
+                # the number of those that torch computes with is read when it is imported.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1",
+                     "OMP_NUM_THREADS": "1"})
 
     def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
         message = json.dumps(request).encode()
@@ -95,7 +97,9 @@ def _server(module: str) -> _ForkServer:
 def main() -> None:
     module_name, requests_fd = sys.argv[1:]
     del sys.path[0]  # the folder of this file, which python puts there
+    before = dict(os.environ)
     module = importlib.import_module(module_name)
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     assert os.listdir("/proc/self/task") == [str(os.getpid())], f"imports of {module_name} start threads"
     freeze_heap()
     with socket.socket(fileno=int(requests_fd)) as requests:
@@ -108,6 +112,7 @@ def main() -> None:
             for fd in fds:
                 os.close(fd)
         request = json.loads(message)
+        request["env"] = {**set_by_imports, **request["env"]}
         _become(request, fds)
         requests.send(str(os.getpid()).encode())
     sys.argv = [str(module.__file__), *request["arguments"]]

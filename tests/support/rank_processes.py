@@ -1,11 +1,9 @@
-"""Groups of real Megatron ranks over gloo, and what they are to do."""
+"""Real Megatron ranks over gloo: groups of them with what they are to do, and agents that run some."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from elastic_rl.config import Config
-from elastic_rl.host.processes import stop
 from elastic_rl.net.addresses import free_port
+from support.forked import spawn
+from support.waiting import wait_until
 
-RANKS = Path(__file__).parents[1] / "integration" / "trainer" / "rank_groups.py"
+_LIMIT_S = 1200.0
 Tensors = dict[str, torch.Tensor]
 Sizes = tuple[int, int, int, int]
 """TP, CP, PP, DP."""
@@ -30,34 +29,38 @@ class Scenario:
     state_file: str = ""
 
 
-class RankProcesses:
-    """The process that groups of ranks are forked from."""
+def spawn_agent(context: Path, *, log: Path) -> subprocess.Popen[bytes]:
+    """Starts the agent of a trainer group as the driver does, but for the imports of the agent and its ranks."""
+    return spawn("support.trainer_process", "agent", "--context", str(context), log=log)
 
-    def __init__(self, folder: Path) -> None:
-        self._log = (folder / "ranks.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(RANKS)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    def run(self, folder: Path, cfg: Config, scenarios: list[Scenario]) -> dict[str, Tensors]:
-        """Runs all ranks of a group to their end; the results of all ranks together, by the scenario's name."""
-        folder.mkdir()
-        plan = {"config": cfg.model_dump(mode="json"), "port": free_port(),
-                "scenarios": [(s.name, s.kind, str(s.model), s.state_file) for s in scenarios]}
-        (folder / "plan.json").write_text(json.dumps(plan))
-        print(folder, file=self._process.stdin, flush=True)
-        codes = self._process.stdout.readline().split()
-        for rank, code in enumerate(codes):
-            assert int(code) <= 0, (folder / f"rank{rank}.log").read_text()[-3000:]
-        assert set(codes) <= {"0"}, f"exit codes {codes}; see {folder}"
-        assert len(codes) == cfg.trainer.ranks, Path(self._log.name).read_text()[-3000:]
-        return {s.name: joined([load_file(folder / f"{s.name}-{rank}.safetensors") for rank in range(len(codes))])
-                for s in scenarios}
+def run_ranks(folder: Path, cfg: Config, scenarios: list[Scenario]) -> dict[str, Tensors]:
+    """Runs all ranks of a group to their end; the results of all ranks together, by the scenario's name. ``folder`` is
+    made, and gets the output of each rank."""
+    folder.mkdir()
+    plan = {"config": cfg.model_dump(mode="json"),
+            "scenarios": [(s.name, s.kind, str(s.model), s.state_file) for s in scenarios]}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(cfg.trainer.ranks)}
+    ranks = [spawn("support.trainer_process", "rank", str(folder), log=folder / f"rank{rank}.log",
+                   env={**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(cfg.trainer.ranks)]
 
-    def close(self) -> None:
-        stop(self._process.pid, grace_s=0.5)
-        self._process.wait(60)
-        self._log.close()
+    def over() -> bool:
+        """Whether all have ended or one has failed, for which the others would wait in a collective."""
+        codes = [rank.poll() for rank in ranks]
+        return None not in codes or any(codes)
+
+    try:
+        wait_until(over, timeout_s=_LIMIT_S, what="the end of the ranks")
+    finally:
+        for process in ranks:
+            process.kill()
+    codes = [process.wait(60) for process in ranks]
+    for rank, code in enumerate(codes):
+        assert code <= 0, (folder / f"rank{rank}.log").read_text()[-3000:]
+    assert not any(codes), f"exit codes {codes}; see {folder}"
+    return {s.name: joined([load_file(folder / f"{s.name}-{rank}.safetensors") for rank in range(len(codes))])
+            for s in scenarios}
 
 
 def assert_close(found: Tensors, expected: Tensors, sizes: Sizes) -> None:

@@ -28,11 +28,12 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag, remove_files
-from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.host.processes import stop
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from support.actor_runs import ThreadedJob
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.rank_processes import spawn_agent
 from support.waiting import wait_until
 
 WAIT_S = 400.0
@@ -127,8 +128,7 @@ def running_groups(etcd_servers: EtcdServers, etcd: EtcdClient, folder: Path, se
         await_node(etcd, keys, node)
         for group in cfg.trainer_groups:
             context = ctx.of_group(group).save(folder / f"context-{group.name}.json")
-            agent = spawn(python("elastic_rl.trainer.group.agent", "--context", str(context)),
-                          log=folder / f"{group.name}.log", env={"OMP_NUM_THREADS": "1"})
+            agent = spawn_agent(context, log=folder / f"{group.name}.log")
             closing.callback(stop, agent.pid)
         job = ThreadedJob(etcd, ctx, engines or Engines())
         closing.callback(job.close)

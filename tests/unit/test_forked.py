@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 from support import forked
 from support.forked import ForkedProcess
 
@@ -29,3 +30,13 @@ def test_failed_and_killed_forked_processes_have_their_exit_codes(tmp_path: Path
     waiting = ForkedProcess([MODULE], stdin=subprocess.PIPE)
     waiting.kill()
     assert waiting.wait(60) == -signal.SIGKILL
+
+
+def test_forked_process_has_the_environment_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports set is there, unless the caller sets it, and what the caller has not set is not."""
+    (tmp_path / "sets_variables.py").write_text(
+        "import os\nos.environ.update(MADE='by import', CHOSEN='by import')\n"
+        "def main(): print(*(os.environ.get(name) for name in ('MADE', 'CHOSEN', 'HOME')))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = ForkedProcess(["sets_variables"], stdout=subprocess.PIPE, env={"CHOSEN": "by caller"}, text=True)
+    assert process.communicate()[0] == "by import by caller None\n"

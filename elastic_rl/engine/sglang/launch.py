@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elastic_rl.engine.sglang import seeds, unread_bodies
-from elastic_rl.host.leftovers import tag_temporary_files
+from elastic_rl.host.leftovers import TAG_ENV, tag_temporary_files
 from elastic_rl.net import torch_store
 from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
 from elastic_rl.runtime.files import PRIVATE_UMASK
@@ -35,7 +35,8 @@ if __name__ == "__mp_main__":
 
 if __name__ == "__main__":
     os.umask(PRIVATE_UMASK)  # of an external server too, which a person starts: its sockets take pickles
-_tag = tag_temporary_files() if __name__ in ("__main__", "__mp_main__") else ""  # SGLang's sockets are among them
+if __name__ in ("__main__", "__mp_main__"):
+    tag_temporary_files()  # SGLang's sockets are among them
 
 if ON_CPU:
     from elastic_rl.engine.sglang import cpu_attention, sglang_cpu
@@ -49,34 +50,36 @@ if ON_CPU:
     sglang_cpu.install()
 
 
-def tag_files(tag: str) -> None:
-    """Puts ``tag`` into the names of what SGLang makes in /dev/shm (see ``host.leftovers``).
+def tag_files() -> None:
+    """Puts the tag of the process, where it has one, into the names of what SGLang makes in /dev/shm (see
+    ``host.leftovers``).
 
     Call it before the schedulers are imported: they bind ``make_shm_name`` at import.
     """
     from sglang.srt.server_args import PortArgs
     from sglang.srt.utils import stale_shm_cleanup
 
-    def make_shm_name(kind: str) -> str:
-        return f"sgl_shm_{kind}_{tag}_{os.getpid()}_{secrets.token_hex(4)}"
+    untagged_name, init_new = stale_shm_cleanup.make_shm_name, PortArgs.init_new
 
-    init_new = PortArgs.init_new
+    def make_shm_name(kind: str) -> str:
+        tag = os.environ.get(TAG_ENV)
+        return f"sgl_shm_{kind}_{tag}_{os.getpid()}_{secrets.token_hex(4)}" if tag else untagged_name(kind)
 
     def tagged_ports(*args: Any, **kwargs: Any) -> PortArgs:
         ports = init_new(*args, **kwargs)
-        ports.instance_id = f"{tag}{ports.instance_id}"  # names the segment of the load snapshots
+        ports.instance_id = f"{os.environ.get(TAG_ENV, '')}{ports.instance_id}"  # names the segment of load snapshots
         return ports
 
     stale_shm_cleanup.make_shm_name = make_shm_name
     PortArgs.init_new = staticmethod(tagged_ports)
 
 
-if _tag:
-    tag_files(_tag)
+if __name__ in ("__main__", "__mp_main__"):
+    tag_files()
 
 
-def fork_children() -> None:
-    """Makes fork the only start method from here on, and imports what this process and the children would import."""
+def import_server() -> None:
+    """Imports what a server and its children would import."""
     gc.disable()  # modules are no garbage, and looking for some takes a fifth of the time in which they are imported
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
@@ -84,6 +87,11 @@ def fork_children() -> None:
 
     freeze_heap()  # a collection in a child would write to the pages that it shares with the others
     gc.enable()
+
+
+def fork_children() -> None:
+    """Makes fork the only start method from here on, with everything imported that the children need."""
+    import_server()
     cpu_attention.install()
     set_start_method = multiprocessing.set_start_method
 

@@ -1,4 +1,4 @@
-"""One testbed for all tests of engines: a start of an engine is most of what such a test costs."""
+"""One testbed for all tests of engines, whose servers are forked: to import SGLang is most of what a start costs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from support.engine_testbed import EngineTestbed
+from support.engine_testbed import EngineTestbed, spawn_sglang
 from support.etcd_server import EtcdServers
+
+from elastic_rl.engine.server import sglang_server
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +22,10 @@ def group_may_write() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def testbed(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineTestbed]:
-    testbed = EngineTestbed(etcd_servers, tmp_path_factory.mktemp("engines"))
-    try:
-        yield testbed
-    finally:
-        testbed.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_server, "spawn", spawn_sglang)
+        testbed = EngineTestbed(etcd_servers, tmp_path_factory.mktemp("engines"))
+        try:
+            yield testbed
+        finally:
+            testbed.close()

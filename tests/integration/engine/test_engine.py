@@ -70,6 +70,7 @@ def test_engine_and_router_answer_no_request_without_the_key_of_the_job(testbed:
         assert httpx.post(f"{url}/generate", json=body, headers=key_headers(testbed.key), timeout=20).is_success
     assert testbed.workers() == {engine.url: True}
     server = psutil.Process(engine.pid)
+    assert testbed.key not in " ".join(testbed.runners[engine.id]._server._process.args)
     for process in (server, *server.children(recursive=True), psutil.Process(testbed.router.pid)):
         assert not any(testbed.key in argument for argument in process.cmdline()), "every user can see it"
     log = testbed.ctx.config.log_dir / f"engine-{engine.id}.log"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_ranks import ATTENDED
 from safetensors.torch import save_file
-from support.rank_processes import RankProcesses, Scenario, Sizes, Tensors, assert_close
+from support.megatron_ranks import ATTENDED
+from support.rank_processes import Scenario, Sizes, Tensors, assert_close, run_ranks
 from support.tiers import parametrize, selected
 from transformers import AutoModelForCausalLM
 
@@ -52,12 +52,12 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("context")
     dense = make_model_dir(folder / "dense", make_config(ALONE))
     experts = make_model_dir(folder / "experts", make_config(ALONE, "qwen3_moe"))
     runs, saved = Runs(folder), folder / "state.safetensors"
-    runs.distributed = ranks.run(folder / "distributed", make_config(SPLIT[0], distributed_optimizer=True),
+    runs.distributed = run_ranks(folder / "distributed", make_config(SPLIT[0], distributed_optimizer=True),
                                  [Scenario("train", "train", dense)])["train"]
     save_file(runs.distributed, saved)
     asked, with_experts = selected(request, "sizes") | {ALONE}, selected(request, "with_experts")
@@ -68,11 +68,11 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
             scenarios = [Scenario(kind, kind, dense) for kind in kinds]
             if sizes != ALONE:
                 scenarios.append(Scenario("restore", "restore", dense, str(saved)))
-            runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), scenarios)
+            runs.dense[sizes] = run_ranks(folder / str(sizes), make_config(sizes), scenarios)
     for sizes in EXPERTS if with_experts else ():
         if sizes in with_experts | {ALONE}:
             scenarios = [Scenario(kind, kind, experts) for kind in ("gradients", "packed", "one sample")]
-            runs.experts[sizes] = ranks.run(folder / f"experts {sizes}", make_config(sizes, "qwen3_moe"), scenarios)
+            runs.experts[sizes] = run_ranks(folder / f"experts {sizes}", make_config(sizes, "qwen3_moe"), scenarios)
     return runs
 
 

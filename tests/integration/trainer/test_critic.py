@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from critic_ranks import with_values
 from safetensors.torch import load_file, save_file
-from support.rank_processes import RankProcesses, Scenario, Sizes, Tensors, assert_close
+from support.critic_ranks import with_values
+from support.rank_processes import Scenario, Sizes, Tensors, assert_close, run_ranks
 from support.tiers import full, parametrize, selected
 from transformers import AutoModel
 
@@ -58,7 +58,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("critic")
     runs = Runs(with_head(folder / "model", make_config(ALONE)), make_model_dir(folder / "bare", make_config(ALONE)))
     saved, asked = folder / "state.safetensors", {SAVED, ALONE} | selected(request, "sizes")
@@ -69,17 +69,17 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
                              Scenario("restore", "critic restore", runs.model, str(saved)))
             if sizes == ALONE:
                 scenarios.append(Scenario("bare", "critic", runs.bare))
-            runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), scenarios)
+            runs.dense[sizes] = run_ranks(folder / str(sizes), make_config(sizes), scenarios)
             if sizes == SAVED:
                 save_file(runs.dense[sizes]["train"], saved)
     return runs
 
 
 @pytest.fixture(scope="module")
-def experts(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> dict[Sizes, Tensors]:
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[Sizes, Tensors]:
     folder = tmp_path_factory.mktemp("critic of experts")
     model = with_head(folder / "model", make_config(ALONE, "qwen3_moe"))
-    return {sizes: ranks.run(folder / str(sizes), make_config(sizes, "qwen3_moe"),
+    return {sizes: run_ranks(folder / str(sizes), make_config(sizes, "qwen3_moe"),
                              [Scenario("critic", "critic", model)])["critic"] for sizes in EXPERTS}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.rank_processes import RankProcesses, Scenario, Tensors, assert_reference_is
+from support.rank_processes import Scenario, Tensors, assert_reference_is, run_ranks
 from support.tiers import parametrize, selected
 from transformers import AutoModelForCausalLM
 
@@ -93,7 +93,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("families")
     references = {name: make_reference(folder, name) for name in MODELS}
     # An odd length: with sequence parallelism sequences are padded.
@@ -110,20 +110,20 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
                                str(folder / f"{saved}-{name}.safetensors"))
                       for saved in SAVED if sizes in RESTORED for name in chosen if (saved, name) in asked]
         if scenarios:
-            runs.results[sizes] = ranks.run(folder / str(sizes), make_config(sizes), scenarios)
+            runs.results[sizes] = run_ranks(folder / str(sizes), make_config(sizes), scenarios)
         for name in chosen if sizes in SAVED else ():
             save_file(runs.results[sizes][f"train {name}"], folder / f"{sizes}-{name}.safetensors")
     recomputed = selected(request, "recomputed")
     for group in (BALANCED, TWICE, *SPLIT_BALANCED):
         if group in {BALANCED, TWICE} | selected(request, "balanced") | recomputed:
             kinds = ["gradients", *["recompute"] * (group in recomputed)]
-            found = ranks.run(folder / str(group), make_config(group[0], aux=group[1]),
+            found = run_ranks(folder / str(group), make_config(group[0], aux=group[1]),
                               [Scenario(kind, kind, folder / "moe") for kind in kinds])
             runs.balanced[group] = found["gradients"]
             runs.recomputed[group] = found.get("recompute", {})
     one = Scenario("one sample", "one sample", folder / "moe")
     for sizes in {ALONE} | selected(request, "few"):
-        runs.few[sizes] = ranks.run(folder / f"{sizes} few", make_config(sizes, aux=0.01), [one])["one sample"]
+        runs.few[sizes] = run_ranks(folder / f"{sizes} few", make_config(sizes, aux=0.01), [one])["one sample"]
     return runs
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_ranks import NOT_IMPORTED, VARIANTS, with_reference
 from safetensors.torch import load_file, save_file
-from support.rank_processes import RankProcesses, Scenario, Tensors, assert_reference_is
+from support.megatron_ranks import NOT_IMPORTED, VARIANTS, with_reference
+from support.rank_processes import Scenario, Tensors, assert_reference_is, run_ranks
 from support.tiers import parametrize, selected
 from transformers import Qwen3ForCausalLM
 
@@ -71,7 +71,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("megatron")
     model = make_model_dir(folder / "model", make_config(GROUPS[0]))
     references = {vocab: make_reference(folder, model, vocab) for vocab in (16, 13)}
@@ -92,7 +92,7 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
         scenarios += [Scenario(f"restore {saved}", "restore", folder / "hf16", str(folder / f"{saved}.safetensors"))
                       for saved in SAVED if saved in runs.results and sizes in RESTORED]
         cfg = make_config(sizes, micro_batch_tokens=200, packing=False)
-        runs.results[sizes] = ranks.run(folder / str(sizes), cfg, scenarios)
+        runs.results[sizes] = run_ranks(folder / str(sizes), cfg, scenarios)
         if sizes in SAVED:
             save_file(runs.results[sizes]["train"], folder / f"{sizes}.safetensors")
     return runs

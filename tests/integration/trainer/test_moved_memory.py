@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.rank_processes import RankProcesses, Scenario, Tensors
+from support.rank_processes import Scenario, Tensors, run_ranks
 from support.tiers import parametrize, selected
 
 from elastic_rl import config
@@ -24,11 +24,11 @@ def make_config(dtype: str, distributed: bool) -> Config:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             ) -> dict[tuple[str, bool], dict[str, Tensors]]:
     folder = tmp_path_factory.mktemp("moved")
     model = make_model_dir(folder / "model", make_config("float32", False))
-    return {group: ranks.run(folder / f"{group[0]}-{group[1]}", make_config(*group),
+    return {group: run_ranks(folder / f"{group[0]}-{group[1]}", make_config(*group),
                              [Scenario("train", "train", model), Scenario("moved", "moved", model)])
             for group in selected(request, "group")}
 

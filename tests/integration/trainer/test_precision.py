@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.rank_processes import RankProcesses, Scenario, Tensors
+from support.rank_processes import Scenario, Tensors, run_ranks
 from support.tiers import parametrize, selected
 from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype, **model: Any) -> Pa
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("precision")
     dense = make_folder(folder, "dense", torch.float32, tied_embeddings=True)
     experts = make_folder(folder, "experts", torch.float32, family="qwen3_moe")
@@ -99,7 +99,7 @@ def runs(request: pytest.FixtureRequest, ranks: RankProcesses, tmp_path_factory:
         nonlocal count
         count += 1
         model = {"family": "qwen3_moe"} if scenarios[0].model == experts else {}
-        return ranks.run(folder / str(count), group.config(**model), list(scenarios))
+        return run_ranks(folder / str(count), group.config(**model), list(scenarios))
 
     def save(name: str, state: Tensors) -> str:
         save_file(state, folder / f"{name}.safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.rank_processes import RankProcesses, Scenario
+from support.rank_processes import Scenario, run_ranks
 
 from elastic_rl import config
 from elastic_rl.config import Config
@@ -21,13 +21,13 @@ def make_config(family: str, replicas: int = 1, **trainer: int) -> Config:
 
 
 @pytest.fixture(scope="module")
-def measured(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
     """By family what its only rank reports, and "replicas": what those of two replicas of two stages do."""
     folder = tmp_path_factory.mktemp("throughput")
     models = {family: make_model_dir(folder / family, make_config(family)) for family in FAMILIES}
-    found = ranks.run(folder / "alone", make_config("qwen3"), [
+    found = run_ranks(folder / "alone", make_config("qwen3"), [
         Scenario(family, "throughput", model) for family, model in models.items()])
-    found["replicas"] = ranks.run(folder / "replicas", make_config("qwen3", 2, pipeline_parallel=2), [
+    found["replicas"] = run_ranks(folder / "replicas", make_config("qwen3", 2, pipeline_parallel=2), [
         Scenario("qwen3", "throughput", models["qwen3"])])["qwen3"]
     return {name: {key: float(value) for key, value in tensors.items()} for name, tensors in found.items()}
 

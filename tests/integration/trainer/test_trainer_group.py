@@ -311,11 +311,6 @@ def await_end(ranks: list[psutil.Process]) -> None:
     wait_until(lambda: all(not runs(rank) for rank in ranks), what="the end of the ranks")
 
 
-def test_ranks_have_the_configured_number_of_threads(group: Group) -> None:
-    group.client.wait_ready()
-    assert [rank.environ()["OMP_NUM_THREADS"] for rank in group.ranks()] == ["1", "1"]
-
-
 def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> None:
     before = group.client.wait_ready()
     ranks = group.ranks()

@@ -42,6 +42,18 @@ def test_missing_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "none.json" in capsys.readouterr().err
 
 
+def test_ranks_have_the_configured_number_of_threads_whatever_ray_has_set(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets the number of CPUs of the whole group. Ranks inherit the agent's environment."""
+    monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "7"})
+    monkeypatch.setattr(agent, "_watch_epoch", lambda ctx, etcd: None)
+    monkeypatch.setattr(agent, "_run", lambda *_: int(os.environ["OMP_NUM_THREADS"]))
+    model = {"model_type": "qwen3", "rms_norm_eps": 1e-6, **dict.fromkeys((
+        "hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers", "intermediate_size",
+        "num_key_value_heads", "vocab_size", "max_position_embeddings"), 8)}
+    assert agent.main(["--context", context(tmp_path, model, trainer={"cpu_threads": 3})]) == 3
+
+
 def test_temporary_files_of_the_agent_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with agent.own_temp_folder("tag."):

@@ -129,7 +129,7 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
             par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
     """Performs a scenario on a new model; returns the tensors of its result that this rank owns."""
     if scenario.startswith("critic"):
-        import critic_ranks
+        from support import critic_ranks
 
         return critic_ranks.perform(scenario, model, state_file, cfg, par)
     policy = Policy(ModelArch.read(model), cfg, par)

@@ -1,11 +1,10 @@
-"""The scenarios of a critic, for the ranks of ``rank_groups``."""
+"""The scenarios of a critic that ranks perform in tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from megatron_ranks import gradients, share_of, state, synthetic
 from safetensors import safe_open
 
 from elastic_rl.algorithms.registry import CRITIC_LOSS
@@ -16,6 +15,7 @@ from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy
 from elastic_rl.trainer.step import TrainStep
+from support.megatron_ranks import gradients, share_of, state, synthetic
 
 
 def with_values(cfg: Config, samples: int) -> Batch:

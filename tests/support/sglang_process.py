@@ -1,0 +1,24 @@
+"""An SGLang server on a CPU, as a process (``support.forked``) with the arguments of the program that engines run. To
+import SGLang is most of what the start of a server costs."""
+
+from __future__ import annotations
+
+import os
+
+import setproctitle
+
+from elastic_rl.engine.sglang import launch
+from elastic_rl.host.leftovers import tag_temporary_files
+
+launch.tag_files()
+launch.import_server()
+setproctitle.getproctitle()  # it finds the place of the title, as long as the environment is where the kernel put it
+
+
+def main() -> None:
+    from sglang.srt.entrypoints import http_server
+
+    tag_temporary_files()
+    # It reads the environment when it is imported.
+    http_server.HEALTH_CHECK_TIMEOUT = int(os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", "20"))
+    launch.main()
