@@ -42,12 +42,14 @@ DEFAULT_TIER = ["-m", "not full"]
 WHOLE_RUNS = ["tests/e2e"]
 UNIT_TESTS = ["-n", "2", "--dist", "loadfile", "tests/unit", "tests/gpu"]
 # Most integration tests wait for other processes more than they compute, so there are more workers than cores. Folders
-# whose files take minutes come first: one that begins last would run alone at the end. No folder is named together with
-# one above it, since pytest would take that one for both, and the order would be lost.
-SLOW_FIRST = ["trainer", "driver", "engine", "pipeline", "dcs", "coordinator"]
+# that take minutes in one worker, and those whose files do, come first: one that begins last would run alone at the
+# end. No folder is named together with one above it, since pytest would take that one for both, and the order would be
+# lost.
+SLOW_FIRST = ["trainer", "engine", "driver", "pipeline", "dcs", "coordinator"]
 _OTHERS = sorted({folder.name for folder in (ROOT / "tests" / "integration").iterdir() if any(folder.glob("test_*.py"))}
                  - {*SLOW_FIRST})
 SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder",
+                "-p", "support.folder_workers",
                 *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests"]
 ALL_SEEDS = "3000"
 MAX_UNSTABLE = 3

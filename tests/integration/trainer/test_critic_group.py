@@ -66,7 +66,7 @@ def test_critic_that_is_killed_and_actor_that_is_replaced_cost_no_step(run_to_it
     assert all(run_to_its_end(disturbed=True).values())
 
 
-@full(proved_in="tests/integration/pipeline/test_critic_group.py tests/integration/trainer/test_precision.py "
+@full(proved_in="tests/integration/trainer/test_critic_group.py tests/integration/trainer/test_precision.py "
                 "tests/unit/pipeline/test_trainer_groups.py",
       why="the bits of two groups, of which one resumed in the middle of a job")
 def test_run_with_a_killed_critic_and_a_replaced_actor_is_unchanged(run_to_its_end: RunToItsEnd) -> None:

@@ -50,7 +50,7 @@ def require_fenced(job: ThreadedJob) -> None:
         client.close()
 
 
-@full(proved_in="tests/unit/pipeline/test_trainer_groups.py tests/integration/pipeline/test_critic_group.py",
+@full(proved_in="tests/unit/pipeline/test_trainer_groups.py tests/integration/trainer/test_critic_group.py",
       why="real groups that only compute, killed in a job")
 def test_run_with_killed_forward_groups_equals_one_without_such_groups(
         etcd_servers: EtcdServers, etcd: EtcdClient, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Requests of an actor that was killed, on a real Ray Serve: they end, and its successor's take their places."""
+"""Calls of roles on a real Ray Serve: those of an actor that was killed end, and its successor's take their places; and
+what a caller gets while there is no replica."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.waiting import wait_until
@@ -23,7 +25,7 @@ from elastic_rl.config import Stream
 from elastic_rl.data.samples import Prompt
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import Fenced
+from elastic_rl.errors import EtcdUnavailable, Fenced, RoleUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -33,12 +35,25 @@ from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.role_clients import RoleClients
 from elastic_rl.roles.rollout import RolloutRole
 
+REWARDS = [[1.0, 0.0]]
 _AT_ONCE = 2
 """Requests that the role takes."""
 _ENDLESS, _SHORT = 5, 6
 """Prompts."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def serving() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # for the workers, which import the tests' modules
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        start_ray(4)
+    serve.start(proxy_location="Disabled")
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+# -- requests of an actor that was killed ------------------------------------------------------------------------------
 class Router(ThreadingHTTPServer):
     """Answers short prompts, and others never."""
 
@@ -92,9 +107,6 @@ def router() -> Iterator[Router]:
 def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router, tmp_path: Path
         ) -> Iterator[RunContext]:
     """Of a run whose rollout role is deployed as the driver does, but for the number of requests."""
-    with pytest.MonkeyPatch.context() as patch:  # for the workers, which import the tests' modules
-        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-        start_ray(4)
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "engine": {
         "request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}, "etcd": {"call_timeout_s": 2.0}})
     create_key(cfg.engine_key_file)
@@ -102,13 +114,11 @@ def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router,
         stream=Stream.POLICY, number=1, state=VersionState.COMMITTED, epoch=1).encode())
     made = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
                       epoch=fencing.raise_epoch(etcd, keys, "test").number, router_urls={"rollout": router.url})
-    serve.start(proxy_location="Disabled")
     serve.run(serve.deployment(RolloutRole).options(
         name="rollout", max_ongoing_requests=_AT_ONCE, ray_actor_options={"num_cpus": 0.25}).bind(made), name="rollout",
         route_prefix=None)
     yield made
-    serve.shutdown()
-    ray.shutdown()
+    serve.delete("rollout")
 
 
 @ray.remote(num_cpus=0)
@@ -144,3 +154,45 @@ def test_requests_of_a_killed_actor_end_and_let_those_of_its_successor_in(
     wait_until(lambda: router.open == 0, what="the end of the requests at the engines")
     with pytest.raises(Fenced, match="term 1 of the actor is over"):
         generate(clients(term - 1), [_SHORT])
+
+
+# -- calls while there is no replica -----------------------------------------------------------------------------------
+class Advantages:
+    async def compute(self, rewards: list[list[float]]) -> list[list[float]]:
+        return rewards
+
+
+def _deployed(name: str, **resources: float) -> DeploymentHandle:
+    role = serve.deployment(Advantages).options(name=name, ray_actor_options={"num_cpus": 0.1, "resources": resources})
+    serve.run_many([serve.RunTarget(role.bind(), name=name, route_prefix=None)],
+                   wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
+    return serve.get_app_handle(name)
+
+
+def test_role_without_a_replica_is_away_long_before_a_calls_limit() -> None:
+    handle = _deployed("without-room", nowhere=1.0)
+    cfg = config.parse({"engine": {"request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}})
+    with pytest.raises(RoleUnavailable, match="role advantages has no replica"):
+        RoleClients({"advantages": handle}, cfg, lambda role: False, int).advantages(REWARDS)
+
+
+def test_call_waits_for_a_replica_that_is_registered_or_unknown() -> None:
+    handle = _deployed("without-room", nowhere=1.0)
+    cfg = config.parse({"engine": {"request_timeout_s": 1.0}, "rollout": {"max_attempts": 4}})
+    looks = 0
+
+    def has_replica(role: str) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks % 2:
+            raise EtcdUnavailable("no member answers")
+        return True
+
+    with pytest.raises(RoleUnavailable, match="did not answer within 5 s"):
+        RoleClients({"advantages": handle}, cfg, has_replica, int).advantages(REWARDS)
+    assert looks
+
+
+def test_call_is_answered_by_a_replica() -> None:
+    clients = RoleClients({"advantages": _deployed("working")}, config.parse({}), lambda role: True, int)
+    assert clients.advantages(REWARDS) == REWARDS
