@@ -42,9 +42,12 @@ class _Served:
 class ExternalEngines:
     """Level-triggered, as the pool. An engine that ends is not replaced: its registration ends with it."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, pool: str, *, unroute: Callable[[str], None]) -> None:
-        """``unroute(url)``: has the router forget a server whose engine has ended."""
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, pool: str, *, unroute: Callable[[str], None],
+                 body: type = EngineActor) -> None:
+        """``unroute(url)``: has the router forget a server whose engine has ended. ``body``: class of an engine's Ray
+        actor."""
         self._ctx, self._etcd, self._keys, self._pool, self._unroute = ctx, etcd, ctx.keys, pool, unroute
+        self._body = body
         self._served: dict[str, _Served] = {}
 
     def reconcile(self, restarts: Mapping[str, RestartRequest], records: Mapping[str, Engine]) -> int:
@@ -104,7 +107,7 @@ class ExternalEngines:
     def _serve(self, registration: ExternalEngine) -> None:
         engine_id = registration.engine
         self._deregister(engine_id)  # a member of an older epoch has the same name
-        placed = PlacedActor(engine_id, EngineActor, self._ctx, engine_id, self._pool, registration.url, cpus=1.0,
+        placed = PlacedActor(engine_id, self._body, self._ctx, engine_id, self._pool, registration.url, cpus=1.0,
                              gpus=0)
         self._served[engine_id] = _Served(registration, placed)
         self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is served by {registration.url}")

@@ -79,7 +79,7 @@ class EnginePool:
         self._start_error = self._no_gpus = ""
         self._status: PoolStatus | None = None
         self._last_desired = self._settings.engines
-        self._external = ExternalEngines(ctx, etcd, name, unroute=unroute)
+        self._external = ExternalEngines(ctx, etcd, name, unroute=unroute, body=body)
 
     def take_over(self) -> None:
         """Writes the pool's spec, with the desired number that it has already, and deletes the records of engines of

@@ -55,6 +55,16 @@ class StubEngine:
         self._leave.set()
 
 
+class RefusedEngine(StubEngine):
+    """One that leaves its record with the reason, as the engine of a server that cannot be used."""
+
+    def run(self) -> None:
+        with self._ctx.connect() as etcd:
+            record = Engine(id=self._id, pool=self._pool, state=EngineState.DEAD, epoch=self._ctx.epoch,
+                            reason="its server cannot be used")
+            write(etcd, self._ctx.keys, self._ctx.epoch, Op.put(self._ctx.keys.engine(self._id), record.encode()))
+
+
 class StubTrainer:
     """A trainer group that runs until it is told to stop, and notes its process in a file, and its GPUs in another."""
 

@@ -9,18 +9,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
-from support.stub_actors import FAIL, HungTrainer, KilledTrainer, StubEngine, StubTrainer
+from support.stub_actors import FAIL, HungTrainer, KilledTrainer, RefusedEngine, StubEngine, StubTrainer
 from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
+from elastic_rl.driver.external_engines import ExternalEngines
+from elastic_rl.driver.placement import stop_all
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.driver.restart_requests import open_requests
@@ -207,6 +210,89 @@ def test_nothing_is_left_of_a_pool_that_the_settings_have_no_more(etcd: EtcdClie
     assert etcd.get(keys.pool_spec("judge-2")) is not None
 
 
+# -- external engines --------------------------------------------------------------------------------------------------
+class ExternalOnes:
+    """The drivers of one job, one after the other, and the servers that are registered with it."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient) -> None:
+        self.ctx, self.etcd, self.keys = ctx, etcd, ctx.keys
+        self.unrouted: list[str] = []
+        self.driver = self._driver()
+
+    def _driver(self, body: type = StubEngine) -> ExternalEngines:
+        return ExternalEngines(self.ctx, self.etcd, POOL, unroute=self.unrouted.append, body=body)
+
+    def begin_epoch(self, body: type = StubEngine) -> None:
+        """Ends the driver as its own end does, and begins with the next one."""
+        self.close()
+        self.ctx = self.ctx.model_copy(update={"epoch": fencing.raise_epoch(self.etcd, self.keys, "test").number})
+        self.driver = self._driver(body)
+
+    def register(self, engine: str, url: str) -> None:
+        self.etcd.put(self.keys.external_engine(url), ExternalEngine(engine=engine, pool=POOL, url=url).encode())
+
+    def records(self) -> dict[str, Engine]:
+        return {e.id: e for e, _ in readable(self.etcd.range(self.keys.engines_prefix())[0], Engine)}
+
+    def until(self, check: Callable[[int], object], what: str) -> Any:
+        """Passes until ``check`` of the number of ready engines."""
+        return wait_until(lambda: check(self.driver.reconcile({}, self.records())), what=what, poll_s=0.1)
+
+    def until_ended(self, url: str) -> str:
+        """Why the registration has ended, once it has."""
+        def reason(_: int) -> str:
+            return ExternalEngine.decode(self.etcd.get(self.keys.external_engine(url)).value).ended
+
+        return str(self.until(reason, f"the end of the engine at {url}"))
+
+    def kinds(self, engine: str) -> list[str]:
+        return [e.kind for e in events.recent(self.etcd, self.keys) if e.subject == engine]
+
+    def close(self) -> None:
+        stop_all(self.driver.placed, timeout_s=10.0)
+        self.driver.forget()
+
+
+@pytest.fixture
+def external(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[ExternalOnes]:
+    cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}})
+    ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
+                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+    cfg.cluster_dir.mkdir(parents=True)
+    with contextlib.closing(ExternalOnes(ctx, etcd)) as made:
+        yield made
+
+
+def test_external_engine_is_served_by_one_driver_after_the_other_until_it_ends(external: ExternalOnes) -> None:
+    external.register("x0", "http://a:1")
+    external.until(lambda ready: ready == 1, "an engine")
+    external.begin_epoch()
+    external.until(lambda ready: ready == 1, "the engine of the next driver")
+    assert external.records()["x0"].epoch == external.ctx.epoch
+
+    # Its runner is killed: the server is unrouted, and the driver does not serve it again.
+    record = external.records()["x0"]
+    external.driver._served["x0"].placed.kill()
+    assert external.until_ended("http://a:1") and external.unrouted == ["http://a:1"]
+    assert external.records() == {} and not external.driver.placed
+    assert external.kinds("x0")[-2:] == ["engine.dead", "engine.removed"]
+    [death] = [e for e in events.recent(external.etcd, external.keys) if e.kind == "engine.dead"]
+    assert death.data["incarnation"] == record.incarnation
+
+    # Deregistered, it is drained.
+    external.register("x1", "http://a:1")
+    external.until(lambda ready: ready == 1, "the engine that was registered again")
+    external.etcd.delete(external.keys.external_engine("http://a:1"))
+    external.until(lambda _: not external.driver.placed, "the end of the drain")
+    assert external.records() == {} and external.kinds("x1") == ["engine.starting"], "its end is no event of the driver"
+
+    # One that cannot be used is refused, and that is no death.
+    external.begin_epoch(RefusedEngine)
+    external.register("x2", "http://b:1")
+    assert external.until_ended("http://b:1") == "its server cannot be used"
+    assert external.kinds("x2") == ["engine.starting", "engine.removed"] and external.records() == {}
+
+
 # -- trainer groups ----------------------------------------------------------------------------------------------------
 MakeGroup = Callable[[type], TrainerGroup]
 
@@ -259,7 +345,7 @@ def test_agent_that_ends_is_reported_and_started_again_without_end(group: Traine
     assert "after 2 that failed" in group.waiting
 
 
-@full(proved_in="tests/unit/host/test_leftovers.py", why="the files of a real agent")
+@full(proved_in="tests/integration/driver/test_trainer_group_passes.py", why="an actor of Ray that is killed")
 def test_temporary_files_of_a_killed_agent_are_removed(make_group: MakeGroup) -> None:
     group = make_group(KilledTrainer)
     until(group, lambda: len(starts(group)) == 2, "the next group")
@@ -290,8 +376,8 @@ def test_closed_group_deregisters_ranks_that_its_agent_has_left_registered(make_
     other.close()
 
 
-@full(proved_in="tests/integration/coordinator/test_leader_decides.py",
-      why="the restart of a real group")
+@full(proved_in="tests/integration/driver/test_trainer_group_passes.py tests/unit/driver/test_placed_actor.py "
+                "tests/integration/coordinator/test_leader_decides.py", why="an actor of Ray that hangs")
 def test_requested_restart_of_a_hung_group_is_carried_out_by_later_passes(make_group: MakeGroup, etcd: EtcdClient,
                                                                           keys: Keys) -> None:
     """No pass waits for it: the pass that asks it to stop returns while it still runs."""
@@ -308,7 +394,8 @@ def test_requested_restart_of_a_hung_group_is_carried_out_by_later_passes(make_g
     assert reports(etcd, keys) == []
 
 
-@full(proved_in="tests/integration/driver/test_parts_on_ray.py", why="the same of a trainer group")
+@full(proved_in="tests/integration/driver/test_trainer_group_passes.py tests/integration/driver/test_parts_on_ray.py",
+      why="Ray's room for a trainer group; by default for a pool")
 def test_group_without_room_waits_and_starts_when_there_is_room(make_group: MakeGroup, etcd: EtcdClient, keys: Keys
                                                                 ) -> None:
     taken = placement_group([{"CPU": CPUS - 1}])

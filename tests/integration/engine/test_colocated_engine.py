@@ -166,8 +166,7 @@ def test_engine_that_is_drained_in_the_trainers_phase_leaves_no_record(
     assert testbed.record(SHARED) is None
 
 
-@full(proved_in="tests/integration/pipeline/test_device_phases.py tests/integration/etcd/test_device_claims.py",
-      why="the phases of a real server")
+@full(proved_in="tests/integration/engine/test_released_engine.py", why="a real server that dies")
 def test_engine_whose_server_dies_in_the_trainers_phase_holds_nothing(
         testbed: EngineTestbed, phases: PhasesOfTest) -> None:
     assert phases.begin(Side.ENGINES)
@@ -184,8 +183,8 @@ def test_engine_whose_server_dies_in_the_trainers_phase_holds_nothing(
     phases.give_up()
 
 
-@full(proved_in="tests/integration/pipeline/test_device_phases.py tests/integration/etcd/test_device_claims.py",
-      why="the phases of a real server")
+@full(proved_in="tests/integration/engine/test_released_engine.py tests/integration/etcd/test_device_claims.py",
+      why="an engine that never launched a real server")
 def test_trainer_waits_until_the_record_of_a_killed_engine_is_deleted(
         testbed: EngineTestbed, phases: PhasesOfTest) -> None:
     testbed.start_colocated_engine("rollout-leaver")

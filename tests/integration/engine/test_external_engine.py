@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import httpx
 import pytest
 import ray
 from support.engine_testbed import QUICK, EngineTestbed, ForeignServer, scheduler_of, suspended
 from support.ray_cluster import start_ray
+from support.tiers import full
 from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.placement import stop_all
+from elastic_rl.engine import actor
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.runner import EngineRunner
+from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import stop
@@ -107,6 +111,47 @@ def kinds(testbed: EngineTestbed, engine: str) -> list[str]:
     return [e.kind for e in testbed.events(engine)]
 
 
+def test_external_engine_serves_each_version_and_its_server_outlives_the_drain(testbed: EngineTestbed,
+                                                                               foreign: ForeignServer) -> None:
+    testbed.start_engine("x6", external_url=foreign.url)
+    engine = testbed.wait_ready("x6")
+    assert engine.external and engine.pid == 0 and engine.url == foreign.url
+    assert testbed.workers()[foreign.url]
+    testbed.assert_serves()
+    testbed.publish(seed=2)
+    testbed.wait_ready("x6")
+    testbed.assert_serves()
+    testbed.runners["x6"].drain()
+    testbed.await_end("x6")
+    assert foreign.url not in testbed.workers() and testbed.record("x6") is None
+    assert kinds(testbed, "x6") == ["engine.ready", "engine.stopped"]
+    assert version(foreign) == str(testbed.published) and answers(foreign), "it serves others after the drain"
+
+
+def test_server_on_another_host_is_refused_and_that_is_no_death(testbed: EngineTestbed) -> None:
+    testbed.start_engine("x7", external_url="http://192.0.2.1:9")
+    assert "not an address of" in testbed.wait_state("x7", EngineState.DEAD).reason
+    testbed.await_end("x7")
+    assert kinds(testbed, "x7") == ["engine.refused"]
+
+
+def test_actor_of_an_external_engine_launches_no_server_and_follows_no_phase(
+        testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of its server is someone else's."""
+    for name in ("redirect_output", "freeze_heap", "logs", "traces"):  # of a process of its own
+        monkeypatch.setattr(actor, name, mock.MagicMock())
+    config = testbed.ctx.config.model_copy(update={"placement": "colocated"})
+    made = actor.EngineActor(testbed.ctx.model_copy(update={"config": config}), "x8", POOL, "http://127.0.0.1:9")
+    try:
+        assert type(made._runner) is EngineRunner and isinstance(made._runner._server, ExternalServer)
+        assert made._runner._server.url == "http://127.0.0.1:9"
+    finally:
+        made.stop()
+        made.run()
+
+
+@full(proved_in="tests/integration/driver/test_parts_on_ray.py tests/integration/engine/test_external_engine.py",
+      why="drivers on Ray whose engines have a real server")
 def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
         testbed: EngineTestbed, foreign: ForeignServer, drivers: Callable[[RunContext], ExternalEngines]) -> None:
     driver = drivers(testbed.ctx)
