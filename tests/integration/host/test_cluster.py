@@ -150,6 +150,8 @@ def _pools(info: ClusterInfo) -> list[dict]:
         return []
 
 
+@full(proved_in="tests/integration/host/test_cluster.py tests/unit/host/test_kept_state.py "
+                "tests/integration/dcs/test_dcs_recovery.py", why="a crash of all services, in place of their end")
 def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
@@ -247,6 +249,9 @@ def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
     _assert_nothing_is_left(cluster, info, pids)
 
 
+@full(proved_in="tests/integration/host/test_cluster.py tests/integration/cli/test_cli_control.py "
+                "tests/integration/coordinator/test_api.py tests/unit/coordinator/test_pools.py",
+      why="commands on a cluster of their own")
 def test_commands_bring_up_list_scale_and_take_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}", f"--dcs.arena_bytes={ARENA_BYTES}"]
 
@@ -278,10 +283,11 @@ def test_commands_bring_up_list_scale_and_take_down(tmp_path: Path, capsys: pyte
 
 
 def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit code and stderr of a command."""
+    """Exit code and output of a command."""
     with pytest.raises(SystemExit) as e:
         main.main(args)
-    return int(e.value.code or 0), capsys.readouterr().err
+    seen = capsys.readouterr()
+    return int(e.value.code or 0), seen.out + seen.err
 
 
 def test_running_cluster_keeps_its_settings_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +296,8 @@ def test_running_cluster_keeps_its_settings_and_data(tmp_path: Path, capsys: pyt
     file.write_text(f"dcs: {{arena_bytes: {ARENA_BYTES}}}\ncoordinator: {{replicas: 1}}\ntrain: {{steps: 7}}\n")
     folder = tmp_path / job[1].removeprefix("--job=") / "cluster"
     try:
-        assert _run(capsys, "up", "-c", str(file), *job)[0] == 0
+        code, said = _run(capsys, "up", "-c", str(file), *job)
+        assert code == 0 and "elastic-rl scale 3" in said
         info = ClusterInfo.load(folder)
         assert info is not None
         private = [folder / "config.yaml", *(folder / "logs").iterdir()]

@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -136,6 +137,8 @@ def test_killed_services_come_back_on_their_data_and_ports(supervised: Supervise
     assert len(supervised.services()) == 3
 
 
+@full(proved_in="tests/unit/host/test_revive.py tests/integration/host/test_service_supervisor.py",
+      why="real services that all end at once")
 def test_everything_killed_at_once_comes_back_in_order(supervised: Supervised) -> None:
     old = {name: supervised.kill(name) for name in ("etcd-0", "coordinator-0", "dcs-node-0")}
     with supervised.supervisor:
@@ -145,6 +148,8 @@ def test_everything_killed_at_once_comes_back_in_order(supervised: Supervised) -
     assert etcd_server.healthy(supervised.info.etcd_endpoints[0], timeout_s=60)
 
 
+@full(proved_in="tests/unit/host/test_revive.py tests/unit/host/test_restart_policy.py",
+      why="a real command beside the supervisor")
 def test_service_that_another_command_starts_is_adopted_and_never_started_twice(supervised: Supervised) -> None:
     supervisor = supervised.supervisor
     supervisor.tick()
@@ -163,6 +168,7 @@ def test_service_that_another_command_starts_is_adopted_and_never_started_twice(
     assert not supervised.has_event("dcs.restarted", "node-0"), "another command started it"
 
 
+@full(proved_in="tests/unit/host/test_revive.py", why="real services that are taken down")
 def test_cluster_that_was_taken_down_stays_down(supervised: Supervised) -> None:
     with supervised.supervisor:
         wait_until(lambda: supervised.supervisor._states, what="the first pass")
@@ -171,6 +177,7 @@ def test_cluster_that_was_taken_down_stays_down(supervised: Supervised) -> None:
         assert not supervised.services() and supervised.supervisor.waiting() == {}
 
 
+@full(proved_in="tests/unit/host/test_revive.py", why="a real etcd")
 def test_etcd_whose_data_are_gone_is_not_started_on_an_empty_folder(supervised: Supervised) -> None:
     supervisor = supervised.supervisor
     supervisor.tick()
@@ -184,6 +191,7 @@ def test_etcd_whose_data_are_gone_is_not_started_on_an_empty_folder(supervised: 
     settle(supervisor, lambda: supervised.pid("etcd-0"), "the restart on the data")
 
 
+@full(proved_in="tests/unit/host/test_revive.py", why="real services")
 def test_service_of_another_boot_is_not_supervised(supervised: Supervised) -> None:
     """Its process may run on another host that shares this folder."""
     record = supervised.cluster.book.folder / "dcs-node-0.json"
