@@ -15,10 +15,10 @@ from elastic_rl.faults.outages import ActorKilled, EtcdStopped, RouterKilled, Se
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-STEPS = 24
+STEPS = 18
 # With one engine the run waits for each of these parts, so that the number of steps does not depend on the machine.
 SETTINGS = {"rollout.engines": 1, "train.steps": STEPS, "train.state_every_steps": 3, "train.prompts_per_step": 8,
-            "train.group_size": 4, "sft.max_steps": 10, "data.options.operand_below": 30,
+            "train.group_size": 4, "sft.max_steps": 4, "data.options.operand_below": 30,
             "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}
 
 
