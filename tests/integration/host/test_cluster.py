@@ -150,8 +150,6 @@ def _pools(info: ClusterInfo) -> list[dict]:
         return []
 
 
-@full(proved_in="tests/integration/host/test_cluster.py tests/unit/host/test_kept_state.py "
-                "tests/integration/dcs/test_dcs_recovery.py", why="a crash of all services, in place of their end")
 def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
