@@ -11,11 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.budget import load_profile
+from support.collection import pytest_collection  # noqa: F401
 from support.etcd_server import EtcdServers
 from support.shared_fixtures import etcd, keys  # noqa: F401
-
-load_profile()
 
 
 @pytest.fixture(scope="session")

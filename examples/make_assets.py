@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from elastic_rl import config
 from elastic_rl.data.tiny_model import make_model_dir
@@ -98,6 +97,8 @@ def make_text_tokenizer(folder: Path) -> None:
 
 
 def _save(core: Tokenizer, folder: Path, further: Sequence[str] = SPECIAL[3:], **special: str) -> None:
+    from transformers import PreTrainedTokenizerFast  # it takes seconds, and most times everything is there
+
     made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=UNKNOWN,
                                    additional_special_tokens=list(further), clean_up_tokenization_spaces=False)
     made.chat_template = CHAT

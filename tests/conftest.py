@@ -15,13 +15,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
 
-from support.budget import load_profile  # noqa: E402
-from support.shared_fixtures import etcd, forked_senders, keys  # noqa: E402, F401
+from support.collection import pytest_collection  # noqa: E402, F401
+from support.shared_fixtures import etcd, forked_plugins, forked_senders, keys  # noqa: E402, F401
 
 if TYPE_CHECKING:
     from support.etcd_server import EtcdServers
-
-load_profile()
 
 
 @pytest.fixture(scope="session")

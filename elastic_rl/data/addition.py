@@ -4,7 +4,7 @@ seed give the same prompts."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -39,8 +39,10 @@ class Addition:
         chosen = read_options(AdditionOptions, options, of="the data source 'addition'", setting="data.options")
         below = chosen.operand_below
         self._operand_width = len(str(below - 1))
-        self._reversed = chosen.answer_order == "reversed"
         self._answer_width = len(str(2 * (below - 1)))
+        step = -1 if chosen.answer_order == "reversed" else 1
+        self._operands = _encoded(f"{n:0{self._operand_width}d}" for n in range(below))
+        self._answers = _encoded(f"{n:0{self._answer_width}d}"[::step] for n in range(2 * below - 1))
         pairs = [(a, b) for a in range(below) for b in range(below)]
         random.Random(f"addition-split-{seed}").shuffle(pairs)
         cut = max(1, round(len(pairs) * eval_fraction))
@@ -56,8 +58,15 @@ class Addition:
         return self._answer_width + 1
 
     def _prompt(self, a: int, b: int) -> Prompt:
-        text = f"{a:0{self._operand_width}d}+{b:0{self._operand_width}d}="
-        answer = f"{a + b:0{self._answer_width}d}"
-        if self._reversed:
-            answer = answer[::-1]
-        return Prompt(tuple(encode(text)), text, (*encode(answer), EOS_ID), {"answer": answer})
+        (left, left_ids), (right, right_ids), (answer, answer_ids) = (
+            self._operands[a], self._operands[b], self._answers[a + b])
+        return Prompt((*left_ids, _PLUS, *right_ids, _EQUALS), f"{left}+{right}=", (*answer_ids, EOS_ID),
+                      {"answer": answer})
+
+
+_PLUS, _EQUALS = encode("+=")
+
+
+def _encoded(numbers: Iterable[str]) -> list[tuple[str, list[int]]]:
+    """Each number with its tokens: there are many more prompts than numbers."""
+    return [(number, encode(number)) for number in numbers]

@@ -9,27 +9,16 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, assert_never
-
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-from transformers.utils import logging as hf_logging
+from typing import TYPE_CHECKING, Any, assert_never
 
 from elastic_rl.config import Config, ModelConfig
 from elastic_rl.data.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_tokenizer
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime.process import die_with_parent
+
+if TYPE_CHECKING:  # importing torch and transformers takes five seconds; most importers of this module make no model
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _VOCAB_MULTIPLE = 16
 """The vocabulary of a given tokenizer is filled up to a multiple of this, so that it splits over any power of two of
@@ -39,6 +28,8 @@ ranks up to 16."""
 def hf_config(cfg: Config, vocab_size: int = VOCAB_SIZE, eos_id: int = EOS_ID, pad_id: int = PAD_ID
               ) -> PretrainedConfig:
     """The HF config of the model that ``cfg.model`` describes."""
+    import torch
+
     shape = cfg.model
     kind, own = _of_family(shape)
     return kind(
@@ -52,6 +43,8 @@ def hf_config(cfg: Config, vocab_size: int = VOCAB_SIZE, eos_id: int = EOS_ID, p
 
 def _of_family(shape: ModelConfig) -> tuple[type[PretrainedConfig], dict[str, Any]]:
     """The class of the HF config, and what only this family has."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
     match shape.family:
         case "llama":
             return LlamaConfig, {"head_dim": shape.head_dim, "attention_bias": False}
@@ -78,6 +71,10 @@ def make_model_dir(path: Path | str, cfg: Config, tokenizer_dir: Path | str | No
     target = Path(path)
     if (target / "config.json").exists():
         return target
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging as hf_logging
+
     tokenizer, made_for = _tokenizer(cfg, tokenizer_dir)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -97,6 +94,8 @@ def _tokenizer(cfg: Config, folder: Path | str | None) -> tuple[PreTrainedTokeni
     """The tokenizer, and the HF config of a model for it. Raises ConfigError."""
     if folder is None:
         return make_tokenizer(), hf_config(cfg)
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:

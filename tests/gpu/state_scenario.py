@@ -1,8 +1,10 @@
-"""One rank that trains, saves its state through the host, restores it into a new model and trains on. Prints ``same``.
+"""One rank that trains, saves its state through the host, restores it into a new model and trains on.
 
-    state_scenario.py cpu|cuda FOLDER float32|bfloat16 true|false
+    state_scenario.py cpu|cuda FOLDER CASE...
 
-The last one: with the distributed optimizer or without.
+A case is a dtype, such as ``float32``, and optionally ``-distributed``, for the distributed optimizer. Each has a process
+of its own, which is forked from this one, since imports are most of what it costs. Prints ``CASE same`` for each that
+ends well.
 
 In a process of its own: on the CPU, Megatron needs its stand-in for torch.cuda.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from elastic_rl.trainer.broadcast import broadcast_numbers
 from elastic_rl.trainer.checkpoint import snapshot
 from elastic_rl.trainer.checkpoint.host_copy import HostCopier
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader
-from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.megatron import megatron_cpu, parallel
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy
@@ -95,10 +98,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, exactl
             torch.testing.assert_close(tensor, other[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def main(device: str, folder: Path, dtype: str, distributed: str) -> None:
+def run(device: str, folder: Path, case: str) -> None:
+    dtype, _, distributed = case.partition("-")
+    folder.mkdir()
     cfg = config.parse({
         "seed": 1, "device": {"type": device, "layer_spec": "local", "dtype": dtype}, "train": {"max_grad_norm": 0.5},
-        "trainer": {"tensor_parallel": 1, "data_parallel": 1, "distributed_optimizer": distributed == "true"}})
+        "trainer": {"tensor_parallel": 1, "data_parallel": 1, "distributed_optimizer": bool(distributed)}})
     par = parallel.init(cfg)
     assert par.device.type == device and dist.get_backend() == ("nccl" if device == "cuda" else "gloo")
     total = torch.ones(3, device=par.device)
@@ -138,10 +143,29 @@ def main(device: str, folder: Path, dtype: str, distributed: str) -> None:
     undisturbed[1].reset()
     assert not any(t.any() for kind in undisturbed[1].moments().values() for t in kind.values())
     train(undisturbed, range(6, 7))
-    print("same")
+    print(case, "same", flush=True)
     dist.destroy_process_group()
+
+
+def preload(device: str) -> None:
+    """Imports what ranks import when they are made (see ``elastic_rl/trainer/group/preload.py``)."""
+    if device == "cpu":
+        megatron_cpu.install()
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+    import torch._dynamo  # noqa: F401
+
+
+def main(device: str, folder: Path, cases: Sequence[str]) -> None:
+    preload(device)
+    for case in cases:
+        if (pid := os.fork()) == 0:
+            return run(device, folder / case, case)
+        os.waitpid(pid, 0)
+    return None
 
 
 if __name__ == "__main__":
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+CASES = ("float32", "bfloat16", "bfloat16-distributed")
+Ended = subprocess.CompletedProcess[str]
 
-@pytest.mark.parametrize(("dtype", "distributed"), [("float32", "false"), ("bfloat16", "false"), ("bfloat16", "true")])
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """The scenario on a type of device, which runs once for all cases."""
+    @functools.cache
+    def run(device: str) -> Ended:
+        script, folder = str(Path(__file__).with_name("state_scenario.py")), str(tmp_path_factory.mktemp(device))
+        return subprocess.run([sys.executable, script, device, folder, *CASES], capture_output=True, text=True,
+                              timeout=500, check=False)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_restored_rank_trains_on_as_an_undisturbed_one(
-        device: torch.device, tmp_path: Path, dtype: str, distributed: str) -> None:
-    script = str(Path(__file__).with_name("state_scenario.py"))
-    done = subprocess.run([sys.executable, script, device.type, str(tmp_path), dtype, distributed],
-                          capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split()[-1:] == ["same"]
+        device: torch.device, case: str, ended: Callable[[str], Ended]) -> None:
+    found = ended(device.type)
+    assert f"{case} same" in found.stdout.splitlines(), found.stderr[-4000:]

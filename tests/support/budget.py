@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import hypothesis
-
 
 def seeds(usual: int) -> int:
     """``usual`` examples in the suite; ``ELASTIC_RL_SEEDS`` (set by ``ops/test.sh --all``) where that is more."""
@@ -14,6 +12,8 @@ def seeds(usual: int) -> int:
 
 def load_profile() -> None:
     """Settings of every test of hypothesis: without a limit for one example, whose time says nothing about the code on
-    a machine that does something else too."""
+    a machine that does something else too. They hold for tests that are defined from then on."""
+    import hypothesis  # which takes two seconds: an integration test that needs the number of seeds only has no use of it
+
     hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(40))
     hypothesis.settings.load_profile("suite")

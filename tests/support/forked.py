@@ -10,6 +10,7 @@ whole runs have.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import importlib
 import json
@@ -32,26 +33,31 @@ from support.waiting import PATIENCE_S
 _CLONE_PARENT = 0x8000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _MESSAGE_BYTES = 1 << 17
+_MAX_FDS = 8
+_UNUSED_FD = 512
+"""Descriptors from here on are none that a process is given."""
 
 
 # -- in the test process -----------------------------------------------------------------------------------------------
 class ForkedProcess(subprocess.Popen[AnyStr]):
     """``ForkedProcess([module, *arguments], ...)`` runs ``module.main()``. Of Popen's options it knows ``stdin``,
-    ``stdout``, ``stderr`` and ``env``; others raise TypeError."""
+    ``stdout``, ``stderr``, ``env`` and ``pass_fds``; others raise TypeError."""
 
     def __init__(self, args: Sequence[str], *, stdin: Any = None, stdout: Any = None, stderr: Any = None,
-                 env: Mapping[str, str] | None = None, text: bool | None = None) -> None:
-        super().__init__(args, stdin=stdin, stdout=stdout, stderr=stderr, env=env, text=text)
+                 env: Mapping[str, str] | None = None, text: bool | None = None, pass_fds: Sequence[int] = ()) -> None:
+        super().__init__(args, stdin=stdin, stdout=stdout, stderr=stderr, env=env, text=text, pass_fds=pass_fds)
 
     def _execute_child(self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
                        cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: Any,
                        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
                        *_: Any) -> None:
         module, *arguments = args
-        request = {"arguments": arguments, "env": dict(os.environ if env is None else env), "cwd": os.getcwd()}
+        request = {"arguments": arguments, "env": dict(os.environ if env is None else env), "cwd": os.getcwd(),
+                   "fds": [0, 1, 2, *pass_fds]}
         given = (p2cread, c2pwrite, errwrite)
         try:
-            self.pid = _server(module).fork(request, [own if fd == -1 else fd for own, fd in enumerate(given)])
+            self.pid = _server(module).fork(
+                request, [*(own if fd == -1 else fd for own, fd in enumerate(given)), *pass_fds])
             self._child_created = True
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -102,9 +108,9 @@ def main() -> None:
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     assert os.listdir("/proc/self/task") == [str(os.getpid())], f"imports of {module_name} start threads"
     freeze_heap()
-    with socket.socket(fileno=int(requests_fd)) as requests:
+    with socket.socket(fileno=_moved_out_of_the_way(int(requests_fd))) as requests:
         while True:
-            message, fds, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+            message, fds, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, _MAX_FDS)
             if not message:
                 return
             if _fork_sibling() == 0:
@@ -117,6 +123,12 @@ def main() -> None:
         requests.send(str(os.getpid()).encode())
     sys.argv = [str(module.__file__), *request["arguments"]]
     sys.exit(module.main())
+
+
+def _moved_out_of_the_way(fd: int) -> int:
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _UNUSED_FD)
+    os.close(fd)
+    return moved
 
 
 def _fork_sibling() -> int:
@@ -135,12 +147,15 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
     """Gives a forked process what the request says, and what ``start_child`` gives a child."""
     die_with_parent()
     os.setsid()
-    for number, fd in enumerate(fds):
+    for number, fd in zip(request["fds"], [_moved_out_of_the_way(fd) for fd in fds], strict=True):
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if failpoints := sys.modules.get("elastic_rl.dcs.failpoints"):
         importlib.reload(failpoints)  # it reads the environment when it is imported
 

@@ -6,9 +6,9 @@ import contextlib
 import os
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -45,6 +45,24 @@ def forked_senders() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sender_process, "start_child",
                       lambda _, **popen: ForkedProcess(["support.alert_sender"], **popen))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_plugins() -> Iterator[None]:
+    """The processes of a user's code that this process starts are forked, but for those in a sandbox; processes that
+    tests start, whose own these are, start them as they always do."""
+    from elastic_rl.plugins import process
+    from elastic_rl.rewards import worker_pool
+    from support.forked import ForkedProcess
+
+    def start_child(command: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
+        _, _, _, *module_and_arguments = command  # python -P -m
+        return ForkedProcess(["support.plugin_process", *module_and_arguments], **popen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for starter in (process, worker_pool):
+            patch.setattr(starter, "start_child", start_child)
         yield
 
 

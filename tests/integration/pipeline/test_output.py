@@ -222,7 +222,7 @@ def test_output_is_whole_whoever_takes_over_from_an_actor_that_goes_on(etcd: Etc
 
 
 @given(st.dictionaries(st.integers(1, 80), st.builds(Interruption, st.booleans(), st.integers(0, 30)), max_size=6))
-@settings(max_examples=seeds(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=seeds(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_output_is_whole_whatever_interrupts_it(etcd: EtcdClient, hooked: list[World],
                                                 interruptions: dict[int, Interruption]) -> None:
     play(etcd, hooked, interruptions)

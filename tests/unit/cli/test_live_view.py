@@ -108,7 +108,8 @@ def test_memory_of_a_long_run_is_bounded() -> None:
     state = RunState(10**6)
     for step in range(1, 20_000):
         state.add({"kind": "step", "step": step, "reward_mean": 0.5})
-        state.add({"kind": "rewind", "from_step": step, "to_step": step, "reason": "x"})
+        if step % 1000 == 0:
+            state.add({"kind": "rewind", "from_step": step, "to_step": step, "reason": "x"})
     assert len(state.rewards) <= 4000 and max(state.rewards) == 19_999 and len(state.notes) == 3
 
 

@@ -30,6 +30,8 @@ from elastic_rl.plugins.process import PluginProcess, ProcessLost
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
 from elastic_rl.runtime.process import runs
 
+pytestmark = pytest.mark.usefixtures("forked_plugins")
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLE = Sample((Segment((1,), (-0.5,), version=3),))
 MODULE = '''

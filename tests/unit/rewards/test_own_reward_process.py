@@ -29,6 +29,8 @@ from elastic_rl.plugins.process import CallLost, PluginProcess
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
 from elastic_rl.runtime.process import runs
 
+pytestmark = pytest.mark.usefixtures("forked_plugins")
+
 MODULE = r'''
 import asyncio, os, re, signal, subprocess, sys, threading
 from elastic_rl.rewards.base import Reward

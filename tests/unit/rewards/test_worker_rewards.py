@@ -27,6 +27,8 @@ from elastic_rl.rewards.registry import close_reward, make_reward
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.runtime.process import runs
 
+pytestmark = pytest.mark.usefixtures("forked_plugins")
+
 MODULE = '''
 import os, subprocess, sys, time
 from elastic_rl.rewards.base import Reward

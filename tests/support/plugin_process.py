@@ -1,0 +1,21 @@
+"""The processes of a user's code, with what they import loaded already, which takes most of a start of one: for
+``support.forked``. The first argument is the module that ``python -m`` would run."""
+
+from __future__ import annotations
+
+import sys
+
+import elastic_rl.engine.own_generate
+import elastic_rl.rewards.own  # noqa: F401
+from elastic_rl.plugins import host
+from elastic_rl.rewards import worker
+
+
+def main() -> None:
+    module, descriptor, *more = sys.argv[1:]
+    if module == worker.__name__:
+        function, memory_mb = more
+        worker.main(int(descriptor), function, int(memory_mb), sandboxed=False)
+    else:
+        assert module == host.__name__ and not more
+        host.main(int(descriptor))
