@@ -2,15 +2,16 @@
 
     state_scenario.py cpu|cuda FOLDER CASE...
 
-A case is a dtype, such as ``float32``, and optionally ``-distributed``, for the distributed optimizer. Each has a process
-of its own, which is forked from this one, since imports are most of what it costs. Prints ``CASE same`` for each that
-ends well.
+A case is a dtype, such as ``float32``, and optionally ``-distributed``, for the distributed optimizer. Each has a
+process of its own, which is forked from this one, since imports are most of what it costs. Prints ``CASE same`` for
+each that ends well.
 
 In a process of its own: on the CPU, Megatron needs its stand-in for torch.cuda.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -151,10 +152,9 @@ def preload(device: str) -> None:
     """Imports what ranks import when they are made (see ``elastic_rl/trainer/group/preload.py``)."""
     if device == "cpu":
         megatron_cpu.install()
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer
-    import torch._dynamo  # noqa: F401
+    for module in ("megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer",
+                   "torch._dynamo"):
+        importlib.import_module(module)
 
 
 def main(device: str, folder: Path, cases: Sequence[str]) -> None:

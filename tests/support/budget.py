@@ -13,7 +13,7 @@ def seeds(usual: int) -> int:
 def load_profile() -> None:
     """Settings of every test of hypothesis: without a limit for one example, whose time says nothing about the code on
     a machine that does something else too. They hold for tests that are defined from then on."""
-    import hypothesis  # which takes two seconds: an integration test that needs the number of seeds only has no use of it
+    import hypothesis  # it takes two seconds, and few integration tests use it
 
     hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(40))
     hypothesis.settings.load_profile("suite")

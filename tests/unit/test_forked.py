@@ -23,6 +23,15 @@ def test_forked_process_is_a_child_with_own_session_and_files() -> None:
     assert process.communicate(b'{"a": 1}') == (b'{"a":1}\n', None) and process.returncode == 0
 
 
+def test_forked_process_has_the_descriptors_that_it_is_passed_under_their_numbers() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b'{"a": 2}')
+    os.close(writing)
+    process = ForkedProcess([MODULE, "--compact", f"/dev/fd/{reading}"], stdout=subprocess.PIPE, pass_fds=[reading])
+    os.close(reading)
+    assert process.communicate() == (b'{"a":2}\n', None)
+
+
 def test_failed_and_killed_forked_processes_have_their_exit_codes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert forked.spawn(MODULE, "--no-such-option", log=log).wait(60) == 2
