@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fastapi import Depends, FastAPI, Request
+from fastapi.dependencies.models import Dependant
 from starlette.types import ASGIApp
 
 import elastic_rl
@@ -27,8 +30,7 @@ application/json`, also without a body. Listings are paged: `{"items": […], "n
 Errors are RFC 9457 problems with a stable `type`. Query parameters that a route does not have are refused."""
 
 
-def routes() -> FastAPI:
-    """The application without a replica behind it: enough for the OpenAPI document."""
+def _routes() -> FastAPI:
     app = FastAPI(title="elastic-rl", version=elastic_rl.__version__, docs_url=None, redoc_url=None,
                   description=_ABOUT, separate_input_output_schemas=False, redirect_slashes=False,
                   dependencies=[Depends(_require_json), Depends(_reject_unknown_parameters)])
@@ -45,10 +47,8 @@ def routes() -> FastAPI:
 
 
 def make_app(context: Context) -> ASGIApp:
-    """The application with its middleware, for a server."""
-    app = routes()
-    app.state.context = context
-    return RequestMiddleware(app, context)
+    """The application of a replica, for a server."""
+    return RequestMiddleware(ROUTES, context)
 
 
 async def _require_json(request: Request) -> None:
@@ -59,12 +59,24 @@ async def _require_json(request: Request) -> None:
 
 async def _reject_unknown_parameters(request: Request) -> None:
     """Refuses query parameters that the route does not have: a misspelt one must not be taken for its default."""
-    route = getattr(request.scope.get("route"), "path", "")
-    if not route.startswith("/v1/"):
+    route = request.scope["route"]
+    if not route.path.startswith("/v1/"):
         return
-    known = openapi.parameters(request.app, route, request.method)
+    known = frozenset(query_parameters(route.dependant))
     for name in request.query_params:
         if name not in known:
             raise Problem(422, Kind.UNKNOWN_PARAMETER, "There is no such parameter",
-                          f"{request.method} {route} has " + (", ".join(sorted(known)) or "no parameters"),
+                          f"{request.method} {route.path} has " + (", ".join(sorted(known)) or "no parameters"),
                           errors=[{"pointer": f"/{name}", "detail": "unknown"}])
+
+
+def query_parameters(dependant: Dependant) -> Iterator[str]:
+    """Names of the query parameters of a route. They are in the OpenAPI document too, but to build that takes 0.3 s."""
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for needed in dependant.dependencies:
+        yield from query_parameters(needed)
+
+
+ROUTES = _routes()
+"""The application without a replica, of which each request brings its own (``RequestMiddleware``): enough for the
+OpenAPI document. Building it takes 0.2 s."""

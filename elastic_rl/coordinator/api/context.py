@@ -40,7 +40,7 @@ class Context:
 
 
 async def _of(request: Request) -> Context:
-    context: Context = request.app.state.context
+    context: Context = request.state.context
     return context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 
 import httpx
@@ -29,10 +30,11 @@ class Forwarder:
         """
         self._replica = replica
         self._timeout = httpx.Timeout(timeout_s, connect=min(1.0, timeout_s))
-        self._tls = tls.reloading_trust(tls_ca)
+        self._tls = tls.ReloadingTrust(tls_ca)
         self._lock = threading.Lock()
-        self._trust = self._tls.current()
-        self._client = self._new_client()
+        self._trust: ssl.SSLContext | bool = False
+        self._client: httpx.Client | None = None
+        """Believes ``_trust``."""
 
     def send(self, request: Request, body: bytes, leader: Leader | None) -> Response:
         """The leader's answer, unchanged.
@@ -48,7 +50,7 @@ class Forwarder:
                             f"{request.headers[FORWARDED]} already")
         target = httpx.URL(leader.url).copy_with(raw_path=_target(request))  # as it came, with its escapes
         try:
-            answer = self._current_client().request(request.method, target, content=body,
+            answer = self._client_for(leader.url).request(request.method, target, content=body,
                                                     headers=self._headers(request))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as e:
             raise no_leader(f"the leader {leader.replica} cannot be reached: {e}") from e
@@ -66,20 +68,18 @@ class Forwarder:
             headers["authorization"] = f"{SESSION} {caller.session}"
         return headers | {FORWARDED: self._replica, **traces.inject()}
 
-    def _new_client(self) -> httpx.Client:
-        return http_client.client(timeout=self._timeout, verify=self._trust)
-
-    def _current_client(self) -> httpx.Client:
+    def _client_for(self, url: str) -> httpx.Client:
         """One that believes the authority in the file as it is now."""
-        trust = self._tls.current()
+        trust = self._tls.for_url(url)
         with self._lock:
-            if trust is not self._trust:  # requests in flight keep the old one until they have ended
+            if self._client is None or trust is not self._trust:  # requests in flight keep the old one until their end
                 self._trust = trust
-                self._client = self._new_client()
+                self._client = http_client.client(timeout=self._timeout, verify=trust)
             return self._client
 
     def close(self) -> None:
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
 
 def _target(request: Request) -> bytes:

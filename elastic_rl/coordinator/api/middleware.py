@@ -77,7 +77,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         # A copy: for HEAD the handler sees a GET, and the server still has to know that it leaves the body out.
-        inner: Scope = {**scope, "state": {"caller": None, "body": b"", "head": scope["method"] == "HEAD"}}
+        inner: Scope = {**scope, "state": {"context": self._context, "caller": None, "body": b"",
+                                           "head": scope["method"] == "HEAD"}}
         response = _MeasuredResponse(inner, scope["method"], send)
         try:
             await self._admit(inner, receive, response, scope.get("state", {}).get("connection"))

@@ -48,12 +48,6 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return made
 
 
-def parameters(app: FastAPI, path: str, method: str) -> frozenset[str]:
-    """Names of the query parameters of a route."""
-    described = app.openapi()["paths"].get(path, {}).get(method.lower(), {})
-    return frozenset(p["name"] for p in described.get("parameters", ()) if p["in"] == "query")
-
-
 def text(app: FastAPI) -> str:
     """The document as it is checked in."""
     return json.dumps(app.openapi(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"

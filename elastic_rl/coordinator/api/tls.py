@@ -29,9 +29,19 @@ def _trust_of_the_system() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def reloading_trust(ca_file: str) -> ReloadingContext:
-    """The context of ``trust``, which follows the file."""
-    return ReloadingContext(lambda: trust(ca_file), [ca_file])
+class ReloadingTrust:
+    """What clients of the admin API believe: the authority in a PEM file, which is followed, or, for "", the system's
+    authorities, which are read when the first connection with TLS needs them."""
+
+    def __init__(self, ca_file: str) -> None:
+        """Raises ConfigError when the file cannot be read."""
+        self._authority = ReloadingContext(lambda: trust(ca_file), [ca_file]) if ca_file else None
+
+    def for_url(self, url: str) -> ssl.SSLContext | bool:
+        """httpx's ``verify`` for the next connection to this URL."""
+        if url.startswith("http://"):
+            return False
+        return self._authority.current() if self._authority is not None else trust("")
 
 
 def server_context(cfg: CoordinatorConfig) -> ssl.SSLContext | None:

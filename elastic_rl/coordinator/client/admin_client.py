@@ -77,7 +77,7 @@ class AdminClient:
         self._urls, self._timeout_s, self._budget_s = list(info.coordinators), timeout_s, retry_budget_s
         token = info.token(role)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._tls = tls.reloading_trust(info.ca_file)
+        self._tls = tls.ReloadingTrust(info.ca_file)
 
     @property
     def url(self) -> str:
@@ -206,7 +206,7 @@ class AdminClient:
             for url in tuple(self._urls):
                 try:
                     answer = http_client.request(method, url + path, json=body, headers={
-                        **self._headers, **(headers or {})}, timeout=self._timeout_s, verify=self._tls.current())
+                        **self._headers, **(headers or {})}, timeout=self._timeout_s, verify=self._tls.for_url(url))
                 except httpx.HTTPError as e:
                     reasons.append(f"{url}: {type(e).__name__}")
                     may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)

@@ -71,7 +71,7 @@ class EventFollower:
         self._urls, self._limit, self._patience_s = list(info.coordinators), limit, patience_s
         token = info.token(role)
         self._headers = {"Accept": "text/event-stream", **({"Authorization": f"Bearer {token}"} if token else {})}
-        self._tls = tls.reloading_trust(info.ca_file)
+        self._tls = tls.ReloadingTrust(info.ca_file)
         self._revision = 0
         self._seen: set[str] = set()
         """Ids of the events of ``_revision`` that were yielded: a transaction may write several."""
@@ -101,7 +101,7 @@ class EventFollower:
         resume = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
         with http_client.stream("GET", f"{url}/v1/events", params={"limit": self._limit},
                                 headers={**self._headers, **resume}, timeout=httpx.Timeout(5.0, read=_SILENCE_S),
-                                verify=self._tls.current()) as answer:
+                                verify=self._tls.for_url(url)) as answer:
             if answer.status_code >= 400:
                 answer.read()
                 problem = problem_of(answer)

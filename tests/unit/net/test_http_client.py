@@ -15,6 +15,7 @@ import pytest
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.net import http_client
 
 ROOT = Path(__file__).resolve().parents[3] / "elastic_rl"
@@ -82,7 +83,10 @@ def test_clients_read_trusted_certificates_for_tls_only_and_once(monkeypatch: py
 
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", read)
     monkeypatch.setattr(ssl.SSLContext, "load_default_certs", read)
+    tls._trust_of_the_system.cache_clear()
     http_client.client(base_url="http://127.0.0.1:9").close()
+    with pytest.raises(EtcdUnavailable):  # since nobody listens there
+        AdminClient(ClusterInfo("j", [], ["http://127.0.0.1:9"], "", "", ""), retry_budget_s=0.0).get("/v1/job")
     with pytest.raises(AssertionError):
         http_client.client(base_url="https://127.0.0.1:9")
 
