@@ -28,7 +28,6 @@ from support.otlp_collector import Collector, collecting
 from support.rank_processes import spawn_agent
 from support.waiting import wait_until
 
-START_S = 400.0
 TOKEN = "token of the test"
 
 
@@ -51,7 +50,7 @@ class Group:
             status = self.client.wait_ready()
             return status if status.group != after else None
 
-        return wait_until(another, timeout_s=START_S, what="another trainer group")
+        return wait_until(another, what="another trainer group")
 
     def ranks(self) -> list[psutil.Process]:
         alive = {m.pid for m in members(self.etcd, self.keys, "trainer")}

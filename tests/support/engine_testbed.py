@@ -55,7 +55,7 @@ class EngineTestbed:
     def __init__(self, etcd_servers: EtcdServers, tmp: Path, model: dict[str, Any] | None = None) -> None:
         """``model``: settings of the section of this name."""
         config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"},
-                        "engine": {"start_timeout_s": 400}, "model": model or {}})
+                        "engine": {"start_timeout_s": PATIENCE_S}, "model": model or {}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         create_key(config.engine_key_file)
         self.key = read_key(config.engine_key_file)
@@ -151,7 +151,7 @@ class EngineTestbed:
             return r if r and r.state is EngineState.READY and r.version == wanted and not r.applying else None
 
         wanted = version or self.published
-        return wait_until(ready, timeout_s=400, what=f"{engine_id} at version {wanted}")
+        return wait_until(ready, what=f"{engine_id} at version {wanted}")
 
     def wait_state(self, engine_id: str, *states: EngineState) -> Engine:
         def there() -> Engine | None:

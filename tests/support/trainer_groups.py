@@ -36,7 +36,6 @@ from support.etcd_server import EtcdServers
 from support.rank_processes import spawn_agent
 from support.waiting import wait_until
 
-WAIT_S = 400.0
 TOKEN = "token of the test"
 
 Advantages = Callable[[list[list[float]]], list[list[float]]]
@@ -78,14 +77,14 @@ class Groups:
     job: ThreadedJob
 
     def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.job.status().phase == "rl" and self.job.status().step >= step, timeout_s=WAIT_S,
+        wait_until(lambda: self.job.status().phase == "rl" and self.job.status().step >= step,
                    what=f"step {step}", alive=lambda: not self.job.runs[-1].errors)
 
     def kill_rank(self, group: TrainerGroupSpec) -> None:
         os.kill(members(self.job.etcd, self.job.keys, group.name)[0].pid, signal.SIGKILL)
 
     def finish(self) -> None:
-        wait_until(lambda: self.job.status().phase == "finished" or bool(self.job.runs[-1].errors), timeout_s=WAIT_S,
+        wait_until(lambda: self.job.status().phase == "finished" or bool(self.job.runs[-1].errors),
                    what="the end of the job")
         assert not self.job.runs[-1].errors, self.job.runs[-1].errors
 

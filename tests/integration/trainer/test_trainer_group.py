@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from safetensors import safe_open
-from support.elastic_group import START_S, TOKEN, Group, elastic_group
+from support.elastic_group import TOKEN, Group, elastic_group
 from support.etcd_server import EtcdServers
 from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
 from support.otlp_collector import Span
@@ -215,7 +215,7 @@ def test_group_that_shares_devices_computes_in_its_phases_only_and_re_forms_in_o
         found = [m for m in members(group.etcd, group.keys, "trainer") if "devices" in m.phase]
         return len(found) == 2 and before.group not in {m.incarnation for m in found}
 
-    wait_until(waiting, timeout_s=START_S, what="the next formation to wait for its phase")
+    wait_until(waiting, what="the next formation to wait for its phase")
     assert group.etcd.get(group.keys.device_holder()) is None
     engine = Engine(id="rollout-e", pool=ROLLOUT_POOL, state=EngineState.SYNCING, epoch=group.ctx.epoch,
                     holds_device=True)
