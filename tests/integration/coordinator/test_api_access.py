@@ -11,6 +11,7 @@ import pytest
 from support.api_cluster import ApiCluster, problem, running
 from support.coordinators import AUTH, OPERATOR, VIEWER
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 from support.waiting import wait_until
 
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
@@ -75,8 +76,9 @@ def test_request_cut_off_before_its_body_is_complete_changes_nothing(cluster: Ap
 
 
 # -- other sites -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8400", "rl.example.evil.example", "xrl.example",
-                                  "cluster.local", "localhost.evil.example", "127.0.0.1.evil.example", ""])
+@parametrize("host", ["evil.example", "evil.example:8400", "rl.example.evil.example", "xrl.example", "cluster.local",
+                      "localhost.evil.example", "127.0.0.1.evil.example", ""],
+             proved_in="tests/unit/coordinator/test_request_origin.py", why="further names, sent to a replica")
 def test_request_for_unknown_host_name_is_refused(cluster: ApiCluster, host: str) -> None:
     for path, headers in (("/v1/job", AUTH), ("/metrics", AUTH), ("/openapi.json", {}), ("/", {})):
         answer = http_client.request("GET", cluster.replicas.urls["a"] + path, headers={**headers, "Host": host},
@@ -86,17 +88,19 @@ def test_request_for_unknown_host_name_is_refused(cluster: ApiCluster, host: str
                                timeout=20).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "10.1.2.3:8400", "[::1]:8400", "rl.example",
-                                  "Rl.Example.:443", "a.b.cluster.local", socket.gethostname()])
+@parametrize("host", ["rl.example", "127.0.0.1", "localhost", "LOCALHOST:1", "10.1.2.3:8400", "[::1]:8400",
+                      "Rl.Example.:443", "a.b.cluster.local", socket.gethostname()], by_default=2,
+             proved_in="tests/unit/coordinator/test_request_origin.py", why="further names, sent to a replica")
 def test_request_for_served_host_name_or_address_is_answered(cluster: ApiCluster, host: str) -> None:
     answer = http_client.request("GET", cluster.replicas.urls["a"] + "/v1/job", headers={**AUTH, "Host": host},
                                  timeout=20)
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("headers", [
-    {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://evil.example"},
-    {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"}, {"Origin": "not an origin"}])
+@parametrize("headers", [
+    {"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://127.0.0.1:1"}, {"Sec-Fetch-Site": "same-site"},
+    {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "not an origin"}], by_default=2,
+             proved_in="tests/unit/coordinator/test_request_origin.py", why="further origins, sent to a replica")
 def test_request_of_another_site_is_refused_even_with_a_token(cluster: ApiCluster, engine: str, headers: dict[str, str]
                                                               ) -> None:
     with cluster.client("a", headers={**AUTH, **headers}) as api:

@@ -15,6 +15,7 @@ from support.api_cluster import ApiCluster, running
 from support.browser import Page, Pages, browser, dashboard_link, expect, is_live, needs_chromium, pages  # noqa: F401
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
 from elastic_rl.net import http_client
@@ -179,8 +180,11 @@ FORM = """([url, type]) => {
 }"""
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "evil.example"])
-@pytest.mark.parametrize("enctype", ["text/plain", "application/x-www-form-urlencoded"])
+@parametrize(("host", "enctype"), [
+    ("127.0.0.1", "text/plain"),  # another port of the page's host: the browser sends the cookie with the form
+    *((host, "text/plain") for host in ("localhost", "evil.example")),
+    *((host, "application/x-www-form-urlencoded") for host in ("127.0.0.1", "localhost", "evil.example"))],
+             proved_in="tests/unit/coordinator/test_request_origin.py", why="further sites, in a browser")
 def test_form_of_another_site_changes_nothing(victim: tuple[Pages, Any], cluster: ApiCluster, site: Site, engine: str,
                                               host: str, enctype: str) -> None:
     tabs, context = victim
@@ -195,7 +199,8 @@ def test_form_of_another_site_changes_nothing(victim: tuple[Pages, Any], cluster
     page.close()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+@parametrize("host", ["127.0.0.1", "evil.example"],
+             proved_in="tests/unit/coordinator/test_request_origin.py", why="further sites, in a browser")
 def test_scripts_of_another_site_change_and_read_nothing(victim: tuple[Pages, Any], cluster: ApiCluster, site: Site,
                                                          engine: str, host: str) -> None:
     tabs, context = victim

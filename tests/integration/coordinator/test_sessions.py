@@ -13,6 +13,7 @@ import pytest
 from support.api_cluster import ApiCluster, problem, running
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
+from support.tiers import parametrize
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import sessions
@@ -147,9 +148,10 @@ def test_session_makes_changes_through_a_follower_and_outlives_its_replica_and_t
         cluster.close()
 
 
-@pytest.mark.parametrize("headers", [
-    {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
-    {"Origin": "http://127.0.0.1:9"}, {}], ids=str)
+@parametrize("headers", [
+    {}, {"Origin": "http://127.0.0.1:9"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"}], by_default=2, ids=str,
+             proved_in="tests/unit/coordinator/test_request_origin.py", why="further origins, sent to a replica")
 def test_change_with_a_cookie_has_to_come_from_the_own_page(cluster: ApiCluster, headers: dict[str, str]) -> None:
     with open_session(cluster) as page:
         stolen = {"Cookie": "; ".join(f"{k}={v}" for k, v in page.cookies.items()), **headers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -13,7 +13,7 @@ from elastic_rl.dcs.node.registration import Registration
 from elastic_rl.dcs.registered_nodes import read_node
 from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, ReplicaSets, VersionState
 
@@ -30,11 +30,17 @@ class Job:
 
     def register(self, node_id: str, start: int = 1, **fields: object) -> str:
         """The incarnation of a node that is only a record, after so many starts."""
-        record = DcsNode(id=node_id, host="10.0.0.1", port=7000, pid=1, arena_path=f"/dev/shm/{node_id}-{start}",
-                         arena_bytes=1 << 40, **fields)  # type: ignore[arg-type]
+        record = _record(node_id, start, **fields)
         self.etcd.delete(self.keys.dcs_node(node_id))
         self.etcd.put(self.keys.dcs_node(node_id), record.encode())
         return record.incarnation
+
+    def register_all(self, node_ids: Sequence[str]) -> dict[str, str]:
+        """The incarnation of each of these nodes, none of which was registered before."""
+        records = [_record(node_id, start=1) for node_id in node_ids]
+        for some in (records[first:first + 100] for first in range(0, len(records), 100)):
+            self.etcd.txn([], [Op.put(self.keys.dcs_node(record.id), record.encode()) for record in some])
+        return {record.id: record.incarnation for record in records}
 
     def writer(self, stream: str = "policy") -> StreamWriter:
         return StreamWriter(self.etcd, self.keys, stream, epoch=self.epoch)
@@ -47,6 +53,11 @@ class Job:
         return PendingCommit(writer, self.begin(writer), "m", 1, ReplicaSets(parts=[[n] for n in nodes]), nodes)
 
 
+def _record(node_id: str, start: int, **fields: object) -> DcsNode:
+    return DcsNode(id=node_id, host="10.0.0.1", port=7000, pid=1, arena_path=f"/dev/shm/{node_id}-{start}",
+                   arena_bytes=1 << 40, **fields)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def job(etcd: EtcdClient, keys: Keys) -> Iterator[Job]:
     out = Job(etcd, keys)
@@ -57,7 +68,7 @@ def job(etcd: EtcdClient, keys: Keys) -> Iterator[Job]:
 # -- many nodes --------------------------------------------------------------------------------------------------------
 def test_version_of_a_thousand_hosts_is_committed(job: Job) -> None:
     """etcd takes 128 operations in a transaction."""
-    hosts = {f"host-{i:04d}": job.register(f"host-{i:04d}") for i in range(HOSTS)}
+    hosts = job.register_all([f"host-{i:04d}" for i in range(HOSTS)])
     writers = [job.writer(stream) for stream in ("policy", "trainer_state")]
     parts = [[n, replica_sets.successors(n, hosts)[0]] for n in hosts]
     versions = commit_together([PendingCommit(w, job.begin(w), "m", 1, ReplicaSets(parts=parts), hosts)
