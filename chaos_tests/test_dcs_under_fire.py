@@ -111,7 +111,7 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
     assert len(list(SHM.glob(f"elastic-rl-{keys.job}-*"))) == len(NODES)                        # I8
 
 
-@parametrize("lost", NODES,
+@parametrize("lost", NODES, by_default=0,
              proved_in="tests/integration/dcs/test_dcs_repair.py",
              why="the loss of each node")
 def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:

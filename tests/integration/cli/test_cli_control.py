@@ -42,7 +42,7 @@ from elastic_rl.etcd.records import (
 )
 from elastic_rl.net import http_client
 
-COMMAND = "elastic_rl.cli.main"
+COMMAND, FORKED = "elastic_rl.cli.main", "support.command_line"
 POOL = "rollout"
 _LIMIT_S = 120.0
 
@@ -69,7 +69,7 @@ class Control:
 
     def start(self, *args: str, target: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """The command line as a process of its own, with pipes."""
-        self.running.append(ForkedProcess([COMMAND, *args, *(target or self.target)], stdout=subprocess.PIPE,
+        self.running.append(ForkedProcess([FORKED, *args, *(target or self.target)], stdout=subprocess.PIPE,
                                           stderr=subprocess.PIPE))
         return self.running[-1]
 
@@ -459,7 +459,7 @@ def _completed(control: Control, line: str) -> list[str]:
     words = line.split(" ")
 
     def ask() -> list[str]:
-        shell = ForkedProcess([COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={
+        shell = ForkedProcess([FORKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={
             **os.environ, "ELASTIC_RL_URL": control.target[0].removeprefix("--url="),
             "ELASTIC_RL_TOKEN_FILE": str(control.replicas.credentials), "COMP_WORDS": line,
             "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)})

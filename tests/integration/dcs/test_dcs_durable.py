@@ -104,7 +104,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("s3") if request.param == "s3" else f"file://{tmp_path}/durable"
 
 
-@pytest.mark.parametrize("url", ["s3", pytest.param("file", marks=OTHER_STORE)], indirect=True)
+@pytest.mark.parametrize("url", ["file", pytest.param("s3", marks=OTHER_STORE)], indirect=True)
 def test_versions_are_read_from_the_durable_store_when_every_node_is_lost(dcs: DurableCluster, url: str) -> None:
     dcs.copy_to(url, "a")
     dcs.publish_durably(1, 2, 3, 4, 5)
@@ -116,6 +116,19 @@ def test_versions_are_read_from_the_durable_store_when_every_node_is_lost(dcs: D
     dcs.copy_to(url, "b")
     for number in (5, 4):
         dcs.require(weights(number), number, node="b")
+
+
+def test_version_is_copied_to_an_s3_server_read_from_it_and_removed(dcs: DurableCluster, s3: str) -> None:
+    dcs.copy_to(s3, "a")
+    dcs.publish_durably(1)
+    dcs.kill("a")
+    dcs.copy_to(s3, "b")
+    dcs.require(weights(1), 1, node="b")
+    durable = DurableStore(s3, dcs.keys.job)
+    assert durable.numbers("policy") == [1]
+    durable.drop("policy", 1)
+    assert durable.numbers("policy") == []
+    assert durable.sweep(older_than_s=-60.0) > 0 == durable.sweep(older_than_s=-60.0)
 
 
 @pytest.mark.parametrize("url", ["file", pytest.param("s3", marks=OTHER_STORE)], indirect=True)
