@@ -201,7 +201,7 @@ def _remote_info(url: str, token_file: Path | None, ca: Path | None) -> ClusterI
             raise ConfigError(f"{each!r} is not the URL of an admin API", hint="write it as https://HOST:PORT")
     if ca is not None and not ca.exists():
         raise ConfigError(f"there is no file {ca}", hint="--ca names the PEM file of an authority")
-    return ClusterInfo("", [], urls, str(token_file or ""), "", "", str(ca or ""))
+    return ClusterInfo("", [], urls, str(token_file or ""), "", str(ca or ""))
 
 
 def _is_http(url: str) -> bool:

@@ -41,11 +41,6 @@ class RevisionClock:
         if len(self._notes) > _MAX_NOTES:
             self._thin()
 
-    def age_s(self, revision: int) -> float:
-        """Seconds for which a revision has existed at least; 0 for one that was not seen yet."""
-        i = bisect.bisect_left(self._notes, revision, key=lambda note: note.revision)
-        return self._clock() - self._notes[i].at if i < len(self._notes) else 0.0
-
     def newest_at_least(self, age_s: float) -> int:
         """The newest revision that is known to be at least so old; 0 when there is none."""
         limit = self._clock() - age_s

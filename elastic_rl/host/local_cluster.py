@@ -114,8 +114,8 @@ class Cluster:
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
         ca = self.cfg.coordinator.tls_ca
-        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config),
-                           str(self.dir), str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
+        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(self.dir),
+                           str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
         info.save()
         for name in (kept_state.STOPPED, kept_state.UNSAVED):
             (self.dir / name).unlink(missing_ok=True)

@@ -22,7 +22,6 @@ class ClusterInfo:
     """Base URLs of the admin API, one a replica."""
     tokens_file: str
     """File with the bearer tokens of the API, as ``credentials.read_token`` takes it; empty: there is none."""
-    config_file: str
     cluster_dir: str
     ca_file: str = ""
     """PEM file of the authority of the admin API's certificates; empty: the system's, or no TLS."""

@@ -48,7 +48,6 @@ class OutputStatus:
     policy_version: int
     cursor: Mapping[str, Any]
     consumed: ConsumedGroups
-    group: str = ""
 
 
 class Output:

@@ -68,7 +68,7 @@ def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: P
          ) -> Iterator[VersionsCommand]:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs")})
     cfg.cluster_dir.mkdir(parents=True)
-    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", "", str(cfg.cluster_dir)).save()
+    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", str(cfg.cluster_dir)).save()
     model_dir = make_model_dir(cfg.job_dir / "model", cfg)
     process = spawn_node(etcd_servers.endpoints, keys, "node-0", tmp_path)
     try:

@@ -46,7 +46,7 @@ def build(etcd_servers: EtcdServers, tmp_path: Path) -> Iterator[Build]:
 
 def client_of(cluster: ApiCluster, ca_file: str = "") -> AdminClient:
     urls = list(cluster.replicas.urls.values())
-    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", "", ca_file))
+    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", ca_file))
 
 
 def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(build: Build) -> None:

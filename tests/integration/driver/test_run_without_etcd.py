@@ -33,7 +33,7 @@ class Run:
         self.servers.start()
         self.cfg = config.parse({"job": keys.job, "run_dir": str(folder), "train": {"prompts_per_step": 4},
                                  "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
-        self.info = ClusterInfo(keys.job, self.servers.endpoints, [], "", "", str(self.cfg.cluster_dir))
+        self.info = ClusterInfo(keys.job, self.servers.endpoints, [], "", str(self.cfg.cluster_dir))
         self.ticks, self.interrupt = 0, False
         self.ended: Any = None
         self._thread = threading.Thread(target=self._run, daemon=True)

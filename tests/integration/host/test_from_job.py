@@ -60,7 +60,7 @@ class Jobs:
 def jobs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Jobs]:
     old = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs"), "model": SHAPE})
     old.cluster_dir.mkdir(parents=True)
-    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", "", str(old.cluster_dir)).save()
+    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", str(old.cluster_dir)).save()
     model_dir = make_model_dir(old.job_dir / "model", old)
     new = Keys(f"{keys.job}-new")
     process = spawn_node(etcd_servers.endpoints, keys, "node-0", tmp_path)
@@ -73,7 +73,7 @@ def jobs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
             publisher.publish(weights.items(), meta={"step": 0})
             weights = {name: tensor + 0.25 for name, tensor in weights.items()}
             publisher.publish(weights.items(), meta={"step": 1})
-        info = ClusterInfo(new.job, etcd_servers.endpoints, [], "", "", str(tmp_path / "runs" / new.job / "cluster"))
+        info = ClusterInfo(new.job, etcd_servers.endpoints, [], "", str(tmp_path / "runs" / new.job / "cluster"))
         yield Jobs(keys, new, info, tmp_path / "runs", weights, etcd)
     finally:
         stop(process.pid)
@@ -156,7 +156,7 @@ def test_what_there_is_no_policy_of_is_named(jobs: Jobs) -> None:
         jobs.start(jobs.new.job)
     empty = config.parse({"job": "empty", "run_dir": str(jobs.run_dir)})
     empty.cluster_dir.mkdir(parents=True)
-    ClusterInfo("empty", jobs.info.etcd_endpoints, [], "", "", str(empty.cluster_dir)).save()
+    ClusterInfo("empty", jobs.info.etcd_endpoints, [], "", str(empty.cluster_dir)).save()
     with pytest.raises(VersionNotFound, match="job empty has no committed policy"):
         jobs.start("empty")
     with pytest.raises(ConfigError, match="no cluster of job nowhere is up") as e:

@@ -28,7 +28,7 @@ class Job:
 
     def __init__(self, servers: EtcdServers, keys: Keys, folder: Path) -> None:
         self.keys, self._folder = keys, folder
-        self.info = ClusterInfo(keys.job, servers.endpoints, [], "", "", str(folder))
+        self.info = ClusterInfo(keys.job, servers.endpoints, [], "", str(folder))
 
     def cfg(self, **settings: Any) -> Config:
         return config.parse({"job": self.keys.job, "run_dir": str(self._folder), "train": {"steps": 10},

@@ -112,7 +112,7 @@ def test_missing_cluster_is_code_3_and_names_up(tmp_path: Path, capsys: pytest.C
 def test_several_clusters_need_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in ("a", "b"):
         (tmp_path / job / "cluster").mkdir(parents=True)
-        ClusterInfo(job, [], [], "", "", str(tmp_path / job / "cluster")).save()
+        ClusterInfo(job, [], [], "", str(tmp_path / job / "cluster")).save()
     assert run("status", f"--run_dir={tmp_path}") == 2
     assert "a, b" in capsys.readouterr().err
 
@@ -303,7 +303,7 @@ def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | ht
             raise answer
         return answer
     monkeypatch.setattr(httpx, "request", request)
-    return AdminClient(ClusterInfo("j", [], list(answers), "", "", ""))
+    return AdminClient(ClusterInfo("j", [], list(answers), "", ""))
 
 
 def test_client_tries_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,8 @@ def test_ages_are_lower_bounds(steps: list[tuple[int, int]], age: int) -> None:
             written[revision] = now.s
         now.s += pause
         clock.observe(revision)
-    for known, at in written.items():
-        assert clock.age_s(known) <= now.s - at
     old = clock.newest_at_least(age)
     assert old == 0 or old not in written or now.s - written[old] >= age
-    assert clock.age_s(revision + 1) == 0.0
 
 
 def test_age_is_that_of_the_first_note_at_or_after_the_revision() -> None:
@@ -44,7 +41,6 @@ def test_age_is_that_of_the_first_note_at_or_after_the_revision() -> None:
     now.s += 60
     clock.observe(20)
     now.s += 5
-    assert clock.age_s(3) == clock.age_s(10) == 65 and clock.age_s(11) == clock.age_s(20) == 5
     assert clock.newest_at_least(65) == 10 == clock.newest_at_least(6) and clock.newest_at_least(5) == 20
     assert clock.newest_at_least(66) == 0
 
@@ -58,7 +54,6 @@ def test_long_run_needs_bounded_memory_and_keeps_its_precision() -> None:
     assert len(clock._notes) <= revision_clock._MAX_NOTES
     for age in (10, 300, 5_000, 50_000):
         revision = 99_999 - age
-        assert 0.88 * age <= clock.age_s(revision) <= age
         assert revision - 0.12 * age <= clock.newest_at_least(age) <= revision
 
 
@@ -68,4 +63,4 @@ def test_older_revision_starts_the_clock_over() -> None:
     clock.observe(1000)
     now.s += 600
     clock.observe(5)  # restored from a backup
-    assert clock.newest_at_least(0) == 5 and clock.age_s(5) == 0.0 and clock.newest_at_least(1) == 0
+    assert clock.newest_at_least(0) == 5 and clock.newest_at_least(1) == 0

@@ -35,7 +35,7 @@ def _started(cfg: Config) -> Path:
     chunk.touch()
     (cfg.cluster_dir / "etcd" / "member").mkdir(parents=True)
     cluster_settings.save(cfg, cfg.cluster_dir)
-    ClusterInfo(cfg.job, cfg.etcd.endpoints or ["127.0.0.1:1"], [], "", "", str(cfg.cluster_dir),
+    ClusterInfo(cfg.job, cfg.etcd.endpoints or ["127.0.0.1:1"], [], "", str(cfg.cluster_dir),
                 own_etcd=not cfg.etcd.endpoints).save()
     return chunk
 

@@ -28,7 +28,7 @@ def _started(tmp_path: Path, **more: object) -> Config:
     (kept_state.chunks(cfg) / "lock").write_text("prod")
     (cfg.job_dir / "steps.jsonl").write_text("{}\n")
     cluster_settings.save(cfg, cfg.cluster_dir)
-    ClusterInfo(cfg.job, ["127.0.0.1:1"], [], "", "", str(cfg.cluster_dir), own_etcd=True).save()
+    ClusterInfo(cfg.job, ["127.0.0.1:1"], [], "", str(cfg.cluster_dir), own_etcd=True).save()
     return cfg
 
 
@@ -260,6 +260,6 @@ def test_hints_to_stop_a_job_name_its_run_dir(tmp_path: Path, capsys: pytest.Cap
             Cluster(other).up()
         assert f"{command} --job=prod --run_dir={tmp_path}" in e.value.hint
         Cluster(cfg).down()
-    info = ClusterInfo("prod", [], [], "", "", str(cfg.cluster_dir))
+    info = ClusterInfo("prod", [], [], "", str(cfg.cluster_dir))
     run._print_access(cfg, info)
     assert f"elastic-rl down --job=prod --run_dir={tmp_path}" in capsys.readouterr().out

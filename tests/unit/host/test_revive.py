@@ -28,7 +28,7 @@ class Ended:
         (self.cluster.dir / "etcd" / "member").mkdir(parents=True)
         cluster_settings.save(self.cluster.cfg, self.cluster.dir)
         self.port = free_port()
-        self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{free_port()}"], "", "",
+        self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{free_port()}"], "",
                                 str(self.cluster.dir), own_etcd=True)
         self.info.save()
         child = subprocess.Popen(["sleep", "600"])

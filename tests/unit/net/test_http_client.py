@@ -59,7 +59,7 @@ def test_proxy_of_the_environment_gets_nothing(servers: tuple[_Server, _Server],
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    AdminClient(ClusterInfo("j", [], [f"http://127.0.0.1:{api.server_port}"], "", "", "")).get("/v1/job")
+    AdminClient(ClusterInfo("j", [], [f"http://127.0.0.1:{api.server_port}"], "", "")).get("/v1/job")
     assert (api.requests, proxy.requests) == (["/v1/job"], [])
 
 
