@@ -55,12 +55,17 @@ def shared_queue(ray_cluster: None) -> Iterator[TransferQueueQueue]:
 
 
 @pytest.fixture
-def queue(shared_queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> TransferQueueQueue:
-    """Empty."""
-    monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", WAIT_S)  # nobody here tries again
+def empty_queue(shared_queue: TransferQueueQueue) -> TransferQueueQueue:
     shared_queue.drop(list(shared_queue._held))
     shared_queue.take_loss()
     return shared_queue
+
+
+@pytest.fixture
+def queue(empty_queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> TransferQueueQueue:
+    """Empty. Whoever puts a group waits until its actors have started, since nobody here tries again."""
+    monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", WAIT_S)
+    return empty_queue
 
 
 def _group(ordinal: int, tokens: int = 3) -> Group:
@@ -214,25 +219,6 @@ def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(que
     assert {at.ip for at in listening} == {"127.0.0.1"}
 
 
-def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue: TransferQueueQueue) -> None:
-    queue.put(_group(0))
-    samples = RemoteSamples(3.0).at(queue.address or {})
-    assert len(samples.read([(0, 0)])) == 1
-    with pytest.raises(GroupsLost):
-        samples.read([(0, 0), (7, 0)])
-    _kill(queue, 1)
-    _kill(queue, 2)
-
-    def is_told() -> bool:  # a kill takes its time
-        try:
-            samples.read([(0, 0)])
-        except QueueUnavailable:
-            return True
-        return False
-
-    wait_until(is_told, what="the end of the actors")
-
-
 @parametrize("killed", [0, 1], by_default=0, ids=["controller", "storage"],
              proved_in="tests/integration/pipeline/test_transfer_queue.py",
              why="the death of each kind of actor, without a job")
@@ -259,14 +245,17 @@ def test_queue_whose_actor_died_reports_what_it_lost_and_continues(queue: Transf
              proved_in="tests/integration/pipeline/test_transfer_queue.py",
              why="the death of each kind of actor")
 def test_groups_lost_with_an_actor_are_trained_exactly_once(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, killed: int,
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    queues: list[TransferQueueQueue] = []
+        empty_queue: TransferQueueQueue, etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path,
+        killed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = empty_queue
 
     def make(*given: Any) -> GroupQueue:
-        queue = make_queue(*given)
-        assert isinstance(queue, TransferQueueQueue)
-        queues.append(queue)
+        """The shared queue, whose actors have started, for the one that the job asks for."""
+        made = make_queue(*given)
+        assert isinstance(made, TransferQueueQueue) and made._units == 1
+        monkeypatch.setattr(queue, "_capacity", made._capacity)
+        monkeypatch.setattr(queue, "_units", made._units)  # of the actors that replace the killed ones
+        monkeypatch.setattr(queue, "close", lambda: None)
         return queue
 
     monkeypatch.setattr("elastic_rl.pipeline.flow.background.make_queue", make)
@@ -277,7 +266,6 @@ def test_groups_lost_with_an_actor_are_trained_exactly_once(
         job.start_actor()
         job.wait_for(1)
         job.trainer.frozen.set()  # so that groups wait in the queue
-        [queue] = queues
         wait_until(lambda: len(queue._held) >= 12, what="groups in the queue")
         _kill(queue, killed)
         job.trainer.frozen.clear()
@@ -290,3 +278,23 @@ def test_groups_lost_with_an_actor_are_trained_exactly_once(
         assert event.data["groups"] >= sum(m.update["groups_lost"] for m in found) > 0
     finally:
         job.close()
+
+
+def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue: TransferQueueQueue) -> None:
+    queue.put(_group(0))
+    samples = RemoteSamples(3.0).at(queue.address or {})
+    assert len(samples.read([(0, 0)])) == 1
+    with pytest.raises(GroupsLost):
+        samples.read([(0, 0), (7, 0)])
+    assert queue._actors is not None
+    for number in range(1, len(queue._actors._all())):
+        _kill(queue, number)
+
+    def is_told() -> bool:  # a kill takes its time
+        try:
+            samples.read([(0, 0)])
+        except QueueUnavailable:
+            return True
+        return False
+
+    wait_until(is_told, what="the end of the actors")
