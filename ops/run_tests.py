@@ -37,20 +37,20 @@ CHECKS = {
     "docs": ["mkdocs", "build", "--strict", "--quiet", "--site-dir"],  # and a folder
 }
 DEFAULT_TIER = ["-m", "not full"]
-# A whole run leaves most of two cores idle. The unit tests are run beside it, at the lowest priority: what they take is
+# A whole run leaves most of two cores idle. All other tests run beside it, at the lowest priority: what they take is
 # left over, so that they do not starve its heartbeats.
 WHOLE_RUNS = ["tests/e2e"]
-UNIT_TESTS = ["-n", "2", "--dist", "loadfile", "tests/unit", "tests/gpu"]
 # Most integration tests wait for other processes more than they compute, so there are more workers than cores. Folders
-# that take minutes in one worker, and those whose files do, come first: one that begins last would run alone at the
-# end. No folder is named together with one above it, since pytest would take that one for both, and the order would be
-# lost.
+# that take minutes in one worker, and those whose files do, come first, and the unit tests, whose files take seconds,
+# last: what takes long and begins last would run alone at the end. No folder is named together with one above it, since
+# pytest would take that one for both, and the order would be lost.
 SLOW_FIRST = ["trainer", "engine", "driver", "pipeline", "dcs", "coordinator"]
 _OTHERS = sorted({folder.name for folder in (ROOT / "tests" / "integration").iterdir() if any(folder.glob("test_*.py"))}
                  - {*SLOW_FIRST})
-SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder",
+SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "4"), "--dist", "loadfile", "--no-loadscope-reorder",
                 "-p", "support.folder_workers",
-                *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests"]
+                *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests", "tests/unit",
+                "tests/gpu"]
 ALL_SEEDS = "3000"
 MAX_UNSTABLE = 3
 _LOOK_S, _END_S = 5.0, 60.0
@@ -89,22 +89,22 @@ class Suite:
                 self.failed.append(name)
 
     def run_beside(self, name: str, args: Sequence[str], other: str, other_args: Sequence[str]) -> None:
-        """Runs a group of tests and, beside it, another one at the lowest priority, whose output is shown at its
-        end."""
+        """Runs a group of tests, whose output is shown at its end, and beside it another one, at the lowest
+        priority."""
         with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", dir=self.records) as log:
-            beside = pool.submit(self.run, other, other_args, log)
-            self.run(name, args)
-            beside.result()
+            first = pool.submit(self.run, name, args, log=log)
+            self.run(other, other_args, lowest_priority=True)
+            first.result()
             log.seek(0)
-            print(log.read(), flush=True)
+            print(f"--- {name} ---\n{log.read()}", flush=True)
 
-    def run(self, name: str, args: Sequence[str], log: IO[str] | None = None) -> None:
-        """Runs a group of tests with these arguments of pytest. ``log``: takes the output of one that is run at the
-        lowest priority."""
+    def run(self, name: str, args: Sequence[str], *, log: IO[str] | None = None, lowest_priority: bool = False) -> None:
+        """Runs a group of tests with these arguments of pytest. ``log`` takes their output."""
         say(f"pytest: {name}")
         began = time.monotonic()
         code, first = self._pytest([*args, "--continue-on-collection-errors",
-                                    "--durations-to", str(self.records / "durations")], log, beside=log is not None)
+                                    "--durations-to", str(self.records / "durations")], log,
+                                   lowest_priority=lowest_priority)
         ended = first.pop(outcomes.END, None)
         self.found |= first
         # pytest's 1 is "all ran, some failed", and its 0 "all ran and passed"; otherwise it did not run to the end.
@@ -146,13 +146,14 @@ class Suite:
     def _failed_tests(self) -> list[str]:
         return [test for test, each in self.found.items() if each.outcome == "failed"]
 
-    def _pytest(self, args: Sequence[str], stdout: IO[str] | None = None, *, beside: bool = False
+    def _pytest(self, args: Sequence[str], stdout: IO[str] | None = None, *,
+                lowest_priority: bool = False
                 ) -> tuple[int, dict[str, outcomes.Outcome]]:
         """Runs pytest to its end, also after Ctrl-C, when it ends what its tests have started. Returns its exit status
         and what became of each test."""
         record = self.records / f"outcomes-{next(self._numbers)}.jsonl"
-        command = [*(["nice", "-n", "19"] if beside else []), sys.executable, "-m", "pytest", "-p", "support.outcomes",
-                   "-p", "support.durations", "--outcomes-to", str(record), *args]
+        command = [*(["nice", "-n", "19"] if lowest_priority else []), sys.executable, "-m", "pytest",
+                   "-p", "support.outcomes", "-p", "support.durations", "--outcomes-to", str(record), *args]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         process = subprocess.Popen(command, cwd=self.cwd, env=os.environ | {"PYTHONPATH": path}, stdout=stdout,
                                    stderr=stdout)
@@ -216,8 +217,7 @@ def main(args: Sequence[str]) -> int:
         suite.run(" ".join(args), args)
     else:
         tier = [] if everything else DEFAULT_TIER
-        suite.run_beside("whole runs", [*WHOLE_RUNS, *tier], "unit", [*UNIT_TESTS, *tier])
-        suite.run("integration, chaos", [*SIDE_BY_SIDE, *tier])
+        suite.run_beside("whole runs", [*WHOLE_RUNS, *tier], "all other tests", [*SIDE_BY_SIDE, *tier])
         suite.run_failed_again()
     return suite.close()
 
