@@ -51,6 +51,9 @@ SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "4"), "--dist", 
                 "-p", "support.folder_workers",
                 *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests", "tests/unit",
                 "tests/gpu"]
+# What cannot be imported shows before anything runs; and pytest compiles each file once, where the workers would
+# compile all of them at the same time.
+COLLECT = [sys.executable, "-m", "pytest", "--collect-only", "-qqq", "tests", "chaos_tests"]
 ALL_SEEDS = "3000"
 MAX_UNSTABLE = 3
 _LOOK_S, _END_S = 5.0, 60.0
@@ -79,8 +82,8 @@ class Suite:
 
     def check(self, checks: dict[str, list[str]]) -> None:
         """Runs the checks side by side; the output of one that failed is shown."""
-        running = {name: subprocess.Popen(command, cwd=self.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                          text=True) for name, command in checks.items()}
+        running = {name: subprocess.Popen(command, cwd=self.cwd, env=_environment(), stdout=subprocess.PIPE,
+                                          stderr=subprocess.STDOUT, text=True) for name, command in checks.items()}
         for name, process in running.items():
             output, _ = process.communicate()
             say(f"{name}: {'FAILED' if process.returncode else 'ok'}")
@@ -154,9 +157,7 @@ class Suite:
         record = self.records / f"outcomes-{next(self._numbers)}.jsonl"
         command = [*(["nice", "-n", "19"] if lowest_priority else []), sys.executable, "-m", "pytest",
                    "-p", "support.outcomes", "-p", "support.durations", "--outcomes-to", str(record), *args]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        process = subprocess.Popen(command, cwd=self.cwd, env=os.environ | {"PYTHONPATH": path}, stdout=stdout,
-                                   stderr=stdout)
+        process = subprocess.Popen(command, cwd=self.cwd, env=_environment(), stdout=stdout, stderr=stdout)
         try:
             code = self._end_of(process, record)
         except KeyboardInterrupt:  # which pytest has had too
@@ -195,6 +196,12 @@ class FullTests:
             print(f"{test}{f' ({count} cases)' if count > 1 else ''}\n    {why}; see {proved_in}")
 
 
+def _environment() -> dict[str, str]:
+    """The environment of pytest: tests import the product and ``tests/support``."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return os.environ | {"PYTHONPATH": path}
+
+
 def say(text: str) -> None:
     print(f"[test] {text}", flush=True)
 
@@ -205,6 +212,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     if args == ["--list-full"]:
         return int(pytest.main(["--collect-only", "-qq", "-m", "full"], plugins=[FullTests()]))
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # many images set it, and every process would compile what it imports
     everything, args = args[:1] == ["--all"], [arg for arg in args if arg != "--all"]
     if everything:
         os.environ.setdefault("ELASTIC_RL_SEEDS", ALL_SEEDS)
@@ -212,7 +220,7 @@ def main(args: Sequence[str]) -> int:
     RECORDS.mkdir(parents=True)
     suite = Suite(ROOT, RECORDS, forgiving=not (everything or args))
     with tempfile.TemporaryDirectory() as site:
-        suite.check(CHECKS | {"docs": [*CHECKS["docs"], site]})
+        suite.check(CHECKS | {"docs": [*CHECKS["docs"], site]} | ({} if args else {"collection": COLLECT}))
     if args:
         suite.run(" ".join(args), args)
     else:

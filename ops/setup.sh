@@ -119,6 +119,7 @@ compile_imports() {
         "elastic_rl.engine.sglang.launch, sglang.launch_server, sglang.srt.entrypoints.http_server,
          sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager, sglang.srt.models.registry" \
         "elastic_rl.trainer.group.preload, elastic_rl.driver.__main__, elastic_rl.roles.registry, elastic_rl.data.tiny_model,
+         transformers.models.auto.modeling_auto, transformers.models.qwen3.modeling_qwen3,
          elastic_rl.coordinator.service, elastic_rl.dcs.node.service, elastic_rl.cli.main,
          ray.serve._private.controller, ray.serve._private.replica, ray._private.workers.default_worker"; do
         PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c "import ${modules//[$'\n ']/}" >>"$LOG" 2>&1 & pids+=("$!")

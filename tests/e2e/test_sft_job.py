@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
 from support.tiers import full
 from support.whole_run import whole_job
-from transformers import AutoModelForCausalLM
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.versions.service import VersionService
@@ -35,6 +35,6 @@ def test_supervised_job_learns_without_engines_and_its_policy_can_be_exported(tm
 
         with VersionService(job.cluster.cfg, info.job, info.etcd_endpoints, job.cluster.cfg.cluster_dir) as versions:
             versions.export("policy", tmp_path / "model", like=None, shard_bytes=1 << 30, force=False)
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        first = AutoModelForCausalLM.from_pretrained(job.cluster.cfg.job_dir / "model")
+        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        first = transformers.AutoModelForCausalLM.from_pretrained(job.cluster.cfg.job_dir / "model")
         assert any(not a.equal(b) for a, b in zip(exported.parameters(), first.parameters(), strict=True))

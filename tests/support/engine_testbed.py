@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from elastic_rl.config import ROLLOUT_POOL, parse
 from elastic_rl.data.samples import Sample
@@ -70,7 +70,7 @@ class EngineTestbed:
         self.raise_epoch()
         self.node = spawn_node(etcd_servers.endpoints, self.keys, "n0", tmp)
         await_node(self.etcd, self.keys, self.node)
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self.published = self.publish(seed=0)
         self.runners: dict[str, EngineRunner] = {}
         self.threads: dict[str, threading.Thread] = {}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
-from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
 from elastic_rl.cli import main
@@ -74,7 +74,7 @@ def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: P
     try:
         node = await_node(etcd, keys, process)
         epoch = fencing.raise_epoch(etcd, keys, "test").number
-        weights = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+        weights = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
         with Publisher(etcd, keys, "policy", epoch=epoch, owner="test", chunk_bytes=64 << 10, staging_ttl_s=5,
                        io_timeout_s=10) as publisher:
             publisher.publish(weights.items(), meta={"step": 0})
@@ -169,8 +169,8 @@ def test_export_and_import_keep_the_model(command: VersionsCommand, tmp_path: Pa
     folder = tmp_path / "exported"
     code, out, err = command.run("export", "policy/1", str(folder), "--shard", "0.001")
     assert code == 0, err
-    original = AutoModelForCausalLM.from_pretrained(command.model_dir, dtype=torch.float32).eval()
-    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    original = transformers.AutoModelForCausalLM.from_pretrained(command.model_dir, dtype=torch.float32).eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(original(tokens).logits, exported(tokens).logits)

@@ -19,11 +19,11 @@ import httpx
 import psutil
 import pytest
 import torch
+import transformers
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files, suspended
 from support.otlp_collector import Collector, Span, collecting
 from support.tiers import full
 from support.waiting import PATIENCE_S, wait_until
-from transformers import PreTrainedModel
 
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
@@ -131,7 +131,7 @@ def assert_complete(answers: list[Sample]) -> None:
 
 
 def updates_in_flight(testbed: EngineTestbed, engine_id: str, *, resume: bool = False
-                      ) -> Iterator[tuple[tuple[int, int], PreTrainedModel, list[Sample]]]:
+                      ) -> Iterator[tuple[tuple[int, int], transformers.PreTrainedModel, list[Sample]]]:
     """An update while requests are in flight, again and again: the versions before and after it, the weights before it,
     and the answers to the requests. Fails the test after 30 updates."""
     for seed in range(100, 130):
@@ -144,7 +144,7 @@ def updates_in_flight(testbed: EngineTestbed, engine_id: str, *, resume: bool = 
     pytest.fail("no request was in flight when the weights changed")
 
 
-def sampled_by(sample: Sample, number: int, weights: PreTrainedModel) -> bool:
+def sampled_by(sample: Sample, number: int, weights: transformers.PreTrainedModel) -> bool:
     """Whether the log-probs of a segment are those of the weights, with what is before it computed by the same weights;
     by transformers."""
     first = len(PROMPT) + sum(len(s.token_ids) for s in sample.segments[:number])
@@ -155,8 +155,8 @@ def sampled_by(sample: Sample, number: int, weights: PreTrainedModel) -> bool:
     return torch.allclose(logprobs[first - 1:][:len(segment.token_ids)], torch.tensor(segment.logprobs), atol=1e-3)
 
 
-def assert_parts(testbed: EngineTestbed, before: PreTrainedModel, samples: list[Sample], *, cached: bool = False
-                 ) -> None:
+def assert_parts(testbed: EngineTestbed, before: transformers.PreTrainedModel, samples: list[Sample], *,
+                 cached: bool = False) -> None:
     """Of samples that went on after an update. ``cached``: with the keys and values that they had, so that their
     log-probs are those of no version alone."""
     assert all(len(sample.segments) == 2 and sampled_by(sample, 0, before) for sample in samples)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files
 from support.tiers import full
 from support.waiting import PATIENCE_S, wait_until
-from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
 from elastic_rl.config import PoolConfig
@@ -49,7 +49,7 @@ class Judges:
         self.ctx = ctx.model_copy(update={
             "config": ctx.config.model_copy(update={"pools": pools}),
             "router_urls": {**ctx.router_urls, POOL: self.router.url}})
-        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
         self.runners: dict[str, EngineRunner] = {}
         self.threads: dict[str, threading.Thread] = {}
         self.start("judge-a")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from support.megatron_ranks import ATTENDED
 from support.rank_processes import Scenario, Sizes, Tensors, assert_close, run_ranks
 from support.tiers import parametrize, selected
-from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
 from elastic_rl.config import Config
@@ -88,7 +88,7 @@ def test_gradients_and_metrics_of_every_algorithm_are_those_of_one_rank(runs: Ru
 @ON_SPLIT
 def test_log_probs_are_those_of_transformers(runs: Runs, sizes: Sizes) -> None:
     found = runs.dense[sizes]["temperature"]
-    reference = AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.float32).eval()
     for replica in range(sizes[3]):
         tokens, mask = found[f"tokens {replica}"], found[f"loss_mask {replica}"]
         with torch.no_grad():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.critic_ranks import with_values
 from support.rank_processes import Scenario, Sizes, Tensors, assert_close, run_ranks
 from support.tiers import full, parametrize, selected
-from transformers import AutoModel
 
 from elastic_rl import config
 from elastic_rl.algorithms.loss_batch import LossBatch
@@ -98,7 +98,7 @@ def test_mixture_of_experts_gives_the_same_values_at_all_parallel_sizes(experts:
 
 def test_values_and_gradients_equal_those_of_transformers_in_float64(runs: Runs) -> None:
     cfg, found = make_config(ALONE), runs.dense[ALONE]["critic"]
-    trunk = AutoModel.from_pretrained(runs.model, dtype=torch.float64).eval()
+    trunk = transformers.AutoModel.from_pretrained(runs.model, dtype=torch.float64).eval()
     head = load_file(runs.model / "model.safetensors")[VALUE_HEAD].double().requires_grad_()
     batch = with_values(cfg, 64)
     mask = batch["loss_mask"][:, 1:]

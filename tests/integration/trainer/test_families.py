@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.rank_processes import Scenario, Tensors, assert_reference_is, run_ranks
 from support.tiers import parametrize, selected
-from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
 from elastic_rl.config import Config
@@ -65,7 +65,7 @@ def make_reference(folder: Path, name: str) -> torch.nn.Module:
     made = make_model_dir(folder / f"made-{name}", make_config(ALONE, settings))
     raw = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps({**raw, **changes}))
-    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter, p in model.named_parameters():
             if "norm" in parameter or "bias" in parameter:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.megatron_ranks import NOT_IMPORTED, VARIANTS, with_reference
 from support.rank_processes import Scenario, Tensors, assert_reference_is, run_ranks
 from support.tiers import parametrize, selected
-from transformers import Qwen3ForCausalLM
 
 from elastic_rl import config
 from elastic_rl.algorithms.kl import kl_estimate
@@ -50,7 +50,7 @@ def make_config(sizes: Sizes, **trainer: int) -> Config:
 
 def make_reference(folder: Path, source: Path, vocab: int) -> torch.nn.Module:
     """A model whose norms are not all ones (which would hide a skipped norm), with ``vocab`` tokens."""
-    model = Qwen3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model = transformers.Qwen3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:

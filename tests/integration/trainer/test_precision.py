@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.rank_processes import Scenario, Tensors, run_ranks
 from support.tiers import parametrize, selected
-from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
 from elastic_rl.config import Config
@@ -75,7 +75,7 @@ class Runs:
 def make_folder(folder: Path, name: str, dtype: torch.dtype, **model: Any) -> Path:
     """A model whose norms are not all ones, in files of this dtype."""
     made = make_model_dir(folder / f"made-{name}", Group(dtype="float32").config(**model))
-    reference = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     with torch.no_grad():
         for parameter, p in reference.named_parameters():
             if "norm" in parameter:
@@ -257,8 +257,9 @@ def test_updates_are_those_of_adam_on_fp32_masters(runs: Runs) -> None:
 
 def test_logits_are_those_of_transformers_in_bf16(runs: Runs) -> None:
     tokens = load_file(runs.folder / "tokens.safetensors")["tokens"]
-    logits = {dtype: AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.bfloat16).to(dtype)(
-        tokens).logits.detach().float() for dtype in (torch.bfloat16, torch.float32)}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    logits = {dtype: load(runs.folder / "dense", dtype=torch.bfloat16).to(dtype)(tokens).logits.detach().float()
+              for dtype in (torch.bfloat16, torch.float32)}
     rounding = (logits[torch.bfloat16] - logits[torch.float32]).abs().max()
     found = runs.results[ALONE]["logits"]["logits"]
     assert found.dtype == torch.bfloat16 and 0 < rounding < 0.1
