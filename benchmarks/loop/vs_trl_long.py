@@ -16,7 +16,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.report.build import Record
 
 GOAL = 1.5
-_PHASES = ("sync", "generate", "train", "between")
+_STAGES = ("sync", "generate", "train", "between")
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def rows(records: Sequence[Record], trl: Trl, bare: Bare, versions: str) -> list
                    [step["response_tokens"]["mean"] / seconds / theirs for step, seconds in steps], "×", op=">=",
                    goal=GOAL, limit=bare.tokens / sum(alone.values()) / theirs),
             Row.of("vs-trl-long-s", "a step of it", [seconds for _, seconds in steps], "s", limit=sum(alone.values()),
-                   alternatives={**{f"its {phase}": seconds for phase, seconds in phases(records).items()}, **alone,
+                   alternatives={**{f"its {stage}": seconds for stage, seconds in stages(records).items()}, **alone,
                                  f"TRL ({versions})": median(trl.seconds), "TRL's generation": median(trl.generate)})]
 
 
-def phases(records: Sequence[Record]) -> Mapping[str, float]:
-    """Median seconds of the phases of a step, as far as they were measured. Pure."""
+def stages(records: Sequence[Record]) -> Mapping[str, float]:
+    """Median seconds of the stages of a step, as far as they were measured. Pure."""
     parts = [{**step["seconds"], "between": took - step["seconds"]["total"]} for step, took in intervals(records)]
-    return {phase: median(values) for phase in _PHASES if (values := [p[phase] for p in parts if phase in p])}
+    return {stage: median(values) for stage in _STAGES if (values := [p[stage] for p in parts if stage in p])}

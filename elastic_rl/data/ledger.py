@@ -247,8 +247,8 @@ class Audit:
     """What is wrong with the groups of a run. All zero and empty: each was trained on exactly once or dropped."""
 
     lost: int = 0
-    """Groups that were skipped, neither trained nor dropped, below others that were; or the number of groups that the
-    steps lack which were done."""
+    """Groups that were skipped, neither trained nor dropped, below others that were; or the number of groups by which
+    the steps that were done have too few."""
     duplicated: int = 0
     problems: tuple[str, ...] = ()
 

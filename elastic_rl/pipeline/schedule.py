@@ -1,7 +1,8 @@
 """What a run does next, as a function of committed state. Pure.
 
-The schedule is a generator of effects: it yields what is to be done and is sent the outcome. It does no I/O and goes by
-no clock, so the same code runs the job and is run thousands of times in a simulated world that crashes.
+The schedule is a generator of effects: it yields what is to be done and is sent the outcome. It does no I/O, and no
+decision depends on a clock (effects only carry the timer that measures them), so the same code runs the job and is run
+thousands of times in a simulated world that crashes.
 
 Nothing that a run decides lives in the actor alone. Its position is the trainer's committed state: phase, step, the
 consumed groups, and the cursor, in which the schedule keeps its evaluations. A replaced actor therefore asks the
@@ -120,7 +121,7 @@ class TakenStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """An effect whose time is measured."""
+    """An effect whose stages may be timed."""
 
     timer: StepTimer = field(default_factory=StepTimer)
     """The timer begins with the effect, however often that is tried; an effect that goes on with a step has the timer
@@ -291,17 +292,17 @@ def run_sampled(plan: RunPlan) -> Effects:
 def _from_committed_state(go_on: Callable[[State, _Position], Continuation]) -> Effects:
     """Goes on from the committed state, and again whenever the job turns out to be at another one, or the continuation
     ends without the job. Ends after ``Finish``."""
-    reason, at_step = "", 0
+    reason, position = "", _Position(0)
     while True:
-        state: State = yield Resume(reason, at_step)
-        position = _Position(state.step)
         try:
+            state: State = yield Resume(reason, position.step)
+            position = _Position(state.step)
             if (yield from go_on(state, position)):
                 yield Finish(position.step)
                 return
             reason = ""
         except Lost as e:
-            reason, at_step = str(e) or "the trainer was lost", position.step
+            reason = str(e) or "the trainer was lost"
 
 
 @dataclass

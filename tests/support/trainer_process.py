@@ -40,7 +40,8 @@ def main() -> int:
 
 def forked_server_of_ranks() -> Callable[[bytes, Sequence[str], Sequence[int]], int]:
     """Forks the process that multiprocessing forks the agent's ranks from, while this one has no threads. It waits
-    until what is returned starts it, in the place of a new interpreter."""
+    until what is returned starts it, in the place of a new interpreter. ``support.forked`` cannot serve here: ranks are
+    children of multiprocessing's own server, which the agent talks to."""
     requests, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if pid := os.fork():
         far.close()

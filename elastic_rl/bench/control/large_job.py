@@ -40,10 +40,10 @@ def write_history(etcd: EtcdClient, keys: Keys) -> None:
     etcd.put(keys.stream_head(STREAM), _version(VERSIONS, now).encode())
     _write(etcd, (events.put_op(keys, events.build(event_kinds.BENCH_MEASURED, STREAM, f"version {n} is committed",
                                                    at=now - EVENTS + n)) for n in range(EVENTS)))
-    phases = {"total": 12.5, "sync": 0.5, "generate": 8.0, "reward": 0.5, "advantage": 0.1, "train": 3.0}
+    stages = {"total": 12.5, "sync": 0.5, "generate": 8.0, "reward": 0.5, "advantage": 0.1, "train": 3.0}
     _write(etcd, (Op.put(keys.step_metrics(n), StepMetrics(
         step=n, at=now - STEPS + n, reward=0.5, samples=512, tokens=65536, policy_version=n,
-        seconds=phases).encode()) for n in range(1, STEPS + 1)))
+        seconds=stages).encode()) for n in range(1, STEPS + 1)))
 
 
 def write_pools(etcd: EtcdClient, keys: Keys) -> None:

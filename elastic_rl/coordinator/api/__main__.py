@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from elastic_rl.coordinator.api import openapi
-from elastic_rl.coordinator.api.app import ROUTES
+from elastic_rl.coordinator.api.app import APP
 
 if __name__ == "__main__":
-    sys.stdout.write(openapi.text(ROUTES))
+    sys.stdout.write(openapi.text(APP))

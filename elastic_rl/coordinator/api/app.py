@@ -48,7 +48,7 @@ def _routes() -> FastAPI:
 
 def make_app(context: Context) -> ASGIApp:
     """The application of a replica, for a server."""
-    return RequestMiddleware(ROUTES, context)
+    return RequestMiddleware(APP, context)
 
 
 async def _require_json(request: Request) -> None:
@@ -77,6 +77,6 @@ def query_parameters(dependant: Dependant) -> Iterator[str]:
         yield from query_parameters(needed)
 
 
-ROUTES = _routes()
-"""The application without a replica, of which each request brings its own (``RequestMiddleware``): enough for the
-OpenAPI document. Building it takes 0.2 s."""
+APP = _routes()
+"""The application, built once a process, which takes 0.2 s. It belongs to no replica: each request brings the context
+of its replica (``RequestMiddleware``)."""

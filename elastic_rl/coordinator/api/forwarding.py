@@ -34,7 +34,7 @@ class Forwarder:
         self._lock = threading.Lock()
         self._trust: ssl.SSLContext | bool = False
         self._client: httpx.Client | None = None
-        """Believes ``_trust``."""
+        """The client whose connections trust ``_trust``."""
 
     def send(self, request: Request, body: bytes, leader: Leader | None) -> Response:
         """The leader's answer, unchanged.
@@ -69,7 +69,7 @@ class Forwarder:
         return headers | {FORWARDED: self._replica, **traces.inject()}
 
     def _client_for(self, url: str) -> httpx.Client:
-        """One that believes the authority in the file as it is now."""
+        """The client for a leader's URL: where that has TLS, it trusts the authority in the file as it is now."""
         trust = self._tls.for_url(url)
         with self._lock:
             if self._client is None or trust is not self._trust:  # requests in flight keep the old one until their end

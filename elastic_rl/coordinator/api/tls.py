@@ -30,7 +30,7 @@ def _trust_of_the_system() -> ssl.SSLContext:
 
 
 class ReloadingTrust:
-    """What clients of the admin API believe: the authority in a PEM file, which is followed, or, for "", the system's
+    """What clients of the admin API trust: the authority in a PEM file, which is followed, or, for "", the system's
     authorities, which are read when the first connection with TLS needs them."""
 
     def __init__(self, ca_file: str) -> None:

@@ -6,7 +6,7 @@ import { TRAINER_GROUPS, componentOf } from "./groups.js";
 
 const CAP = 14;
 const LEVEL = { error: "bad", warning: "warn", info: "idle" };
-// Each lane with the parts of its events; the last one has all others.
+// Each lane with the components of its events; the last one has all others.
 const LANES = [
   ["engines", new Set(["engine", "pool", "router"])],
   ["training", new Set([...TRAINER_GROUPS, "run", "actor", "logprob", "rollout", "advantages", "genrm", "teacher", "reward", "filter",

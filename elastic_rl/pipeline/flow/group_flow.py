@@ -101,7 +101,7 @@ class ChosenPart:
     ordinals: tuple[int, ...]
     """Ascending."""
     first: bool
-    """Whether no other of the step are chosen yet."""
+    """Whether these are the first groups chosen of their step."""
     step: ChosenStep | None
     """The whole step, once these are its last groups."""
 
@@ -129,7 +129,7 @@ class FlowCounts:
 
 @dataclass(frozen=True)
 class Depth:
-    """How many groups are where."""
+    """Numbers of groups by where they are."""
 
     leased: int
     queued: int
@@ -242,8 +242,9 @@ class GroupFlow:
 
     # -- the queue --------------------------------------------------------------------------------------------------
     def lost(self, ordinals: Iterable[int]) -> list[int]:
-        """The queue has no data of these groups (any more): they are generated again. Returns those that were in it.
-        Those of the step in progress are not, once they were loaded; before, ``not_loaded`` says so."""
+        """Generates groups again of which the queue has no data (any more). Returns those that had been in it. The
+        groups of the step in progress are left alone: once they are loaded nobody needs the queue's data, and before,
+        ``not_loaded`` is called."""
         found = [ordinal for ordinal in ordinals if self._ledger.state(ordinal) in (QUEUED, GENERATED)]
         self._release(found)
         self.counts.lost += len(found)
@@ -273,7 +274,7 @@ class GroupFlow:
         return [ordinal for ordinal, group in self._ledger.in_state(QUEUED).items() if group.versions[0] < oldest]
 
     def choose_again(self) -> None:
-        """What was chosen of the next step is not made of it."""
+        """Puts the groups that were chosen of the next step back into the queue: the step will be made of others."""
         for ordinal in list(self._ledger.in_state(CHOSEN)):
             self._ledger.queued(ordinal)
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before a group whose reward failed is tried again."""
 _LOOK_S = 0.05
-"""How often it is looked for groups that are due while none is under way in the main lane."""
+"""Seconds between two looks for groups that are due while none is under way in the main lane."""
 
 More = Callable[[], Sequence[Answer]]
 """Groups that were generated since the last call. It does not wait."""

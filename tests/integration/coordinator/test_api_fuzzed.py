@@ -12,7 +12,7 @@ from support.coordinators import OPERATOR
 from support.etcd_server import EtcdServers
 from support.tiers import full
 
-from elastic_rl.coordinator.api.app import ROUTES
+from elastic_rl.coordinator.api.app import APP
 from elastic_rl.etcd.records import Engine, EngineState
 
 EXAMPLES = 4
@@ -40,7 +40,7 @@ def test_schemathesis_finds_no_5xx_and_no_undocumented_answer(etcd_servers: Etcd
              "--continue-on-failure", "--no-color", "--warnings", "off"],
             capture_output=True, text=True, timeout=900, cwd=tmp_path)
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-        operations = sum(len(methods) for methods in ROUTES.openapi()["paths"].values())
+        operations = sum(len(methods) for methods in APP.openapi()["paths"].values())
         assert f"Tested: {operations - 1}" in run.stdout, run.stdout
     finally:
         cluster.close()

@@ -77,12 +77,13 @@ class TrainerInPhases(TrainerWithoutTensors):
 
 
 class EngineInPhases:
-    """A colocated engine without a server. ``stuck``: it does not release its memory while it is set."""
+    """A colocated engine without a server. ``stuck``: it does not release its memory while it is set. ``lacking``: it
+    cannot fetch a version after the first one while it is set."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, engine_id: str, epoch: int) -> None:
         self._etcd, self._keys, self._epoch = etcd, keys, epoch
-        self.id, self.holds = engine_id, False
-        self.stuck, self._stop = threading.Event(), threading.Event()
+        self.id, self.holds, self._version = engine_id, False, 0
+        self.stuck, self.lacking, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._write(EngineState.RELEASED, holds=False)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -97,11 +98,18 @@ class EngineInPhases:
             if not self.holds and guards is not None and self._write(EngineState.SYNCING, holds=True, guards=guards):
                 self.holds = True
                 self._write(EngineState.READY, holds=True)
+            elif self.holds and self._newest() != self._version:
+                self._write(EngineState.READY, holds=True)
+
+    def _newest(self) -> int:
+        """The newest version that it can fetch."""
+        head = self._etcd.get(self._keys.stream_head(Stream.POLICY))
+        number = Version.decode(head.value).number if head else 0
+        return min(number, 1) if self.lacking.is_set() else number
 
     def _write(self, state: EngineState, *, holds: bool, guards: Sequence[Any] = ()) -> bool:
-        head = self._etcd.get(self._keys.stream_head(Stream.POLICY))
-        version = Version.decode(head.value).number if state is EngineState.READY and head else 0
-        record = Engine(id=self.id, pool=ROLLOUT_POOL, state=state, epoch=self._epoch, version=version,
+        self._version = self._newest() if state is EngineState.READY else 0
+        record = Engine(id=self.id, pool=ROLLOUT_POOL, state=state, epoch=self._epoch, version=self._version,
                         holds_device=holds)
         return self._etcd.txn([*guards], [device_phase.Op.put(self._keys.engine(self.id), record.encode())]).succeeded
 
@@ -204,6 +212,22 @@ def test_engine_that_does_not_release_is_named_until_it_is_gone(job: ColocatedJo
     stuck.die()
     job.finish()
     job.assert_in_phases()
+
+
+def test_version_that_engines_lack_is_published_again_in_the_trainers_phase(
+        job: ColocatedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published beside engines that hold the devices, the trainer would have no memory for it."""
+    monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
+    job.start_actor()
+    job.wait_for(1)
+    for engine in job.engines:
+        engine.lacking.set()
+    wait_until(lambda: job.trainer.republished > 0, what="another publish")
+    for engine in job.engines:
+        engine.lacking.clear()
+    job.finish()
+    job.assert_in_phases()
+    assert "version.republished" in job.kinds("version.")
 
 
 def test_actor_that_is_replaced_in_the_middle_of_a_change_is_continued(job: ColocatedJob) -> None:

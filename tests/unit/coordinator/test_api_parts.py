@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.api import job_snapshot, openapi, pages
-from elastic_rl.coordinator.api.app import ROUTES, query_parameters
+from elastic_rl.coordinator.api.app import APP, query_parameters
 from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import MAX_PENDING, Subscription
 from elastic_rl.coordinator.api.route_docs import PROBLEMS
@@ -22,7 +22,7 @@ from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.client import KeyValue
 
 ROOT = Path(__file__).parents[3]
-DOCUMENT: dict[str, Any] = ROUTES.openapi()
+DOCUMENT: dict[str, Any] = APP.openapi()
 OPERATIONS = [(path, method, operation) for path, methods in DOCUMENT["paths"].items()
               for method, operation in methods.items()]
 
@@ -76,13 +76,13 @@ def test_subscription_gets_its_kinds_and_waits_for_the_next() -> None:
 # -- the document ------------------------------------------------------------------------------------------------------
 def test_checked_in_document_is_that_of_the_routes() -> None:
     kept = (ROOT / "docs/openapi.json").read_text()
-    assert kept == openapi.text(ROUTES), "renew it: python -m elastic_rl.coordinator.api > docs/openapi.json"
+    assert kept == openapi.text(APP), "renew it: python -m elastic_rl.coordinator.api > docs/openapi.json"
 
 
 def test_query_parameters_of_a_route_are_those_of_the_document() -> None:
     """Others are refused (``app._reject_unknown_parameters``)."""
     known = {(route.path, method.lower()): set(query_parameters(route.dependant))
-             for route in ROUTES.routes if isinstance(route, APIRoute) for method in route.methods}
+             for route in APP.routes if isinstance(route, APIRoute) for method in route.methods}
     assert {operation[:2]: known[operation[:2]] for operation in OPERATIONS} == {
         (path, method): {p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"}
         for path, method, operation in OPERATIONS}
