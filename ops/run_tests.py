@@ -96,10 +96,12 @@ class Suite:
         priority."""
         with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", dir=self.records) as log:
             first = pool.submit(self.run, name, args, log=log)
-            self.run(other, other_args, lowest_priority=True)
-            first.result()
-            log.seek(0)
-            print(f"--- {name} ---\n{log.read()}", flush=True)
+            try:
+                self.run(other, other_args, lowest_priority=True)
+                first.result()
+            finally:  # also after Ctrl-C
+                log.seek(0)
+                print(f"--- {name} ---\n{log.read()}", flush=True)
 
     def run(self, name: str, args: Sequence[str], *, log: IO[str] | None = None, lowest_priority: bool = False) -> None:
         """Runs a group of tests with these arguments of pytest. ``log`` takes their output."""
@@ -225,7 +227,12 @@ def main(args: Sequence[str]) -> int:
         suite.run(" ".join(args), args)
     else:
         tier = [] if everything else DEFAULT_TIER
-        suite.run_beside("whole runs", [*WHOLE_RUNS, *tier], "all other tests", [*SIDE_BY_SIDE, *tier])
+        whole_runs, others = [*WHOLE_RUNS, *tier], [*SIDE_BY_SIDE, *tier]
+        if everything:  # whole runs for an hour: beside them the others would have next to nothing of the machine
+            suite.run("all other tests", others)
+            suite.run("whole runs", whole_runs)
+        else:
+            suite.run_beside("whole runs", whole_runs, "all other tests", others)
         suite.run_failed_again()
     return suite.close()
 

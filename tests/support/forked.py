@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import importlib
 import json
 import os
@@ -21,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, AnyStr
@@ -83,20 +83,53 @@ class _ForkServer:
                 # the number of those that torch computes with is read when it is imported.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1",
                      "OMP_NUM_THREADS": "1"})
+        self._receive()  # what it sends once it has imported the module
+
+    @property
+    def usable(self) -> bool:
+        return self._process.poll() is None
 
     def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
+        """The pid of the process. Raises ChildProcessError when there is none."""
         message = json.dumps(request).encode()
         assert len(message) < _MESSAGE_BYTES, f"arguments and environment of {len(message)} bytes"
         with self._lock:
-            socket.send_fds(self._requests, [message], fds)
-            pid = self._requests.recv(_MESSAGE_BYTES)  # which the process sends once it has its session and files
-        assert pid, f"a fork server ended with {self._process.wait(60)}"
-        return int(pid)
+            try:
+                socket.send_fds(self._requests, [message], fds)
+            except BrokenPipeError:
+                raise self._ended() from None
+            answer = self._receive()  # what the process sends once it has its session and files
+        if "error" in answer:
+            os.waitpid(answer["pid"], 0)
+            raise ChildProcessError(answer["error"])
+        return int(answer["pid"])
+
+    def _receive(self) -> Any:
+        """The next answer. A server that gives none in time is killed: what it sends later would be taken for the
+        answer to the next request, and that process for another one."""
+        try:
+            answer = self._requests.recv(_MESSAGE_BYTES)
+        except OSError:
+            self._process.kill()
+            raise
+        if not answer:
+            raise self._ended()
+        return json.loads(answer)
+
+    def _ended(self) -> ChildProcessError:
+        return ChildProcessError(f"a fork server ended with {self._process.wait(60)}")
 
 
-@functools.cache
+_servers: dict[str, _ForkServer] = {}
+_servers_lock = threading.Lock()
+
+
 def _server(module: str) -> _ForkServer:
-    return _ForkServer(module)
+    """The module's server; another one where that has ended."""
+    with _servers_lock:
+        if module not in _servers or not _servers[module].usable:
+            _servers[module] = _ForkServer(module)
+        return _servers[module]
 
 
 # -- the fork server ---------------------------------------------------------------------------------------------------
@@ -109,6 +142,7 @@ def main() -> None:
     assert os.listdir("/proc/self/task") == [str(os.getpid())], f"imports of {module_name} start threads"
     freeze_heap()
     with socket.socket(fileno=_moved_out_of_the_way(int(requests_fd))) as requests:
+        requests.send(b"{}")
         while True:
             message, fds, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, _MAX_FDS)
             if not message:
@@ -119,8 +153,12 @@ def main() -> None:
                 os.close(fd)
         request = json.loads(message)
         request["env"] = {**set_by_imports, **request["env"]}
-        _become(request, fds)
-        requests.send(str(os.getpid()).encode())
+        try:
+            _become(request, fds)
+        except BaseException:
+            requests.send(json.dumps({"pid": os.getpid(), "error": traceback.format_exc()}).encode())
+            os._exit(1)
+        requests.send(json.dumps({"pid": os.getpid()}).encode())
     sys.argv = [str(module.__file__), *request["arguments"]]
     sys.exit(module.main())
 

@@ -41,6 +41,36 @@ def test_failed_and_killed_forked_processes_have_their_exit_codes(tmp_path: Path
     assert waiting.wait(60) == -signal.SIGKILL
 
 
+def test_next_process_has_its_own_pid_after_a_server_that_did_not_answer_in_time(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The late answer must not be taken for that of the next request: tests would signal another process."""
+    (tmp_path / "imported_slowly.py").write_text(
+        f"import pathlib, time\nif not pathlib.Path('{tmp_path}/once').exists():\n    "
+        f"pathlib.Path('{tmp_path}/once').touch()\n    time.sleep(600)\ndef main(): print(__import__('os').getpid())\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forked, "PATIENCE_S", 3.0)
+    with pytest.raises(TimeoutError):
+        ForkedProcess(["imported_slowly"], stdout=subprocess.PIPE)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    process = ForkedProcess(["imported_slowly"], stdout=subprocess.PIPE, text=True)
+    assert int(process.communicate()[0]) == process.pid
+
+
+def test_another_server_takes_the_place_of_one_that_was_killed() -> None:
+    ForkedProcess([MODULE, "--help"], stdout=subprocess.DEVNULL).wait(60)
+    server = forked._servers[MODULE]._process
+    server.kill()
+    server.wait(60)
+    assert ForkedProcess([MODULE, "--help"], stdout=subprocess.DEVNULL).wait(60) == 0
+
+
+def test_process_that_cannot_be_set_up_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "gone"))
+    with pytest.raises(ChildProcessError, match="FileNotFoundError.*gone"):
+        ForkedProcess([MODULE, "--help"])
+
+
 def test_forked_process_has_the_environment_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What imports set is there, unless the caller sets it, and what the caller has not set is not."""
     (tmp_path / "sets_variables.py").write_text(
