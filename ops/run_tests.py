@@ -79,6 +79,7 @@ class Suite:
     """Tests that failed, and passed in their second run."""
     started: float = field(default_factory=time.monotonic)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def check(self, checks: dict[str, list[str]]) -> None:
         """Runs the checks side by side; the output of one that failed is shown."""
@@ -133,6 +134,12 @@ class Suite:
                 output = f"--- first run, which failed ---\n{self.found[test].output}\n--- second run ---\n{output}"
             print(output, flush=True)
 
+    def terminate(self, *_: object) -> None:
+        """Does what Ctrl-C at a terminal does, which sends SIGINT to pytest as well. Raises KeyboardInterrupt."""
+        for process in self._processes:
+            process.send_signal(signal.SIGINT)  # nothing where it has ended
+        raise KeyboardInterrupt
+
     def close(self) -> int:
         """Prints what the run has found and, last, a line like pytest's closing line. Returns the exit status."""
         if self.unstable:
@@ -160,6 +167,7 @@ class Suite:
         command = [*(["nice", "-n", "19"] if lowest_priority else []), sys.executable, "-m", "pytest",
                    "-p", "support.outcomes", "-p", "support.durations", "--outcomes-to", str(record), *args]
         process = subprocess.Popen(command, cwd=self.cwd, env=_environment(), stdout=stdout, stderr=stdout)
+        self._processes.append(process)
         try:
             code = self._end_of(process, record)
         except KeyboardInterrupt:  # which pytest has had too
@@ -221,9 +229,20 @@ def main(args: Sequence[str]) -> int:
     shutil.rmtree(RECORDS, ignore_errors=True)
     RECORDS.mkdir(parents=True)
     suite = Suite(ROOT, RECORDS, forgiving=not (everything or args))
+    signal.signal(signal.SIGTERM, suite.terminate)
+    try:
+        _run(suite, args, everything=everything)
+    except KeyboardInterrupt:
+        suite.failed.append("interrupted")
+    return suite.close()
+
+
+def _run(suite: Suite, args: Sequence[str], *, everything: bool) -> None:
     with tempfile.TemporaryDirectory() as site:
         suite.check(CHECKS | {"docs": [*CHECKS["docs"], site]} | ({} if args else {"collection": COLLECT}))
-    if args:
+    if "collection" in suite.failed:
+        say("tests cannot be imported: none is run")
+    elif args:
         suite.run(" ".join(args), args)
     else:
         tier = [] if everything else DEFAULT_TIER
@@ -234,7 +253,6 @@ def main(args: Sequence[str]) -> int:
         else:
             suite.run_beside("whole runs", whole_runs, "all other tests", others)
         suite.run_failed_again()
-    return suite.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
-    --durations | --list-full) ;;
+    --durations | --list-full)
+        [ -x .venv/bin/python ] || { echo "there is no environment yet: bash ops/setup.sh --dev" >&2; exit 2; } ;;
     *) bash ops/setup.sh --dev || exit 1 ;;
 esac
 PATH=$PWD/.venv/bin:$PATH exec python ops/run_tests.py "$@"

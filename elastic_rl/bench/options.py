@@ -79,4 +79,4 @@ def refuse_settings(options: Options) -> None:
     """Refuses settings for benches that measure the defaults. Raises ConfigError when settings are given."""
     if options.settings:
         raise ConfigError(f"this bench takes no settings ({' '.join(options.settings)})",
-                          hint="only `bench loop` does; the others measure the default settings")
+                          hint="only the bench loop does; the others measure the default settings")

@@ -208,7 +208,7 @@ class AdminClient:
                     answer = http_client.request(method, url + path, json=body, headers={
                         **self._headers, **(headers or {})}, timeout=self._timeout_s, verify=self._tls.for_url(url))
                 except httpx.HTTPError as e:
-                    reasons.append(f"{url}: {type(e).__name__}")
+                    reasons.append(f"{url}: {str(e) or type(e).__name__}")
                     may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
                     continue
                 if answer.status_code < 400 and not _of_the_api(answer):

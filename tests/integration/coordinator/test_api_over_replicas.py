@@ -44,9 +44,10 @@ def build(etcd_servers: EtcdServers, tmp_path: Path) -> Iterator[Build]:
         cluster.close()
 
 
-def client_of(cluster: ApiCluster, ca_file: str = "") -> AdminClient:
+def client_of(cluster: ApiCluster, ca_file: str = "", **options: float) -> AdminClient:
     urls = list(cluster.replicas.urls.values())
-    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", ca_file))
+    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", ca_file),
+                       **options)
 
 
 def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(build: Build) -> None:
@@ -145,6 +146,8 @@ def test_replicas_and_clients_speak_tls_and_refuse_other_authorities(build: Buil
     for stranger in (tls.trust(""), tls.trust(str(Authority(tmp_path, "other").cert))):
         with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
             http_client.request("GET", f"{cluster.replicas.urls[follower]}/healthz", verify=stranger)
+    with pytest.raises(EtcdUnavailable, match="(?i)certificate"):
+        client_of(cluster, ca_file=str(tmp_path / "other.pem"), retry_budget_s=0.0).get("/v1/job")
     with pytest.raises(httpx.HTTPError):
         http_client.request("GET", f"http://{cluster.replicas.urls[follower].removeprefix('https://')}/healthz")
     with pytest.raises(ConfigError, match="tls_ca"):
@@ -184,6 +187,9 @@ def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Bu
     follower = "b" if cluster.replicas.leader() == "a" else "a"
     client = client_of(cluster, ca_file=str(live["ca"]))
     assert client.get("/v1/job")["leader"]
+    with cluster.client(follower, verify=tls.trust(str(old.cert))) as api:
+        forwarded = api.post("/v1/pools/rollout/scale", json={"desired": 3})
+        assert forwarded.status_code == 202, "the follower has a connection to the leader with the old authority"
     with Reader(cluster.replicas.urls[follower], verify=tls.trust(str(old.cert))) as reader:
         assert reader.next().event == "snapshot"
         install(new)
