@@ -8,9 +8,8 @@ import os
 import setproctitle
 
 from elastic_rl.engine.sglang import launch
-from elastic_rl.host.leftovers import tag_temporary_files
 
-launch.tag_files()
+launch.prepare()
 launch.import_server()
 setproctitle.getproctitle()  # it finds the place of the title, as long as the environment is where the kernel put it
 
@@ -18,7 +17,7 @@ setproctitle.getproctitle()  # it finds the place of the title, as long as the e
 def main() -> None:
     from sglang.srt.entrypoints import http_server
 
-    tag_temporary_files()
+    launch.prepare()  # again: this process has another environment, which names its tag
     # It reads the environment when it is imported.
     http_server.HEALTH_CHECK_TIMEOUT = int(os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", "20"))
     launch.main()

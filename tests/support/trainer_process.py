@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, util
 from pathlib import Path
 
-from elastic_rl.trainer.group import preload  # noqa: F401  # first, as in the server that ranks are forked from
+from elastic_rl.trainer.group import preload  # first, as in the server that ranks are forked from
 
 # isort: split
 import torch
 from safetensors.torch import save_file
 
 from elastic_rl.config import Config
-from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.trainer.group import agent
 from elastic_rl.trainer.megatron import parallel
 from support.megatron_ranks import perform
@@ -55,12 +54,13 @@ def forked_server_of_ranks() -> Callable[[bytes, Sequence[str], Sequence[int]], 
 
         return start
     requests.close()
-    die_with_parent()
     message, fds, *_ = socket.recv_fds(far, _MESSAGE_BYTES, 2)
     if message:
         os.environ.clear()
         os.environ.update(json.loads(message))
-        forkserver.main(*fds, preload=[])
+        # It is imported again, as in a new interpreter, since it prepares the process that imports it.
+        del sys.modules[preload.__name__]
+        forkserver.main(*fds, preload=[preload.__name__])
     os._exit(0)
 
 

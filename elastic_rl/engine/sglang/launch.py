@@ -10,6 +10,7 @@ forked child has it done and shares its pages. CUDA does not survive a fork, so 
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -33,11 +34,6 @@ torch_store.install()  # of a scheduler, whether it is forked or spawned
 if __name__ == "__mp_main__":
     die_with_parent()  # a scheduler must not outlive a server that was killed: it would keep the memory
 
-if __name__ == "__main__":
-    os.umask(PRIVATE_UMASK)  # of an external server too, which a person starts: its sockets take pickles
-if __name__ in ("__main__", "__mp_main__"):
-    tag_temporary_files()  # SGLang's sockets are among them
-
 if ON_CPU:
     from elastic_rl.engine.sglang import cpu_attention, sglang_cpu
 
@@ -50,12 +46,20 @@ if ON_CPU:
     sglang_cpu.install()
 
 
-def tag_files() -> None:
-    """Puts the tag of the process, where it has one, into the names of what SGLang makes in /dev/shm (see
-    ``host.leftovers``).
+def prepare() -> None:
+    """Makes the files of this process private, and tagged where the environment names a tag (see ``host.leftovers``).
 
-    Call it before the schedulers are imported: they bind ``make_shm_name`` at import.
+    Call it before the schedulers are imported, and again in a process that was forked with another environment.
     """
+    os.umask(PRIVATE_UMASK)  # of an external server too, which a person starts: its sockets take pickles
+    tag_temporary_files()  # SGLang's sockets are among them
+    tag_files()
+
+
+@functools.cache  # what it replaces must not be wrapped twice
+def tag_files() -> None:
+    """Puts the tag of the process, where it has one, into the names of what SGLang makes in /dev/shm. The schedulers
+    bind ``make_shm_name`` at import."""
     from sglang.srt.server_args import PortArgs
     from sglang.srt.utils import stale_shm_cleanup
 
@@ -75,7 +79,7 @@ def tag_files() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    tag_files()
+    prepare()
 
 
 def import_server() -> None:
