@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.etcd_server import EtcdServers
+from support.placed_actors import StandInActor, stand_in_for_ray
 
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
@@ -23,42 +23,10 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag
 
 
-class Actor:
-    """In the place of a ``PlacedActor``: it has room and ends when the test says so."""
-
-    made: list[Actor] = []
-    has_room = True
-
-    def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int) -> None:
-        self.bundle = {"CPU": cpus}
-        self.stopping = self.is_over = self.is_removed = False
-        self.made.append(self)
-
-    def is_placed(self) -> bool:
-        return self.has_room
-
-    def lacks_room(self) -> bool:
-        return not self.has_room
-
-    def end(self, *, grace_s: float) -> None:
-        self.stopping, self.is_over = True, not self.has_room
-
-    def enforce(self) -> None: ...
-
-    def outcome(self) -> tuple[int | None, str]:
-        return None, "its process was killed"
-
-    def remove(self) -> None:
-        self.is_removed = True
-
-
 @pytest.fixture
 def group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
           ) -> TrainerGroup:
-    monkeypatch.setattr(Actor, "made", [])
-    monkeypatch.setattr(Actor, "has_room", True)
-    monkeypatch.setattr(trainer_group, "PlacedActor", Actor)
-    monkeypatch.setattr(trainer_group, "ended", lambda actors: [actor for actor in actors if actor.is_over])
+    stand_in_for_ray(monkeypatch, trainer_group)
     ctx = RunContext(config=config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}}),
                      etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
                      epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
@@ -77,19 +45,20 @@ def reports(group: TrainerGroup) -> list[str]:
     return [e.message for e in events.recent(group.etcd, group.ctx.keys) if e.kind == "trainer.agent_ended"]
 
 
-def test_requested_restart_of_a_hung_group_is_carried_out_once_it_has_ended(group: TrainerGroup,
-                                                                            request_: RestartRequest) -> None:
+def test_requested_restart_of_a_hung_group_is_carried_out_once_it_was_killed(group: TrainerGroup,
+                                                                             request_: RestartRequest) -> None:
     etcd, keys = group.etcd, group.ctx.keys
     group.reconcile()
-    [hung] = Actor.made
+    [hung] = StandInActor.made
     rank = Membership(etcd, keys, "trainer", "rank-0", ttl_s=30, epoch=group.ctx.epoch).start()
     rank._stopping.set()  # as a killed process: no heartbeat any longer, and not deregistered
     for _ in range(3):
         group.reconcile(request_)
-        assert group.state is GroupState.STOPPING and open_requests(etcd, keys) and Actor.made == [hung]
-    hung.is_over = True
+        assert group.state is GroupState.STOPPING and open_requests(etcd, keys) and StandInActor.made == [hung]
+    assert hung.grace_s == trainer_group._STOP_TIMEOUT_S
+    hung.grace_is_over = True
     group.reconcile(request_)
-    assert hung.is_removed and len(Actor.made) == 2 and group.state is GroupState.RUNNING
+    assert hung.is_removed and len(StandInActor.made) == 2 and group.state is GroupState.RUNNING
     assert not open_requests(etcd, keys)
     assert members(etcd, keys, "trainer") == [], "its end must not count as a death"
     assert reports(group) == []
@@ -99,21 +68,21 @@ def test_files_that_a_killed_agent_leaves_are_removed_and_its_end_is_reported(gr
     group.reconcile()
     tag = file_tag(group.ctx.config.cluster_dir, ACTOR.name)
     left, of_another = (Path(tempfile.mkdtemp(prefix=prefix)) for prefix in (tag, f"another-{ACTOR.name}"))
-    Actor.made[0].is_over = True
+    StandInActor.made[0].is_over = True
     group.reconcile()
     assert not left.exists() and of_another.exists()
-    assert Actor.made[0].is_removed and len(reports(group)) == 1 and "was killed" in reports(group)[0]
+    assert StandInActor.made[0].is_removed and len(reports(group)) == 1 and "was killed" in reports(group)[0]
     of_another.rmdir()
 
 
 def test_group_without_room_waits_and_a_request_does_not_wait_for_the_room(
         group: TrainerGroup, request_: RestartRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Actor, "has_room", False)
+    monkeypatch.setattr(StandInActor, "has_room", False)
     group.reconcile()
     assert group.state is GroupState.PLACING and "no room in the cluster: CPU" in group.waiting
     group.reconcile(request_)
     assert not open_requests(group.etcd, group.ctx.keys) and group.state is GroupState.PLACING
-    monkeypatch.setattr(Actor, "has_room", True)
+    monkeypatch.setattr(StandInActor, "has_room", True)
     group.reconcile()
     assert group.state is GroupState.RUNNING and group.waiting == ""
     assert reports(group) == [], "nothing has failed"

@@ -1,4 +1,5 @@
-"""An engine that shares devices and has none at the moment: what becomes of it. etcd is real, the server a stand-in."""
+"""An engine that shares devices: what becomes of it, and of its claim on them, when it ends. etcd is real, the server a
+stand-in."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ class Server(EngineServer):
     def __init__(self, model_dir: str, *, cfg: EngineConfig, **_: object) -> None:
         super().__init__(cfg, secret="", log_hint="")
         self.has_ended = False
+        self.ends_when_killed = True
         self.calls: list[str] = []
 
     def start(self, wait_while: object = None) -> None: ...
@@ -46,7 +48,7 @@ class Server(EngineServer):
         return True
 
     def stop(self) -> bool:
-        return True
+        return self.ends_when_killed
 
     def in_flight(self) -> int:
         return 0
@@ -63,15 +65,22 @@ class ReleasedEngine:
     def __init__(self, ctx: RunContext, etcd: EtcdClient) -> None:
         self.etcd, self.key = etcd, ctx.keys.engine("rollout-a")
         self.claims = DeviceClaims(etcd, ctx.keys, ROLLOUT_POOL, epoch=ctx.epoch)
-        writer = FencedWriter.of_epoch(etcd, ctx.keys, ctx.epoch)
+        self._writer = FencedWriter.of_epoch(etcd, ctx.keys, ctx.epoch)
         self.runner = ColocatedRunner(ctx, "rollout-a")
         self._thread = threading.Thread(target=self.runner.run, daemon=True)
         self._thread.start()
-        assert self.claims.begin_phase(Side.ENGINES, writer, 1)
+        self.take_memory()
+        self.begin_trainer_phase()
+        wait_until(lambda: (found := self.record()) and found.state is EngineState.RELEASED, what="the release")
+
+    def take_memory(self) -> None:
+        """Begins a phase of the engines, and returns once the engine has memory."""
+        assert self.claims.begin_phase(Side.ENGINES, self._writer, 1)
         wait_until(lambda: (found := self.record()) and found.state is EngineState.SYNCING and found.holds_device,
                    what="an engine with memory")
-        assert self.claims.begin_phase(Side.TRAINER, writer, 1)
-        wait_until(lambda: (found := self.record()) and found.state is EngineState.RELEASED, what="the release")
+
+    def begin_trainer_phase(self) -> None:
+        assert self.claims.begin_phase(Side.TRAINER, self._writer, 1)
 
     @property
     def server(self) -> Server:
@@ -107,14 +116,29 @@ def engine(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pa
     made.close()
 
 
-def test_engine_whose_server_dies_without_memory_is_dead_and_holds_nothing(engine: ReleasedEngine) -> None:
+@pytest.mark.parametrize("ends_when_killed", [True, False])
+def test_engine_whose_server_dies_without_memory_is_dead_and_holds_nothing(engine: ReleasedEngine,
+                                                                           ends_when_killed: bool) -> None:
     assert engine.server.calls == ["/release_memory_occupation"]
-    engine.server.has_ended = True
+    engine.server.ends_when_killed, engine.server.has_ended = ends_when_killed, True
     engine.await_end()
     dead = engine.record()
     assert dead is not None and dead.state is EngineState.DEAD and not dead.holds_device
     assert dead.reason == "a process of the SGLang server ended"
     assert engine.claims.take_for_trainer("formation-1") == "", "the trainer waits for a dead engine"
+
+
+@pytest.mark.parametrize("ends_when_killed", [True, False])
+def test_engine_whose_server_dies_with_memory_holds_the_device_while_a_killed_process_lives(
+        engine: ReleasedEngine, ends_when_killed: bool) -> None:
+    engine.take_memory()
+    engine.server.ends_when_killed, engine.server.has_ended = ends_when_killed, True
+    engine.await_end()
+    dead = engine.record()
+    assert dead is not None and dead.state is EngineState.DEAD and dead.holds_device is not ends_when_killed
+    engine.begin_trainer_phase()
+    assert engine.claims.take_for_trainer("formation-1") == (
+        "" if ends_when_killed else "engine rollout-a to release memory")
 
 
 def test_engine_that_is_stopped_without_memory_leaves_no_record_and_the_trainer_waits_for_none(

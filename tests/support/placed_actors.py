@@ -1,0 +1,60 @@
+"""Takes the place of the driver's Ray actors, for tests of what the driver's parts do in each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+class StandInActor:
+    """In the place of a ``PlacedActor``: it has room, ends, and is out of time to end when the test says so."""
+
+    made: list[StandInActor] = []
+    has_room = True
+
+    def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int) -> None:
+        self.name, self.bundle = name, {"CPU": cpus}
+        self.placed_at = float("inf")  # it is never late
+        self.stopping = self.is_over = self.is_removed = self.grace_is_over = False
+        self.grace_s: float | None = None
+        """The time to end by itself that it was given last."""
+        self.asked: list[str] = []
+        self.made.append(self)
+
+    def is_placed(self) -> bool:
+        return self.has_room
+
+    def lacks_room(self) -> bool:
+        return not self.has_room
+
+    def ask(self, method: str) -> None:
+        self.asked.append(method)
+
+    def end(self, *, grace_s: float) -> None:
+        self.stopping, self.is_over, self.grace_s = True, not self.has_room, grace_s
+
+    def kill_after(self, seconds: float) -> None:
+        self.grace_s = seconds
+
+    def enforce(self) -> None:
+        self.is_over |= self.grace_s is not None and self.grace_is_over
+
+    def outcome(self) -> tuple[int | None, str]:
+        return None, "its process was killed"
+
+    def remove(self) -> None:
+        self.is_removed = True
+
+
+def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Has these modules of the driver place a ``StandInActor`` for each actor."""
+    def ended(actors: Iterable[StandInActor]) -> list[StandInActor]:
+        return [actor for actor in actors if actor.is_over]
+
+    monkeypatch.setattr(StandInActor, "made", [])
+    for module in modules:
+        monkeypatch.setattr(module, "PlacedActor", StandInActor)
+        monkeypatch.setattr(module, "ended", ended)
