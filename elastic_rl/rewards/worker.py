@@ -9,13 +9,21 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Sequence
 
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins.host import encoded, guard_family, imported, receive, send
 from elastic_rl.plugins.user_code import describe, text_of
 
 
-def main(descriptor: int, function: str, memory_mb: int, sandboxed: bool) -> None:
+def main(arguments: Sequence[str]) -> None:
+    """Serves as the arguments of the process say: the connection's descriptor, the function, its memory in MiB and, in
+    a sandbox only, the word ``sandboxed``."""
+    descriptor, function, memory_mb, *more = arguments
+    _serve(int(descriptor), function, int(memory_mb), sandboxed=more == ["sandboxed"])
+
+
+def _serve(descriptor: int, function: str, memory_mb: int, *, sandboxed: bool) -> None:
     """Serves ``module:function``, which is called with the JSON value of each job. ``sandboxed``: in a sandbox, which
     starts no process and ends with this one."""
     if not sandboxed:
@@ -50,4 +58,4 @@ def main(descriptor: int, function: str, memory_mb: int, sandboxed: bool) -> Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["sandboxed"])
+    main(sys.argv[1:])

@@ -12,10 +12,10 @@ from elastic_rl.rewards import worker
 
 
 def main() -> None:
-    module, descriptor, *more = sys.argv[1:]
+    module, *arguments = sys.argv[1:]
     if module == worker.__name__:
-        function, memory_mb = more
-        worker.main(int(descriptor), function, int(memory_mb), sandboxed=False)
+        worker.main(arguments)
     else:
-        assert module == host.__name__ and not more
+        assert module == host.__name__
+        [descriptor] = arguments
         host.main(int(descriptor))

@@ -3,6 +3,7 @@ program in the place of SGLang."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answer).s
 QUICK = SLOW.replace("+ 6", "+ 0")
 HANGS = "import time\nprint('loading', flush=True)\ntime.sleep(600)"
 ENDS = "raise SystemExit('no such model')"
+SAYS_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))"
 
 
 @pytest.fixture
@@ -90,3 +92,15 @@ def test_condemned_server_is_killed_and_says_why(server: SGLangServer) -> None:
     assert not server.alive() and server.failure == "no sign of life"
     server._process.wait(60)
     server.close()
+
+
+@pytest.mark.parametrize("server", [SAYS_ENVIRONMENT], indirect=True, ids=["says"])
+def test_server_on_a_cpu_downloads_nothing_and_has_one_thread(server: SGLangServer, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    for name in expected:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(EngineFailed, match="ended before it was ready"):
+        server.start()
+    server.close()
+    assert expected.items() <= json.loads((tmp_path / "log").read_text()).items()

@@ -15,6 +15,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import cluster_lock, cluster_settings
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.restart_policy import RestartLimits, ServiceState
 from elastic_rl.host.service_supervisor import ServiceSupervisor
 from elastic_rl.net.addresses import free_port
 
@@ -106,6 +107,34 @@ def test_supervisor_starts_etcd_first_and_the_others_once_it_answers(ended: Ende
     supervisor.tick()
     assert sorted(name for name, _ in ended.started) == ["coordinator-0", "dcs-node-0", "etcd-0"]
     assert supervisor.waiting() == {}
+
+
+def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: False)
+    limits = RestartLimits()
+    supervisor = ServiceSupervisor(ended.cluster, ended.info, limits=limits, clock=lambda: 5.0)
+    monkeypatch.setattr(supervisor, "_report", lambda: None)
+    with cluster_lock.held(ended.cluster.dir, timeout_s=0.0):
+        supervisor.tick()
+    assert ended.started == [] and supervisor._unreported == {}
+    assert supervisor._states["etcd-0"] == ServiceState.ended(5.0, limits), "no start was counted"
+    supervisor.tick()
+    assert [name for name, _ in ended.started] == ["etcd-0"] and supervisor._unreported.keys() == {"etcd-0"}
+
+
+def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(ended: Ended,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: False)
+    now, limits = [5.0], RestartLimits()
+    supervisor = ServiceSupervisor(ended.cluster, ended.info, limits=limits, clock=lambda: now[0])
+    monkeypatch.setattr(supervisor, "_report", lambda: None)
+    (ended.cluster.dir / "etcd" / "member").rmdir()
+    supervisor.tick()
+    assert f"the data of this cluster's etcd in {ended.cluster.dir / 'etcd'} are gone" in supervisor.waiting()["etcd-0"]
+    (ended.cluster.dir / "etcd" / "member").mkdir()
+    now[0] += limits.longest_wait_s
+    supervisor.tick()
+    assert [name for name, _ in ended.started] == ["etcd-0"] and "etcd-0" not in supervisor.waiting()
 
 
 def test_supervisor_leaves_services_of_another_boot_alone(ended: Ended) -> None:
