@@ -23,6 +23,7 @@ from elastic_rl.driver.placement import uses_cuda
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
+from elastic_rl.driver.ray_start import end_ray
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.role_deployments import RoleDeployments, kill_replicas
 from elastic_rl.driver.router_supervisor import RouterSupervisor
@@ -153,7 +154,7 @@ class ComputePlane:
                 self._ray_seen_at = time.monotonic()
                 return
             except Exception as e:  # Ray raises this very class for the timeout
-                ray.shutdown()
+                end_ray()
                 budget = budget.after_failure(time.monotonic(), jitter=random.random())
                 why = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"  # with what to do
                 self._parts.note("ray", f"it does not start: {why}")

@@ -6,6 +6,7 @@ import os
 
 import ray
 
+from elastic_rl.driver.ray_start import end_ray
 from elastic_rl.runtime.process import RAY_PRIORITY
 
 _TRIES = 5
@@ -22,6 +23,6 @@ def start_ray(cpus: int, gpus: int = 0) -> None:
                      object_store_memory=80 << 20, log_to_driver=False)
             return
         except Exception as e:
-            ray.shutdown()
+            end_ray()
             if not left or type(e) is not Exception:  # Ray raises this very class for it
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -185,7 +186,8 @@ def test_pull_survives_a_node_killed_while_it_sends(fleet: Fleet) -> None:
     assert not pull.over, "the fault came too late"
     with pull.result() as pulled:
         assert_same(pulled, tensors)
-    assert "not received from node a" in fleet.log("b"), "a was not sending when it was killed"
+    # It was killed in the middle of a chunk, or while b asked for the next one.
+    assert re.search("not received from node a|a at .* does not answer: .*reset", fleet.log("b"))
 
 
 def test_chunks_of_a_stalled_node_come_from_another(fleet: Fleet) -> None:
