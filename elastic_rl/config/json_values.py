@@ -25,8 +25,8 @@ def require_json(options: _Options) -> _Options:
 
 
 def _nested(value: Any) -> Iterator[tuple[Any, int]]:
-    """A value and all that it holds, keys included, with the depth of each. The values of one that holds itself
-    have no end."""
+    """A value and all that it holds, keys included, with the depth of each. It never ends for a value that holds
+    itself."""
     rest = [(value, 0)]
     while rest:
         found, depth = rest.pop()

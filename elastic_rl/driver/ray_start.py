@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import psutil
 import ray
 
+from elastic_rl.host import processes
+
 _PACKAGE = str(Path(ray.__file__).parent)
 """Ray's own processes are programs and scripts of its package."""
-_END_S = 5.0
 
 
 def end_ray() -> None:
     """Ends Ray and every process of it that this process has started. ``ray.shutdown`` ends nothing of a start that
     timed out: its GCS, monitor and raylet would run on, and make the next start slower still."""
     ray.shutdown()
-    left = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_END_S)
+    processes.kill(child for child in psutil.Process().children(recursive=True) if _is_of_ray(child))
 
 
 def _is_of_ray(process: psutil.Process) -> bool:

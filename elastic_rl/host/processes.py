@@ -67,12 +67,12 @@ def stop(pid: int, *, grace_s: float = 5.0) -> bool:
         in_time = False
     except psutil.NoSuchProcess:
         pass
-    _kill(family, grace_s=grace_s)
+    kill(family, grace_s=grace_s)
     _signal_group(pid, signal.SIGKILL)
     return in_time
 
 
-def _kill(family: Iterable[psutil.Process], *, grace_s: float) -> None:
+def kill(family: Iterable[psutil.Process], *, grace_s: float = 5.0) -> None:
     """Sends SIGKILL to all of them, to Python's resource trackers last and only when they do not end by themselves:
     they unlink the named semaphores of the killed processes."""
     trackers: list[psutil.Process] = []
@@ -134,7 +134,7 @@ def marked_outside(families: Iterable[int], value: str, variable: str = RUN_MARK
 def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list[int]:
     """Kills the processes that a run left behind: Ray's agents outlive a driver that was killed. Returns their pids."""
     victims = marked(value, variable)
-    _kill(victims, grace_s=grace_s)
+    kill(victims, grace_s=grace_s)
     return [p.pid for p in victims]
 
 

@@ -155,7 +155,7 @@ def main() -> None:
         request["env"] = {**set_by_imports, **request["env"]}
         try:
             _become(request, fds)
-        except BaseException:
+        except BaseException:  # whatever it is, the caller waits for an answer
             requests.send(json.dumps({"pid": os.getpid(), "error": traceback.format_exc()}).encode())
             os._exit(1)
         requests.send(json.dumps({"pid": os.getpid()}).encode())

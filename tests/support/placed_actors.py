@@ -10,7 +10,7 @@ import pytest
 
 
 class StandInActor:
-    """In the place of a ``PlacedActor``: it has room, ends, and is out of time to end when the test says so."""
+    """Stands in for a ``PlacedActor``: the test says when it is placed, ends, and has used up its time to end."""
 
     made: list[StandInActor] = []
     has_room = True

@@ -45,8 +45,8 @@ def test_next_process_has_its_own_pid_after_a_server_that_did_not_answer_in_time
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The late answer must not be taken for that of the next request: tests would signal another process."""
     (tmp_path / "imported_slowly.py").write_text(
-        f"import pathlib, time\nif not pathlib.Path('{tmp_path}/once').exists():\n    "
-        f"pathlib.Path('{tmp_path}/once').touch()\n    time.sleep(600)\ndef main(): print(__import__('os').getpid())\n")
+        f"import pathlib, signal\nif not pathlib.Path('{tmp_path}/once').exists():\n    "
+        f"pathlib.Path('{tmp_path}/once').touch()\n    signal.pause()\ndef main(): print(__import__('os').getpid())\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(forked, "PATIENCE_S", 3.0)
     with pytest.raises(TimeoutError):

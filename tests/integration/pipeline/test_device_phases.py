@@ -216,7 +216,7 @@ def test_engine_that_does_not_release_is_named_until_it_is_gone(job: ColocatedJo
 
 def test_version_that_engines_lack_is_published_again_in_the_trainers_phase(
         job: ColocatedJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published beside engines that hold the devices, the trainer would have no memory for it."""
+    """Beside engines that hold the devices, the trainer has no memory to publish from."""
     monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
     job.start_actor()
     job.wait_for(1)

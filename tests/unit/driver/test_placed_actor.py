@@ -1,4 +1,4 @@
-"""When a Ray actor that was told to end is killed. Ray is a stand-in that only notes what it is asked."""
+"""A Ray actor that does not end within its grace is killed. Ray is a stand-in that only notes its calls."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_start_that_timed_out_leaves_no_process_behind(monkeypatch: pytest.Monke
         raise TimeoutError("as Ray does after 30 s, when the raylet has not registered")
 
     before = {child.pid for child in psutil.Process().children()}
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
         monkeypatch.setattr(services, "get_node", gives_up)
         with pytest.raises(TimeoutError, match="raylet has not registered"):

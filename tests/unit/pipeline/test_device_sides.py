@@ -38,7 +38,7 @@ SIDES: dict[type, str] = {
 
 
 class Devices(SharedDevices):
-    """Note which side has the devices."""
+    """Device phases that only note which side has the devices."""
 
     def __init__(self) -> None:
         self.side, self.version = EITHER, 0
