@@ -38,7 +38,8 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
-from elastic_rl.host.service_supervisor import ServiceSupervisor
+from elastic_rl.host.agent.status import waiting_services
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.job import check as job_check
 from elastic_rl.net.engine_key import create_key
 from elastic_rl.pipeline.records.run_events import PRODUCER
@@ -73,7 +74,7 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
     its turn. ``on_tick`` is called four times a second, for the live view. ``from_job``: begin with the newest
-    committed policy of this job. The services of the local cluster are kept running meanwhile.
+    committed policy of this job.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -84,10 +85,10 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
                           hint="leave --faults out")
     if faults:
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
-    with _exclusive(cfg), ServiceSupervisor.of_run(cfg, info) as services:
-        tick = on_tick or (lambda waiting: None)
+    with _exclusive(cfg):
+        tick, cluster = on_tick or (lambda waiting: None), Cluster(cfg)
         return _run(prepare(cfg, info, from_job=from_job), info, fault_plan if faults else None,
-                    lambda: tick(services.waiting()))
+                    lambda: tick(waiting_services(cluster)))
 
 
 @contextmanager

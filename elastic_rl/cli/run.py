@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -113,8 +114,7 @@ def train(ctx: typer.Context, file: File = None,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
           ) -> None:
-    """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes. Services of the
-    cluster that end are started again."""
+    """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes."""
     from elastic_rl.host import cluster_settings, inherited_model, preflight
     from elastic_rl.job import check as job_check
     cluster = named_cluster(ctx, file, say=_say)
@@ -123,7 +123,7 @@ def train(ctx: typer.Context, file: File = None,
     if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
     before = cluster_settings.stored(cluster.dir) if cluster.known else {}
-    with signals_interrupt():
+    with signals_interrupt(), cluster.owned() if with_cluster else contextlib.nullcontext():
         try:
             info = cluster.up() if with_cluster else cluster.connect()
             code = _train(cluster.cfg, info, faults=faults, from_job=from_job)

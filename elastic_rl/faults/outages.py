@@ -15,7 +15,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
-from elastic_rl.host.processes import PidRecords
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
 
@@ -50,7 +50,7 @@ class _Outage:
 
     def _service(self, name: str) -> int:
         """Pid of a service of the local cluster."""
-        return next(r.pid for r in PidRecords(self.context.cfg.cluster_dir / "pids").alive() if r.name == name)
+        return next(r.pid for r in ServiceFiles(self.context.cfg.cluster_dir / "services").running() if r.name == name)
 
 
 class EtcdStopped(_Outage):

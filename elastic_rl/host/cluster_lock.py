@@ -9,7 +9,7 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.runtime.waiting import wait_until
@@ -32,10 +32,11 @@ def held(cluster_dir: Path, *, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def taken(lock: IO[str]) -> bool:
-    """Whether this process has the lock of an opened file, which it takes if nobody has it."""
+def taken(lock: IO[Any], *, shared: bool = False) -> bool:
+    """Whether this process has the lock of an opened file, which it takes if nobody has it. ``shared``: several may
+    have it at once, and nobody the lock that is not shared."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -17,6 +17,8 @@ import httpx
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.net import http_client
 
+SERVICE = "etcd-0"
+"""Name of the member as a service of its cluster."""
 _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"
 
 

@@ -2,8 +2,8 @@
 
 ``up`` is level-triggered: it starts what does not run, so calling it twice is harmless and calling it after a crash
 repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash, and keeps its state, with which
-the next ``up`` continues. ``revive`` starts one service again that has ended by itself. All three hold the cluster's
-lock, so that none is started beside a living one.
+the next ``up`` continues. ``revive`` starts one service again that has ended by itself; the host agent calls it. All
+three hold the cluster's lock, so that none interferes with another.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, Pr
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, kept_state, leftovers, processes, train_lock
-from elastic_rl.host.processes import PidRecord, PidRecords
+from elastic_rl.host.cluster_lock import taken
+from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
 from elastic_rl.net.engine_key import create_key
@@ -60,6 +62,10 @@ SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
+AGENTS = ("agent-0", "agent-1")
+"""Names of the two processes of the host agent: either may be the active one or the standby."""
+_OWNER = "owner.lock"
+"""A file in the cluster's folder that the owner of a cluster, if it has one, holds locked."""
 _NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
 
 
@@ -69,7 +75,9 @@ class Cluster:
     def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
         self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
         self.dir = self.cfg.cluster_dir
-        self.book = PidRecords(self.dir / "pids")
+        self.services = ServiceFiles(self.dir / "services")
+        self.agents = ServiceFiles(self.dir / "agents")
+        """The host agent, which keeps the services running, and its standby."""
         self._say = say
         self._new_data: Path | None = None
         """Folder of an etcd that this start has begun."""
@@ -85,14 +93,16 @@ class Cluster:
         """
         self._make_folder()
         with preflight_writes(self.dir), cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
-            before = {r.name for r in self.book.alive()}
+            before = {r.name for r in self.services.running()}
             try:
                 return self._up(before)
             except BaseException:
-                for record in self.book.alive():
-                    if record.name not in before:
-                        processes.stop(record.pid)
-                        self.book.forget(record.name)
+                started = [r for r in self.services.running() if r.name not in before]
+                if not before:
+                    self._stop_agents()
+                for record in started:
+                    processes.stop(record.pid)
+                    self.services.forget(record.name)
                 if not before:
                     self._unlink_segments()
                 if self._new_data is not None:  # nobody was told of it
@@ -110,6 +120,9 @@ class Cluster:
         self._secrets()
         coordinators = self._start_coordinators(running, endpoints, config)
         node_pid = self._start_dcs_node(running, endpoints, config)
+        if not self.agents.running():
+            self._say("starting the host agent")
+            self._start_agent(AGENTS[0])
         self._await_coordinators(coordinators)
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
@@ -117,6 +130,7 @@ class Cluster:
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(self.dir),
                            str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
         info.save()
+        self._disown()
         for name in (kept_state.STOPPED, kept_state.UNSAVED):
             (self.dir / name).unlink(missing_ok=True)
         self._new_data = None
@@ -142,7 +156,7 @@ class Cluster:
     @property
     def up_before(self) -> bool:
         """Whether the cluster was started and not taken down; after a crash nothing of it may run."""
-        return (self.dir / "cluster.json").exists() or bool(self.book.alive())
+        return (self.dir / "cluster.json").exists() or bool(self.services.running())
 
     @property
     def known(self) -> bool:
@@ -169,12 +183,13 @@ class Cluster:
         """Raises PreflightFailed when services of this cluster run that have no record, so that nothing is started
         beside them, and no data deleted that they use."""
         def strays() -> list[int]:
-            return processes.marked_outside((r.pid for r in self.book.alive()), str(self.dir), OWNER_ENV)
+            known = [r.pid for files in (self.services, self.agents) for r in files.running()]
+            return processes.marked_outside(known, str(self.dir), OWNER_ENV)
         try:
             wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
         except DeadlineExceeded as e:
             raise PreflightFailed(f"processes {', '.join(map(str, strays()))} of this cluster run without a record in "
-                                  f"{self.book.folder}", hint=_NO_RECORD_HINT) from e
+                                  f"{self.services.folder}", hint=_NO_RECORD_HINT) from e
 
     def _check_machine(self, running: set[str]) -> None:
         require_address(self.cfg.coordinator.host, setting="coordinator.host")
@@ -203,14 +218,15 @@ class Cluster:
                 etcd.get(Keys(self.cfg.job).epoch())  # raises EtcdUnavailable with a hint
             return endpoints
         old = self._own_endpoint()
-        if "etcd-0" in running:
+        if etcd_server.SERVICE in running:
             try:
-                self._await("etcd", "etcd-0", partial(etcd_server.healthy, old), self.cfg.etcd.start_timeout_s)
+                self._await("etcd", etcd_server.SERVICE, partial(etcd_server.healthy, old),
+                            self.cfg.etcd.start_timeout_s)
                 return [old]
             except DeadlineExceeded:
-                if any(r.name == "etcd-0" and r.alive() for r in self.book.all()):
+                if self.services.runs(etcd_server.SERVICE):
                     raise
-                running.discard("etcd-0")  # it was just ending: it is started again, as if it had been gone
+                running.discard(etcd_server.SERVICE)  # it was just ending: it is started again, as if it had been gone
         binary = etcd_server.find_binary()
         if why := etcd_server.objection(etcd_server.version(binary)):
             self._say(f"warning: {binary}: {why}")
@@ -225,13 +241,13 @@ class Cluster:
         if port:  # the services that run connect to this one
             require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
         elif running:
-            raise PreflightFailed(f"services run, and there is no record of their etcd in {self.book.folder}",
+            raise PreflightFailed(f"services run, and there is no record of their etcd in {self.services.folder}",
                                   hint="`elastic-rl down`, then `elastic-rl up` again")
         return [self._start_etcd(binary, data, port)]
 
     def _own_endpoint(self) -> str:
         """Endpoint of the etcd that ``up`` started, running or not; empty where nothing has recorded it."""
-        if record := next((r for r in self.book.all() if r.name == "etcd-0"), None):
+        if (record := self.services.get(etcd_server.SERVICE)) and record.url:
             return record.url
         info = self._info()
         return info.etcd_endpoints[0] if info and info.own_etcd else ""
@@ -249,24 +265,24 @@ class Cluster:
         for attempt in range(attempts):
             endpoint = self._spawn_etcd(binary, data, port or free_port())
             try:
-                self._await("etcd", "etcd-0", partial(etcd_server.healthy, endpoint), self.cfg.etcd.start_timeout_s)
+                self._await("etcd", etcd_server.SERVICE, partial(etcd_server.healthy, endpoint),
+                            self.cfg.etcd.start_timeout_s)
                 return endpoint
             except DeadlineExceeded:
-                self._stop([r for r in self.book.all() if r.name == "etcd-0"])
+                self._stop([r for r in self.services.all() if r.name == etcd_server.SERVICE])
                 if attempt == attempts - 1:
                     raise
         raise AssertionError("unreachable")
 
     def _spawn_etcd(self, binary: Path, data: Path, port: int) -> str:
         endpoint = f"127.0.0.1:{port}"
-        self._spawn("etcd-0", etcd_server.command(binary, data, port, free_port(),
-                                                  quota_bytes=self.cfg.etcd.quota_bytes), url=endpoint,
-                    env={"GOGC": "50"})
+        command = etcd_server.command(binary, data, port, free_port(), quota_bytes=self.cfg.etcd.quota_bytes)
+        self._spawn(etcd_server.SERVICE, command, url=endpoint, env={"GOGC": "50"})
         return endpoint
 
     def _start_coordinators(self, running: set[str], endpoints: list[str], config: Path) -> dict[str, str]:
         """Starts the replicas that are missing; returns the URL of each replica, by name."""
-        urls = {r.name: r.url for r in self.book.alive()}
+        urls = {r.name: r.url for r in self.services.running()}
         for i in range(self.cfg.coordinator.replicas):
             if (name := f"coordinator-{i}") not in running:
                 urls[name] = self._start_coordinator(i, endpoints, config)
@@ -285,7 +301,8 @@ class Cluster:
 
     def _last_port(self, name: str, host: str) -> int:
         """The port that a service had, whose clients know it; a free one where it had none or another has taken it."""
-        url = next((r.url for r in self.book.all() if r.name == name), "")
+        record = self.services.get(name)
+        url = record.url if record is not None else ""
         port = int(url.rpartition(":")[2] or 0) if url.rpartition(":")[2].isdigit() else 0
         try:
             if port:
@@ -346,18 +363,97 @@ class Cluster:
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
-        child = processes.spawn(cmd, log=self.cfg.log_dir / f"{name}.log", service=True,
-                                env={**(env or {}), OWNER_ENV: str(self.dir)})
-        self.book.add(name, child.pid, url)
-        return child.pid
+        return self.services.start(name, cmd, log=self.cfg.log_dir / f"{name}.log", url=url,
+                                   env={**(env or {}), OWNER_ENV: str(self.dir)})
 
     def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
-        record = next(r for r in self.book.all() if r.name == name)
         try:
-            wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
+            wait_until(check, timeout_s=timeout_s, what=what, alive=lambda: self.services.runs(name), poll_s=0.1)
         except DeadlineExceeded as e:
             log_file = self.cfg.log_dir / f"{name}.log"
             raise DeadlineExceeded(f"{e.message}; {_last_message(log_file)}", hint=f"see {log_file}") from e
+
+    # -- the owner ------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Makes this process the owner of the cluster within the block. When it ends without leaving the block, as by
+        kill -9, the host agent takes the cluster down. Raises ConfigError while another process owns it."""
+        self._make_folder()
+        path = self.dir / _OWNER
+        with path.with_suffix(f".{os.getpid()}").open("w") as lock:
+            taken(lock)
+            with cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+                if path.exists() and not self.abandoned:
+                    Path(lock.name).unlink()
+                    raise ConfigError(f"job {self.cfg.job} is already being trained by another process",
+                                      hint="wait for it, or name another job with --job=NAME")
+                Path(lock.name).rename(path)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the process that owned the cluster has ended without taking it down."""
+        try:
+            with (self.dir / _OWNER).open() as lock:
+                return taken(lock, shared=True)
+        except FileNotFoundError:
+            return False
+
+    def _disown(self) -> None:
+        """Forgets an owner that has ended: the cluster is now that of the command that starts or stops it."""
+        if self.abandoned:
+            (self.dir / _OWNER).unlink(missing_ok=True)
+
+    def down_if_abandoned(self) -> bool:
+        """Takes the cluster down if its owner has ended without doing it; returns whether it did."""
+        if not self.abandoned:
+            return False
+        with cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+            if not self.abandoned:  # another command has started the cluster meanwhile, and it is that one's
+                return False
+            self._say("the process that owned the cluster has ended")
+            self._down(purge=False)
+            return True
+
+    # -- the host agent -------------------------------------------------------------------------------------------
+    def start_agent_again(self, name: str) -> None:
+        """Starts one process of the host agent again if it has ended, unless another command starts or stops the
+        cluster. Raises PreflightFailed where it cannot be started."""
+        if self.agents.runs(name):
+            return
+        with contextlib.suppress(DeadlineExceeded), cluster_lock.held(self.dir, timeout_s=0.0):
+            if (self.dir / "cluster.json").exists():
+                self._start_agent(name)
+
+    def _start_agent(self, name: str) -> None:
+        """Starts one of the two processes of the host agent, of which one waits until the other has ended."""
+        self.agents.start(name, processes.python(
+            "elastic_rl.host.agent", "--name", name, f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}"),
+            log=self.cfg.log_dir / f"{name}.log", env={OWNER_ENV: str(self.dir)})
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the cluster was taken down, and no command is starting it."""
+        if (self.dir / "cluster.json").exists():
+            return False
+        try:
+            with cluster_lock.held(self.dir, timeout_s=0.0):
+                return not (self.dir / "cluster.json").exists()
+        except DeadlineExceeded:
+            return False
+        except FileNotFoundError:  # somebody has removed its folder
+            return True
+
+    def _stop_agents(self) -> None:
+        """Ends the processes of the host agent, but for this one, and none of the services, which are their children.
+        """
+        for record in self.agents.running():
+            if record.pid and record.pid != os.getpid():
+                processes.stop(record.pid, grace_s=_EXIT_GRACE_S, descendants=False)
+            self.agents.forget(record.name)
 
     # -- one service ----------------------------------------------------------------------------------------------
     def revive(self, name: str) -> bool:
@@ -370,8 +466,8 @@ class Cluster:
         try:
             with cluster_lock.held(self.dir, timeout_s=0.0):
                 info = self._info()
-                record = next((r for r in self.book.all() if r.name == name), None)
-                if info is None or record is None or record.alive():
+                record = self.services.get(name)
+                if info is None or record is None or record.running:
                     return False
                 self._require_records()
                 self._revive(record, info)
@@ -379,16 +475,16 @@ class Cluster:
         except (DeadlineExceeded, FileNotFoundError):  # the lock is held; or the cluster's folder is gone
             return False
 
-    def _revive(self, record: PidRecord, info: ClusterInfo) -> None:
+    def _revive(self, record: ServiceRecord, info: ClusterInfo) -> None:
         config = self.dir / cluster_settings.FILE
-        if record.name == "etcd-0":
+        if record.name == etcd_server.SERVICE:
             data = self.dir / "etcd"
             if not (data / "member").is_dir():  # an empty etcd would tell the services that there are no versions
                 raise PreflightFailed(f"the data of this cluster's etcd in {data} are gone",
                                       hint="`elastic-rl down`, then `elastic-rl up` again")
             if etcd_server.data_in_use(data):
                 raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
-            port = int(record.url.rpartition(":")[2])
+            port = int(info.etcd_endpoints[0].rpartition(":")[2])
             require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
         elif record.name == f"dcs-{kept_state.NODE}":
@@ -422,13 +518,14 @@ class Cluster:
             return self._down(purge)
 
     def _down(self, purge: bool) -> list[str]:
-        records = self.book.all()
+        self._stop_agents()  # which would start again what is stopped
+        records = self.services.all()
         stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
         services = self._stop(sorted(records, key=lambda r: _down_order(r.name)))
         stopped += services
-        # A service whose start was interrupted has no record.
+        # A service has no record where someone has deleted its file.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
-        self.book.clear()
+        self.services.clear()
         self._unlink_segments()
         for path in (self.cfg.ray_token_file, self.cfg.engine_key_file):
             path.unlink(missing_ok=True)
@@ -436,6 +533,7 @@ class Cluster:
             if not services.get(f"dcs-{kept_state.NODE}"):  # it was killed, now or before
                 (self.dir / kept_state.UNSAVED).touch()
             (self.dir / "cluster.json").replace(self.dir / kept_state.STOPPED)
+        self._disown()
         if purge:
             kept_state.delete(self.cfg)
         return stopped
@@ -448,14 +546,14 @@ class Cluster:
             self._say(f"warning: {e.message}")
             return None
 
-    def _stop(self, records: list[PidRecord]) -> dict[str, bool]:
+    def _stop(self, records: list[ServiceRecord]) -> dict[str, bool]:
         """Stops services; returns, by the name of each that was running, whether it ended before it was killed."""
         stopped = {}
         for record in records:
-            if record.alive():
+            if record.running:
                 grace_s = SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S
                 stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
-            self.book.forget(record.name)
+            self.services.forget(record.name)
         return stopped
 
     def _unlink_segments(self) -> None:
@@ -469,7 +567,7 @@ class Cluster:
         folder is not this user's."""
         self._require_own_folder()
         info = ClusterInfo.load(self.dir)
-        if info is None or (info.own_etcd and not self.book.alive()):
+        if info is None or (info.own_etcd and not self.services.running()):
             raise EtcdUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
                                   hint=f"start one with `elastic-rl up {kept_state.options(self.cfg)}`, or name "
                                        "another --job")

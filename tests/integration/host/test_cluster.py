@@ -63,7 +63,7 @@ def _config(tmp_path: Path, **more: object) -> Config:
 
 
 def _pids(cluster: Cluster) -> dict[str, int]:
-    return {r.name: r.pid for r in cluster.book.alive()}
+    return {r.name: r.pid for r in cluster.services.running()}
 
 
 def _runs(pid: int) -> bool:
@@ -91,8 +91,8 @@ def _assert_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str,
     assert not [pid for pid in pids.values() if _runs(pid)]
     assert not cluster.segments()
     assert all(map(_refuses, [*info.etcd_endpoints, *info.coordinators]))
-    assert not list(cluster.book.folder.glob("*.json"))
-    assert not processes.marked(str(cluster.dir))
+    assert not list(cluster.services.folder.glob("*.json"))
+    assert not processes.marked(str(cluster.dir)) and not processes.marked(str(cluster.dir), OWNER_ENV)
 
 
 def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> None:
@@ -314,7 +314,7 @@ def test_running_cluster_keeps_its_settings_and_data(tmp_path: Path, capsys: pyt
         assert _run(capsys, "up", *job)[0] == 0
         assert ClusterInfo.load(folder) == info, "the etcd that runs is found by its record"
 
-        shutil.rmtree(folder / "pids")
+        shutil.rmtree(folder / "services")
         code, said = _run(capsys, "up", *job)
         assert code == Exit.PREFLIGHT and "without a record" in said and "elastic-rl down" in said
         assert etcd_server.healthy(info.etcd_endpoints[0]) and etcd_server.data_in_use(folder / "etcd")

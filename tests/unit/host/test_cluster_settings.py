@@ -102,12 +102,12 @@ def test_down_works_with_damaged_files(tmp_path: Path) -> None:
     chunk = _started(cfg)
     (cfg.cluster_dir / "cluster.json").write_text("{")
     (cfg.cluster_dir / "config.yaml").write_bytes(b"\xff: [")
-    (cfg.cluster_dir / "pids").mkdir()
-    (cfg.cluster_dir / "pids" / "etcd-0.json").touch()
+    (cfg.cluster_dir / "services").mkdir()
+    (cfg.cluster_dir / "services" / "etcd-0.json").touch()
     stray = processes.spawn(["sleep", "600"], log=tmp_path / "log", env={OWNER_ENV: str(cfg.cluster_dir)})
     assert Cluster(cfg).down() == [f"stray {stray.pid}"]
     assert chunk.exists()
-    assert not list((cfg.cluster_dir / "pids").iterdir()) and not (cfg.cluster_dir / "cluster.json").exists()
+    assert not list((cfg.cluster_dir / "services").iterdir()) and not (cfg.cluster_dir / "cluster.json").exists()
 
 
 def test_up_refuses_another_etcd(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_up_checks_addresses_before_it_starts_anything(tmp_path: Path, settings:
     cluster = Cluster(_config(tmp_path, **settings))
     with pytest.raises(PreflightFailed, match=re.escape(names)):
         cluster.up()
-    assert not (cluster.dir / "etcd").exists() and not cluster.book.all()
+    assert not (cluster.dir / "etcd").exists() and not cluster.services.all()
 
 
 def test_up_into_a_file_is_refused(tmp_path: Path) -> None:

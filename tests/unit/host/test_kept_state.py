@@ -15,7 +15,7 @@ from elastic_rl.cli.common import err
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
-from elastic_rl.host import cluster_settings, kept_state, processes
+from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 
 
@@ -35,10 +35,8 @@ def _started(tmp_path: Path, **more: object) -> Config:
 def _start_node(cfg: Config, program: str) -> None:
     """Starts a process in the place of the DCS node, and waits until its shell runs ``program``."""
     log = cfg.run_dir / "node.log"
-    book = Cluster(cfg).book
-    child = processes.spawn(["sh", "-c", f"echo up; {program}"], log=log, service=True,
-                            env={OWNER_ENV: str(cfg.cluster_dir)})
-    book.add(f"dcs-{kept_state.NODE}", child.pid)
+    Cluster(cfg).services.start(f"dcs-{kept_state.NODE}", ["sh", "-c", f"echo up; {program}"], log=log,
+                                env={OWNER_ENV: str(cfg.cluster_dir)})
     wait_until(lambda: "up" in log.read_text(), what="the node")
 
 
@@ -49,7 +47,7 @@ def _run(*args: str) -> int:
 
 
 def _files(cfg: Config) -> set[Path]:
-    return {p for p in cfg.job_dir.rglob("*") if p.is_file() and p.parent.name != "pids"
+    return {p for p in cfg.job_dir.rglob("*") if p.is_file() and p.parent.name != "services"
             and p.name not in ("services.lock", "train.lock")}
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.host import cluster_lock, cluster_settings
+from elastic_rl.host import cluster_lock, cluster_settings, processes
+from elastic_rl.host.agent.restart_policy import RestartLimits, ServiceState
+from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.local_cluster import Cluster
-from elastic_rl.host.restart_policy import RestartLimits, ServiceState
-from elastic_rl.host.service_supervisor import ServiceSupervisor
 from elastic_rl.net.addresses import free_port
 
 
@@ -32,27 +31,37 @@ class Ended:
         self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{free_port()}"], "",
                                 str(self.cluster.dir), own_etcd=True)
         self.info.save()
-        child = subprocess.Popen(["sleep", "600"])
         for name, url in (("etcd-0", self.info.etcd_endpoints[0]), ("coordinator-0", self.info.coordinators[0]),
                           ("dcs-node-0", f"127.0.0.1:{free_port()}")):
-            self.cluster.book.add(name, child.pid, url)
-        child.kill()
-        child.wait()
+            self._start(name, url, ["true"])
+        wait_until(lambda: not self.cluster.services.running(), what="the end of the services")
         self.started: list[tuple[str, str]] = []
         monkeypatch.setattr(self.cluster, "_spawn", self._spawn)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self.started.append((name, url))
-        self.cluster.book.add(name, os.getpid(), url)
-        return os.getpid()
+        return self._start(name, url, ["sleep", "600"])
+
+    def _start(self, name: str, url: str, cmd: list[str]) -> int:
+        return self.cluster.services.start(name, cmd, log=self.cluster.cfg.log_dir / "log", url=url)
+
+    def tick(self, supervisor: ServiceSupervisor) -> Mapping[str, str]:
+        """One pass; returns what the services that do not run wait for."""
+        status = supervisor.tick(self.cluster, self.info)
+        return {name: service.reason for name, service in status.items() if service.state == "ended"}
 
     def url(self, name: str) -> str:
-        return next(r.url for r in self.cluster.book.all() if r.name == name)
+        record = self.cluster.services.get(name)
+        assert record is not None
+        return record.url
 
 
 @pytest.fixture
-def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    return Ended(tmp_path, monkeypatch)
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ended]:
+    out = Ended(tmp_path, monkeypatch)
+    yield out
+    for record in out.cluster.services.running():
+        processes.stop(record.pid)
 
 
 @pytest.mark.parametrize("name", ["etcd-0", "coordinator-0", "dcs-node-0"])
@@ -71,7 +80,7 @@ def test_nothing_is_started_beside_a_command_that_holds_the_lock(ended: Ended) -
 
 
 @pytest.mark.parametrize("taken_down", [
-    lambda e: (e.cluster.dir / "cluster.json").unlink(), lambda e: e.cluster.book.forget("dcs-node-0")])
+    lambda e: (e.cluster.dir / "cluster.json").unlink(), lambda e: e.cluster.services.forget("dcs-node-0")])
 def test_service_that_was_taken_down_stays_down(ended: Ended, taken_down: Callable[[Ended], None]) -> None:
     taken_down(ended)
     assert not ended.cluster.revive("dcs-node-0") and ended.started == []
@@ -97,50 +106,39 @@ def test_supervisor_starts_etcd_first_and_the_others_once_it_answers(ended: Ende
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [False]
     monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: answers[0])
-    supervisor = ServiceSupervisor(ended.cluster, ended.info)
-    monkeypatch.setattr(supervisor, "_report", lambda: None)
-    supervisor.tick()
+    supervisor = ServiceSupervisor()
+    monkeypatch.setattr(supervisor, "_report", lambda *_: None)
+    waiting = ended.tick(supervisor)
     assert [name for name, _ in ended.started] == ["etcd-0"]
-    assert supervisor.waiting().keys() == {"coordinator-0", "dcs-node-0"}
+    assert waiting == dict.fromkeys(("coordinator-0", "dcs-node-0"), "has ended and is started again when etcd answers")
     answers[0] = True
-    supervisor.tick()
-    supervisor.tick()
+    ended.tick(supervisor)
+    assert ended.tick(supervisor) == {}
     assert sorted(name for name, _ in ended.started) == ["coordinator-0", "dcs-node-0", "etcd-0"]
-    assert supervisor.waiting() == {}
 
 
 def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: False)
     limits = RestartLimits()
-    supervisor = ServiceSupervisor(ended.cluster, ended.info, limits=limits, clock=lambda: 5.0)
-    monkeypatch.setattr(supervisor, "_report", lambda: None)
+    supervisor = ServiceSupervisor(limits=limits, clock=lambda: 5.0)
+    monkeypatch.setattr(supervisor, "_report", lambda *_: None)
     with cluster_lock.held(ended.cluster.dir, timeout_s=0.0):
-        supervisor.tick()
+        ended.tick(supervisor)
     assert ended.started == [] and supervisor._unreported == {}
     assert supervisor._states["etcd-0"] == ServiceState.ended(5.0, limits), "no start was counted"
-    supervisor.tick()
-    assert [name for name, _ in ended.started] == ["etcd-0"] and supervisor._unreported.keys() == {"etcd-0"}
+    ended.tick(supervisor)
+    assert [name for name, _ in ended.started] == ["etcd-0"] and supervisor._unreported == {"etcd-0": 1}
 
 
 def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(ended: Ended,
                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: False)
     now, limits = [5.0], RestartLimits()
-    supervisor = ServiceSupervisor(ended.cluster, ended.info, limits=limits, clock=lambda: now[0])
-    monkeypatch.setattr(supervisor, "_report", lambda: None)
+    supervisor = ServiceSupervisor(limits=limits, clock=lambda: now[0])
+    monkeypatch.setattr(supervisor, "_report", lambda *_: None)
     (ended.cluster.dir / "etcd" / "member").rmdir()
-    supervisor.tick()
-    assert f"the data of this cluster's etcd in {ended.cluster.dir / 'etcd'} are gone" in supervisor.waiting()["etcd-0"]
+    gone = f"the data of this cluster's etcd in {ended.cluster.dir / 'etcd'} are gone"
+    assert gone in ended.tick(supervisor)["etcd-0"]
     (ended.cluster.dir / "etcd" / "member").mkdir()
     now[0] += limits.longest_wait_s
-    supervisor.tick()
-    assert [name for name, _ in ended.started] == ["etcd-0"] and "etcd-0" not in supervisor.waiting()
-
-
-def test_supervisor_leaves_services_of_another_boot_alone(ended: Ended) -> None:
-    """They may run on another host that shares the folder."""
-    for path in ended.cluster.book.folder.glob("*.json"):
-        path.write_text(path.read_text().replace('"boot": "', '"boot": "x'))
-    supervisor = ServiceSupervisor(ended.cluster, ended.info)
-    supervisor.tick()
-    assert ended.started == [] and supervisor.waiting() == {}
+    assert "etcd-0" not in ended.tick(supervisor) and [name for name, _ in ended.started] == ["etcd-0"]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_rl.host import restart_policy
-from elastic_rl.host.restart_policy import Phase, RestartLimits, ServiceState
+from elastic_rl.host.agent import restart_policy
+from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
 
 LIMITS = RestartLimits()
 lives = st.lists(st.floats(0.0, 200.0), min_size=1, max_size=60)

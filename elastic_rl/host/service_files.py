@@ -1,0 +1,155 @@
+"""The services of one machine, each with a file that its process holds locked for as long as it lives.
+
+Who starts a service locks its file first and passes the open file on, so the lock lives exactly as long as the
+service: it does not end with the process that started it, and a service whose starter was killed in the middle of the
+start is found as any other. No second process of a service can be started beside a living one. The lock tells whether a
+service runs; its pid is looked up where the file does not have it yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from elastic_rl.errors import Conflict, DeadlineExceeded
+from elastic_rl.host import processes
+from elastic_rl.host.cluster_lock import taken
+from elastic_rl.runtime.waiting import wait_until
+
+_LOCK_S = 5.0
+"""Longest wait for a lock whose holder has been killed, or that a reader has for a moment."""
+
+
+@dataclass(frozen=True)
+class ServiceRecord:
+    """A service that was started and not forgotten since."""
+
+    name: str
+    url: str = ""
+    """Address of what it serves."""
+    pid: int = 0
+    """Its process; 0 while it does not run, and for one that runs on another machine that shares the folder."""
+    running: bool = False
+
+
+class ServiceFiles:
+    """The files in a folder, one a service. A file that is deleted loses sight of its service: only ``forget`` and
+    ``clear`` delete files, once the services have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, name: str, cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None,
+              url: str = "") -> int:
+        """Starts a service that outlives this process, and returns its pid. Processes that a dead one of this service
+        has left behind, with its lock, are killed first. Raises Conflict while it runs, and PreflightFailed where it
+        cannot be started."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(self._path(name), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            if not taken(file):
+                self._end_leftovers(name)
+                try:
+                    wait_until(partial(taken, file), timeout_s=_LOCK_S, what=f"the lock of {name}")
+                except DeadlineExceeded as e:
+                    raise Conflict(f"{name} runs already: its lock {self._path(name)} is held") from e
+            _write(file, url, pid=0)
+            child = processes.spawn(cmd, log=log, env=env, service=True, pass_fds=(file.fileno(),))
+            _write(file, url, pid=child.pid)
+            return child.pid
+
+    def all(self) -> list[ServiceRecord]:
+        """Every service that was started and not forgotten, by name."""
+        return [record for path in sorted(self.folder.glob("*.json")) if (record := self.get(path.stem))]
+
+    def running(self) -> list[ServiceRecord]:
+        return [record for record in self.all() if record.running]
+
+    def get(self, name: str) -> ServiceRecord | None:
+        """The record of a service; None for one that was never started, or forgotten."""
+        path = self._path(name)
+        try:
+            with path.open("rb") as file:
+                url, pid = _read(file)
+                if taken(file, shared=True):
+                    return ServiceRecord(name, url)
+        except FileNotFoundError:
+            return None
+        if pid and _holds(pid, path):
+            return ServiceRecord(name, url, pid, running=True)
+        holders = list(_holders(path))
+        leaders = [holder for holder in holders if _leads_session(holder)]
+        # Without a holder on this machine it runs on another one. Forked children of one that has died lead no session.
+        return ServiceRecord(name, url, leaders[0] if leaders else 0, running=bool(leaders) or not holders)
+
+    def runs(self, name: str) -> bool:
+        record = self.get(name)
+        return record is not None and record.running
+
+    def forget(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        for path in self.folder.glob("*.json"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _end_leftovers(self, name: str) -> None:
+        record = self.get(name)
+        if record is not None and not record.running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.kill([psutil.Process(pid) for pid in _holders(self._path(name))])
+
+
+def _write(file: IO[bytes], url: str, pid: int) -> None:
+    """Writes the first line of a service's file in one call, so that a writer that is killed leaves the old or the new
+    one. What follows the line is the end of a longer one, and is not read."""
+    os.pwrite(file.fileno(), json.dumps({"url": url, "pid": pid}).encode() + b"\n", 0)
+
+
+def _read(file: IO[bytes]) -> tuple[str, int]:
+    """URL and pid as written; nothing of a damaged file, whose service is found by its lock all the same."""
+    try:
+        values = json.loads(file.readline())
+        return str(values["url"]), int(values["pid"])
+    except (ValueError, TypeError, KeyError):
+        return "", 0
+
+
+def _holders(path: Path) -> Iterator[int]:
+    """Pids of this user's processes, other than this one, that have the file open; oldest first."""
+    for pid in sorted(psutil.pids()):
+        if pid != os.getpid() and _holds(pid, path):
+            yield pid
+
+
+def _holds(pid: int, path: Path) -> bool:
+    """Whether a process has the file open."""
+    try:
+        wanted = path.stat()
+        return any(os.path.samestat(wanted, opened) for opened in _opened(pid))
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def _opened(pid: int) -> Iterator[os.stat_result]:
+    folder = f"/proc/{pid}/fd"
+    for fd in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.stat(f"{folder}/{fd}")
+
+
+def _leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False

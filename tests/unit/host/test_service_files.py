@@ -1,0 +1,134 @@
+"""Files of services: who lives holds the lock, whoever started it, and nothing is started beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.waiting import wait_until
+
+from elastic_rl.errors import Conflict
+from elastic_rl.host import processes, service_files
+from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
+
+SLEEP = ["sleep", "600"]
+
+
+class Services(ServiceFiles):
+    """The files of a folder, with the processes that a test has started by them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "services")
+        self._log = folder / "log"
+
+    def sleep(self, name: str = "a", *, url: str = "") -> int:
+        return self.start(name, SLEEP, log=self._log, url=url)
+
+    def kill(self, name: str = "a") -> None:
+        record = self.get(name)
+        assert record is not None
+        psutil.Process(record.pid).kill()
+        wait_until(lambda: not self.runs(name), what="the kernel to release the lock")
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Services]:
+    out = Services(tmp_path)
+    yield out
+    for pid in {pid for path in out.folder.glob("*.json*") for pid in service_files._holders(path)}:
+        psutil.Process(pid).kill()
+
+
+def test_service_is_known_by_its_lock_until_it_ends(services: Services) -> None:
+    assert services.all() == [] and services.get("a") is None and not services.runs("a")
+    pid = services.sleep(url="127.0.0.1:1")
+    assert services.running() == [ServiceRecord("a", "127.0.0.1:1", pid, running=True)]
+    services.kill()
+    assert services.all() == [ServiceRecord("a", "127.0.0.1:1")] and services.running() == []
+    assert services.sleep(url="127.0.0.1:2") != pid
+    assert services.get("a").url == "127.0.0.1:2"  # type: ignore[union-attr]
+    services.kill()
+    services.forget("a")
+    assert services.all() == []
+
+
+def test_no_service_is_started_beside_a_living_one(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_files, "_LOCK_S", 0.1)
+    pid = services.sleep()
+    with pytest.raises(Conflict, match="a runs already"):
+        services.sleep()
+    assert [r.pid for r in services.running()] == [pid]
+
+
+@pytest.mark.parametrize("killed_after", ["lock", "fork"])
+def test_service_whose_starter_was_killed_is_found_or_can_be_started(services: Services, killed_after: str) -> None:
+    """Between the lock and the fork there is no service; after it there is one, whose pid nobody has written down."""
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from elastic_rl.host import service_files
+write = service_files._write
+def killed(file, url, pid):
+    if {killed_after == "lock"} or pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(file, url, pid)
+service_files._write = killed
+files = service_files.ServiceFiles(Path({str(services.folder)!r}))
+files.start("a", {SLEEP!r}, log=Path({str(services._log)!r}), url="u")
+"""
+    starter = processes.spawn([sys.executable, "-c", program], log=services._log)
+    assert starter.wait(300) == -signal.SIGKILL
+    record = services.get("a")
+    assert record is not None
+    if killed_after == "lock":
+        assert not record.running
+        services.sleep()
+    else:
+        assert record.running and record.url == "u" and psutil.Process(record.pid).name() == "sleep"
+    services.kill()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 1}', '{"url": "u", "pid": "x"}', "\0\0"])
+def test_service_with_a_damaged_file_is_found_by_its_lock(services: Services, content: str) -> None:
+    pid = services.sleep()
+    (services.folder / "a.json").write_text(content)
+    assert services.running() == [ServiceRecord("a", "", pid, running=True)]
+    services.kill()
+    assert services.all() == [ServiceRecord("a")]
+    assert services.sleep(url="u") and services.get("a").url == "u"  # type: ignore[union-attr]
+
+
+def test_pid_that_another_process_has_now_is_not_the_service(services: Services) -> None:
+    pid = services.sleep()
+    path = services.folder / "a.json"
+    path.write_text(path.read_text().replace(str(pid), str(os.getpid())))
+    assert services.get("a") == ServiceRecord("a", "", pid, running=True)
+
+
+def test_what_a_dead_service_has_forked_does_not_count_as_it(services: Services) -> None:
+    """A forked process inherits the lock, and may outlive the service."""
+    program = "import os, time\nif os.fork() == 0: time.sleep(600)\nprint('up', flush=True)\ntime.sleep(600)"
+    services.start("a", [sys.executable, "-c", program], log=services._log)
+    wait_until(lambda: "up" in services._log.read_text(), what="the fork")
+    record = services.get("a")
+    assert record is not None
+    [forked] = psutil.Process(record.pid).children()
+    services.kill()
+    assert psutil.pid_exists(forked.pid) and services.get("a") == ServiceRecord("a")
+    services.sleep()
+    wait_until(lambda: not psutil.pid_exists(forked.pid) or forked.status() == psutil.STATUS_ZOMBIE,
+               what="the end of the forked process")
+    assert services.runs("a")
+
+
+def test_clear_forgets_every_service(services: Services) -> None:
+    services.sleep()
+    services.kill()
+    (services.folder / "b.json").write_text("{")
+    services.clear()
+    assert services.all() == []
