@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
+import psutil
 import pytest
 
 
@@ -98,3 +100,42 @@ class TwoNetworks:
 
     def _try(self, *command: str) -> bool:
         return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+
+
+class IsolatedHost:
+    """A host of ``TwoNetworks`` that shares neither processes, mounts, names nor memory with others: its namespaces for
+    them, its /dev/shm and its /tmp are its own. Skips the test where they cannot be made."""
+
+    def __init__(self, host: Host) -> None:
+        self.address = host.address
+        self._outer = subprocess.Popen(
+            [*host.inside, "unshare", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc",
+             "bash", "-c", f"hostname {host.name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp && "
+                           "echo up && exec sleep infinity"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert self._outer.stdout
+        if self._outer.stdout.readline() != b"up\n":
+            self._outer.wait()
+            pytest.skip("no pid, mount, ipc and uts namespaces can be made here (needs CAP_SYS_ADMIN)")
+        (self._init,) = psutil.Process(self._outer.pid).children()
+
+    @property
+    def inside(self) -> list[str]:
+        """What a command line begins with that runs there."""
+        return ["nsenter", "--target", str(self._init.pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
+
+    def processes(self) -> list[psutil.Process]:
+        space = os.readlink(f"/proc/{self._init.pid}/ns/pid")
+        return [p for p in psutil.process_iter() if _pid_namespace(p) == space]
+
+    def power_off(self) -> None:
+        """Ends everything there at once, as a power cut does. No error when it is off."""
+        with suppress(psutil.NoSuchProcess):
+            self._init.kill()
+        self._outer.wait()
+
+
+def _pid_namespace(process: psutil.Process) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/pid")
+    except OSError:
+        return ""
