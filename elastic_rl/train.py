@@ -8,7 +8,6 @@ etcd, however long, ends nothing here: each reading is tried again, or left out.
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,15 +37,16 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
+from elastic_rl.host.address import own_address
 from elastic_rl.host.agent.status import waiting_services
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.job import check as job_check
-from elastic_rl.net.engine_key import create_key
 from elastic_rl.pipeline.records.run_events import PRODUCER
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
-from elastic_rl.runtime.files import preflight_writes, replace_file
+from elastic_rl.runtime.files import preflight_writes
 from elastic_rl.runtime.process import RAY_PRIORITY
 from elastic_rl.telemetry.log_files import ray_environment
 
@@ -94,13 +94,14 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
 @contextmanager
 def _exclusive(cfg: Config) -> Iterator[None]:
     """Holds the job's lock, which the kernel releases however this process ends. Leaves no process or file behind."""
-    cfg.cluster_dir.mkdir(parents=True, exist_ok=True)
-    with train_lock.held(cfg.cluster_dir, cfg.job):
-        leftovers.sweep(cfg.cluster_dir)
+    paths = JobPaths.of(cfg)
+    paths.private.mkdir(parents=True, exist_ok=True)
+    with train_lock.held(paths.train_lock, cfg.job):
+        leftovers.sweep(paths)
         try:
             yield
         finally:
-            leftovers.sweep(cfg.cluster_dir)
+            leftovers.sweep(paths)
 
 
 def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None]) -> int:
@@ -128,15 +129,17 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
     other settings than these, when its model cannot be used, Fenced when another process starts the same job at the
     same moment, and PreflightFailed when its folder cannot be written."""
     cfg = _absolute(cfg)
+    paths = JobPaths.of(cfg)
     with preflight_writes(cfg.run_dir):
-        cfg.job_dir.mkdir(parents=True, exist_ok=True)
+        paths.folder.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         cfg = _admit(etcd, cfg, from_job)
-        derived.remove_unused(derived.folder(cfg))
+        derived.remove_unused(paths.data)
         model_dir = str(inherited_model.began_with(cfg))
-        with preflight_writes(cfg.job_dir):
-            cluster_settings.save(cfg, cfg.job_dir)
-        ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir)
+        with preflight_writes(paths.folder):
+            cluster_settings.save(cfg, paths.settings)
+        ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir,
+                         host=own_address())
         _reopen(etcd, ctx)
     return ctx
 
@@ -207,19 +210,19 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
 
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None]) -> int:
     """Raises PreflightFailed when the files that the driver needs cannot be written."""
-    with preflight_writes(ctx.config.cluster_dir):
-        context_file = ctx.save(ctx.config.cluster_dir / "run.json")
-        replace_file(ctx.config.ray_token_file, secrets.token_hex(32), private=True)
-        create_key(ctx.config.engine_key_file)  # of a cluster of an earlier release
-    leftovers.make_temp_folder(ctx.config.cluster_dir)
+    paths = JobPaths.of(ctx.config)
+    with preflight_writes(paths.private):
+        context_file = ctx.save(paths.context())
+    leftovers.make_temp_folder(paths)
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
     return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick).run()
 
 
 def _driver_environment(cfg: Config) -> dict[str, str | None]:
     """What the driver's environment has besides this process's own; None: a variable that it does not have."""
-    return {processes.RUN_MARK: str(cfg.cluster_dir), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(cfg.ray_token_file),
-            **leftovers.temp_environment(cfg.cluster_dir), **ray_environment(cfg.telemetry), **cfg.device.environment()}
+    paths = JobPaths.of(cfg)
+    return {processes.RUN_MARK: str(paths.private), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(paths.ray_token),
+            **leftovers.temp_environment(paths), **ray_environment(cfg.telemetry), **cfg.device.environment()}
 
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:
@@ -229,7 +232,7 @@ def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:
 
 def _start_injector(ctx: RunContext, etcd: EtcdClient, info: ClusterInfo, fault_plan: FaultPlan) -> FaultInjector:
     context = FaultContext(ctx.config, etcd, ctx.keys, AdminClient(info))
-    injector = FaultInjector(context, RunLog(ctx.config.job_dir / "steps.jsonl"),
+    injector = FaultInjector(context, RunLog(JobPaths.of(ctx.config).steps),
                              fault_plan(context, ctx.config.train.steps))
     injector.start()
     return injector
@@ -250,18 +253,18 @@ def _report(ctx: RunContext, code: int | None, *, wall_s: float) -> None:
     try:
         write_report(ctx, code, wall_s=wall_s)
     except OSError as e:  # no room, most likely; the outcome of the run is another matter
-        log.error("the report cannot be written to %s: %s", ctx.config.job_dir, e)
+        log.error("the report cannot be written to %s: %s", JobPaths.of(ctx.config).folder, e)
 
 
 def write_report(ctx: RunContext, code: int | None, *, wall_s: float) -> Path:
     """Writes report.json and report.html to the job's folder; returns the path of the page. Where etcd does not answer,
     the report is made from the run's own records, and says so. Raises OSError."""
-    cfg = ctx.config
-    records = report_build.read_records(cfg.job_dir / "steps.jsonl")
+    cfg, paths = ctx.config, JobPaths.of(ctx.config)
+    records = report_build.read_records(paths.steps)
     facts = _facts(ctx, records, code)
     report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=facts.audit, wall_s=wall_s,
                                 status=facts.status, versions=facts.versions, note=facts.note)
-    return report_html.write(report, records, cfg.job_dir)
+    return report_html.write(report, records, paths)
 
 
 def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None) -> _Facts:

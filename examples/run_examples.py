@@ -21,6 +21,7 @@ from typing import Any
 
 from elastic_rl import config
 from elastic_rl.errors import ConfigError
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import python
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -159,14 +160,14 @@ def run(name: str, seed: int, job: str, limit_s: float, threshold: Threshold | N
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 fault = f"did not end in {limit_s:g} s"
-    before, after = accuracies(_report(cfg.job_dir / "report.json"), threshold.part if threshold else "")
+    before, after = accuracies(_report(JobPaths.of(cfg).report), threshold.part if threshold else "")
     return Result(name, seed, job, before, after, time.monotonic() - began,
                   fault or fault_of(process.returncode, before, after, threshold))
 
 
 def _policy(name: str, job: str) -> Path:
     """Folder of the policy that a run has left."""
-    return config.load(EXAMPLES / f"{name}.yaml", [f"--job={job}"]).job_dir / "policy"
+    return JobPaths.of(config.load(EXAMPLES / f"{name}.yaml", [f"--job={job}"])).policy
 
 
 def _report(path: Path) -> dict[str, Any]:

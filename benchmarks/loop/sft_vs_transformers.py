@@ -18,6 +18,7 @@ from elastic_rl.data.order import sft_order, sft_ordinals
 from elastic_rl.data.sources import make_source
 from elastic_rl.data.tokenizer import PAD_ID
 from elastic_rl.host import inherited_model
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import Record, read_records
 
 GOAL = 1.0
@@ -36,7 +37,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
                         for what in specs)
     given = specs[0]["rows"]
     tokens = [sum(map(_tokens, given[i:i + cfg.sft.batch_size])) for i in range(0, len(given), cfg.sft.batch_size)]
-    yield from rows(read_records(cfg.job_dir / "steps.jsonl"), tokens, whole["seconds"], by_length["seconds"],
+    yield from rows(read_records(JobPaths.of(cfg).steps), tokens, whole["seconds"], by_length["seconds"],
                     whole["versions"])
 
 

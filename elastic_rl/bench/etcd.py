@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from elastic_rl.host import etcd_server
+from elastic_rl.host.address import own_address
 from elastic_rl.host.processes import spawn, stop
 from elastic_rl.net.addresses import free_port
 from elastic_rl.runtime.waiting import wait_until
@@ -18,10 +19,10 @@ _START_S = 60.0
 def start_etcd(folder: Path, stack: contextlib.ExitStack) -> tuple[str, int]:
     """Starts a member with its data in ``folder`` that ends with ``stack``; returns ``host:port`` and pid."""
     client, peer = free_port(), free_port()
-    process = spawn(etcd_server.command(etcd_server.find_binary(), folder / "etcd", client, peer),
+    process = spawn(etcd_server.command(etcd_server.find_binary(), folder / "etcd", own_address(), client, peer),
                     log=folder / "etcd.log")
     stack.callback(end, process)
-    endpoint = f"127.0.0.1:{client}"
+    endpoint = f"{own_address()}:{client}"
     wait_until(lambda: etcd_server.healthy(endpoint), timeout_s=_START_S, what="etcd",
                alive=lambda: process.poll() is None)
     return endpoint, process.pid
@@ -39,11 +40,12 @@ class Members:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, count: int = 3) -> None:
         ports = [(free_port(), free_port()) for _ in range(count)]
-        cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
+        cluster = ",".join(f"m{i}=http://{own_address()}:{peer}" for i, (_, peer) in enumerate(ports))
         binary = etcd_server.find_binary()
-        self.endpoints = [f"127.0.0.1:{client}" for client, _ in ports]
+        self.endpoints = [f"{own_address()}:{client}" for client, _ in ports]
         self._folder = folder
-        self._commands = [etcd_server.command(binary, folder / f"m{i}", client, peer, name=f"m{i}", cluster=cluster)
+        self._commands = [etcd_server.command(binary, folder / f"m{i}", own_address(), client, peer, name=f"m{i}",
+                                              cluster=cluster)
                           for i, (client, peer) in enumerate(ports)]
         self._running = [self._spawn(i) for i in range(count)]
         stack.callback(self._end)

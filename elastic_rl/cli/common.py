@@ -84,8 +84,8 @@ def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = T
     if not stored or not where.known:
         cfg = configuration.parse(given)
     else:
-        cfg = cluster_settings.on_top(where.dir, {**given, "job": where.cfg.job, "run_dir": str(where.cfg.run_dir)},
-                                      of_file=reading.values(file, ()))
+        location = {"job": where.cfg.job, "run_dir": str(where.cfg.run_dir)}
+        cfg = cluster_settings.on_top(where.paths.settings, {**given, **location}, of_file=reading.values(file, ()))
     return Cluster(cfg, say=say) if say else Cluster(cfg)
 
 
@@ -99,12 +99,13 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False
     ``down`` goes by what ``up`` recorded, and must work with damaged settings too."""
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
+    from elastic_rl.host.paths import jobs_with_cluster
     given = _given(ctx, file)
     where = Cluster(cluster_settings.location(given))
-    if not _names_job(ctx, file) and not (where.dir / "cluster.json").exists():
-        up = [p.parent.parent.name for p in where.cfg.run_dir.glob("*/cluster/cluster.json")]
+    if not _names_job(ctx, file) and not where.paths.info.exists():
+        up = jobs_with_cluster(where.cfg.run_dir)
         if len(up) > 1:
-            raise ConfigError(f"several clusters are up: {', '.join(sorted(up))}", hint="name one with --job=NAME")
+            raise ConfigError(f"several clusters are up: {', '.join(up)}", hint="name one with --job=NAME")
         if up:
             given["job"] = up[0]
     return _cluster_of(given, file, stored=not to_stop)
@@ -201,7 +202,7 @@ def _remote_info(url: str, token_file: Path | None, ca: Path | None) -> ClusterI
             raise ConfigError(f"{each!r} is not the URL of an admin API", hint="write it as https://HOST:PORT")
     if ca is not None and not ca.exists():
         raise ConfigError(f"there is no file {ca}", hint="--ca names the PEM file of an authority")
-    return ClusterInfo("", [], urls, str(token_file or ""), "", str(ca or ""))
+    return ClusterInfo("", [], urls, str(token_file or ""), str(ca or ""))
 
 
 def _is_http(url: str) -> bool:

@@ -122,7 +122,7 @@ def train(ctx: typer.Context, file: File = None,
     code, was_up = int(Exit.FAILED), cluster.up_before
     if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
-    before = cluster_settings.stored(cluster.dir) if cluster.known else {}
+    before = cluster_settings.stored(cluster.paths.settings) if cluster.known else {}
     with signals_interrupt(), cluster.owned() if with_cluster else contextlib.nullcontext():
         try:
             info = cluster.up() if with_cluster else cluster.connect()
@@ -131,7 +131,7 @@ def train(ctx: typer.Context, file: File = None,
                 _export_policy(cluster.cfg, info)
         except ElasticRLError:
             if with_cluster and before:  # a start that was refused must not change what the job has
-                cluster_settings.restore(before, cluster.dir)
+                cluster_settings.restore(before, cluster.paths.settings)
             if with_cluster and was_up:
                 keep_up = True
                 err.print("the cluster, which was there before, keeps running", highlight=False)
@@ -166,28 +166,30 @@ def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:
     from elastic_rl import train as training
     from elastic_rl.cli.live_view import LiveView, summary
     from elastic_rl.etcd.client import EtcdClient
+    from elastic_rl.host.paths import JobPaths
     from elastic_rl.telemetry import logs
+    paths = JobPaths.of(cfg)
     # On stderr, this process's log lines would tear the live view apart.
-    logs.setup("train", cfg.telemetry.log_level, file=cfg.log_dir / "train.log")
+    logs.setup("train", cfg.telemetry.log_level, file=paths.log("train"))
     etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
-    view = LiveView(job=cfg.job, steps=cfg.total_steps, steps_path=cfg.job_dir / "steps.jsonl", etcd=etcd)
+    view = LiveView(job=cfg.job, steps=cfg.total_steps, steps_path=paths.steps, etcd=etcd)
     try:
         code = training.run(cfg, info, faults=faults, on_tick=view.tick, from_job=from_job)
     finally:
         view.close()
         etcd.close()
-    report = cfg.job_dir / "report.json"
-    if report.exists():
-        out.print(summary(json.loads(report.read_text()), cfg.job_dir / "report.html"))
+    if paths.report.exists():
+        out.print(summary(json.loads(paths.report.read_text()), paths.report_page))
     if code:
-        err.print(f"the run ended with exit code {code}; the logs are in {cfg.log_dir}", markup=False)
+        err.print(f"the run ended with exit code {code}; the logs are in {paths.logs}", markup=False)
     return code
 
 
 def _export_policy(cfg: Config, info: Any) -> None:
     """Writes the newest policy of a job to its folder. Where that fails the cluster still has it."""
     from elastic_rl.host import inherited_model
-    target = cfg.job_dir / "policy"
+    from elastic_rl.host.paths import JobPaths
+    target = JobPaths.of(cfg).policy
     try:
         inherited_model.keep_policy(cfg, info, target)
     except ElasticRLError as e:
@@ -198,9 +200,10 @@ def _export_policy(cfg: Config, info: Any) -> None:
 
 def _print_access(cfg: Config, info: Any) -> None:
     from elastic_rl.host import kept_state
+    from elastic_rl.host.paths import ClusterPaths
     options = kept_state.options(cfg)
     lines = [f"admin API   {' '.join(info.coordinators)}", f"etcd        {' '.join(info.etcd_endpoints)}",
-             f"tokens      {info.tokens_file}", f"logs        {info.cluster_dir}/logs",
+             f"tokens      {info.tokens_file}", f"logs        {ClusterPaths.of(cfg).logs}",
              f"dashboard   elastic-rl dashboard {options}", f"status      elastic-rl status {options}",
              f"scale       elastic-rl scale 3 {options}", f"stop        elastic-rl down {options}"]
     for line in lines:

@@ -28,9 +28,12 @@ Name = Annotated[str, typer.Argument(metavar="STREAM[/N]", help="Such as policy,
 @contextmanager
 def _service(ctx: typer.Context, file: Path | None) -> Iterator[VersionService]:
     from elastic_rl.dcs.versions.service import VersionService
+    from elastic_rl.host import inherited_model
+    from elastic_rl.host.job_secrets import dcs_security
     cluster = find_cluster(ctx, file)
     info = cluster.connect()
-    with VersionService(cluster.cfg, info.job, info.etcd_endpoints, Path(info.cluster_dir)) as service:
+    with VersionService(cluster.cfg, info.job, info.etcd_endpoints, dcs_security(cluster.cfg),
+                        inherited_model.began_with(cluster.cfg)) as service:
         yield service
 
 

@@ -48,7 +48,7 @@ class DcsConfig(Section):
     """Bytes of disk that a node may use: a copy of every committed chunk, so that a restarted node still has them, and
     the chunks that do not fit into the arena. 0: memory only."""
     disk_dir: PathText = ""
-    """Folder for the chunks on disk, one subfolder a node. Empty: the cluster's folder."""
+    """Folder for the chunks on disk, one subfolder a node. Empty: one in the job's folder."""
     verify_every_s: Annotated[float, Field(ge=0)] = 60.0
     """A node verifies a chunk's digest again before it serves the chunk when the last verification is more than this
     many seconds ago. 0: every time."""
@@ -115,4 +115,5 @@ class DcsConfig(Section):
     tls_ca: PathText = ""
     """PEM file of the authority that the certificates of all nodes and clients must come from."""
     token_file: PathText = ""
-    """File with the secret that clients of the nodes must present. Empty: ``elastic-rl up`` makes one for the job."""
+    """File with the secret that clients of the nodes must present. Empty: one that is derived from the
+    cluster's secret."""

@@ -205,30 +205,6 @@ class Config(Section):
         here."""
         return {"sft": self.sft.max_steps, "rl": self.train.steps}.get(self.mode, 0)
 
-    @property
-    def job_dir(self) -> Path:
-        """Folder of everything that this job writes."""
-        return self.run_dir / self.job
-
-    @property
-    def cluster_dir(self) -> Path:
-        """Folder of the cluster's logs, pids and addresses."""
-        return self.job_dir / "cluster"
-
-    @property
-    def log_dir(self) -> Path:
-        """Folder of the logs of the cluster's processes."""
-        return self.cluster_dir / "logs"
-
-    @property
-    def ray_token_file(self) -> Path:
-        """The secret that whoever connects to the job's Ray must have."""
-        return self.cluster_dir / "ray.token"
-
-    @property
-    def engine_key_file(self) -> Path:
-        """The key that the job's engines and routers ask for (``elastic_rl.net.engine_key``)."""
-        return self.cluster_dir / "engine.key"
 
 
 def load(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Config:

@@ -1,4 +1,5 @@
-"""``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P``: one replica.
+"""``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P --tokens FILE
+[--secret FILE] [--logs FOLDER]``: one replica.
 
 Exit codes: 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the preflight
 checks or the configuration failed (a port is taken), 3 when etcd was unavailable or refused access at the start.
@@ -20,7 +21,6 @@ from pathlib import Path
 from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts.notifier import Notifier
-from elastic_rl.coordinator.api import auth
 from elastic_rl.coordinator.api.app import make_app
 from elastic_rl.coordinator.api.auth import TokenTable
 from elastic_rl.coordinator.api.authentication import Authenticator
@@ -38,11 +38,13 @@ from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.reconciler import Reconciler
 from elastic_rl.coordinator.watch_trigger import WatchTrigger
 from elastic_rl.dcs.catalog.maintenance import Maintenance
+from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.witness import HostWitness
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_server import HttpServer
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
@@ -67,7 +69,9 @@ def main(argv: list[str] | None = None) -> int:
         cfg = config.load(args.config)
         logs.setup(args.replica, cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
-        return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port))
+        token = ClusterSecret.read(args.secret).dcs(cfg.job) if args.secret else ""
+        return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port, tokens_file=args.tokens,
+                                 dcs_security=Security.from_config(cfg.dcs, token), logs_folder=args.logs))
     except (PreflightFailed, ConfigError) as e:
         log.error("%s", e)
         return EXIT_PREFLIGHT
@@ -82,18 +86,23 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--etcd", required=True, help="host:port of each member, separated by commas")
     parser.add_argument("--replica", required=True, help="name of this replica, the same after each start")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tokens", type=Path, required=True, help="table with the digests of the admin API's tokens")
+    parser.add_argument("--secret", type=Path, help="the cluster's secret, which the DCS nodes' token is derived from")
+    parser.add_argument("--logs", type=Path, help="folder of the logs of this host, which the replica then bounds")
     return parser.parse_args(argv)
 
 
-async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> int:
+async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, tokens_file: Path,
+                dcs_security: Security, logs_folder: Path | None = None) -> int:
     """Runs one replica until SIGTERM or SIGINT. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
     keys, stopping = Keys(cfg.job), threading.Event()
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
+        if logs_folder is not None:
+            cleanup.callback(LogRotation(logs_folder, cfg.telemetry).close)
         cleanup.callback(listener.close)
-        tokens = TokenTable(cfg.cluster_dir / auth.TABLE)
+        tokens = TokenTable(tokens_file)
         etcd = EtcdClient.from_config(cfg.etcd, endpoints)
         cleanup.callback(etcd.close)
         etcd.get(keys.epoch())  # raises EtcdUnavailable here, with every endpoint, and not later in a thread
@@ -112,7 +121,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
         cleanup.callback(election.stop)
         etcd_maintenance = EtcdMaintenance(etcd, cfg.etcd, is_leader=lambda: election.is_leader).start()
         cleanup.callback(etcd_maintenance.close)
-        maintenance = Maintenance(etcd, keys, cfg)
+        maintenance = Maintenance(etcd, keys, cfg.dcs, dcs_security)
         cleanup.callback(maintenance.close)
         sweep = DcsSweep(maintenance.sweep, election)
         cleanup.callback(sweep.close)

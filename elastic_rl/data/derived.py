@@ -14,7 +14,6 @@ from typing import IO
 
 import psutil
 
-from elastic_rl.config import Config
 from elastic_rl.errors import SourceFailed
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.runtime.files import replace_file
@@ -23,11 +22,6 @@ _NAME = re.compile(r".+-[0-9a-f]{16}\.(arrow|npy|json)")
 _UNFINISHED_S = 86400.0
 """Time after which a file of another machine, which nothing was written to, is one that was not finished."""
 _used: set[Path] = set()
-
-
-def folder(cfg: Config) -> Path:
-    """The folder of a job's derived files."""
-    return cfg.job_dir / "data"
 
 
 def path(folder: Path, stem: str, digest: str, suffix: str) -> Path:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.data import derived
 from elastic_rl.data.addition import Addition
 from elastic_rl.data.file_source import jsonl, parquet
 from elastic_rl.data.generated_tasks import ReasoningGym
@@ -21,6 +20,7 @@ from elastic_rl.data.order import Order, PromptOrder, sft_order
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt
 from elastic_rl.data.tokenizer import VOCAB_SIZE, CharacterTokenizer, Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugins.user_code import describe, plain, resolve, text_of
 
@@ -148,7 +148,7 @@ def _made(named: str, options: Mapping[str, Any], seed: int, cfg: Config, tokeni
     factory = resolve(named, SOURCES, setting="data.source")
     # A copy of the options: a factory that takes some out of the dict would change the settings of the run.
     given = {"seed": seed, "eval_fraction": cfg.data.eval_fraction, "tokenizer": tokenizer,
-             "folder": derived.folder(cfg), "make_part": lambda part, own, part_seed: _made(
+             "folder": JobPaths.of(cfg).data, "make_part": lambda part, own, part_seed: _made(
                  part, own, part_seed, cfg, tokenizer)}
     return factory(copy.deepcopy(dict(options)), **{name: given[name] for name in _taken(named, factory)})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import secrets
 import ssl
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +13,6 @@ from typing import Self
 from elastic_rl.config import DcsConfig
 from elastic_rl.errors import ConfigError
 from elastic_rl.net.tls import ReloadingContext
-
-TOKEN_FILE = "dcs.token"
-"""Name of the token's file in a cluster's folder, unless ``dcs.token_file`` names another."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +26,13 @@ class Security:
     """Both None: no TLS."""
 
     @classmethod
-    def from_config(cls, cfg: DcsConfig, default_token_file: Path | None = None, *, required: bool = False) -> Self:
-        """Reads the files that ``dcs`` names; ``default_token_file`` is used if it names none and the file exists.
-        ``required``: it must exist, as in a cluster, which makes it: who serves without a token admits everybody.
+    def from_config(cls, cfg: DcsConfig, token: str = "") -> Self:
+        """Reads the files that ``dcs`` names. ``token``: the one of the job, unless ``dcs.token_file`` names another.
 
         Raises ConfigError, which names the setting and the file.
         """
-        token = ""
         if cfg.token_file:
             token = _token(Path(cfg.token_file).expanduser())
-        elif default_token_file is not None and (required or default_token_file.exists()):
-            token = _token(default_token_file)
         if not cfg.tls_cert:
             return cls(token)
         files = (cfg.tls_cert, cfg.tls_key, cfg.tls_ca)
@@ -71,18 +63,13 @@ class Security:
                                "dcs.tls_cert, dcs.tls_key and dcs.tls_ca, or bind a loopback address")
 
 
-def new_token() -> str:
-    """A secret of 256 bits."""
-    return secrets.token_hex(32)
-
-
 def _token(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the token {path} of the DCS cannot be read (dcs.token_file): {e}",
-                          hint="name a text file that this user may read; without one `elastic-rl up` makes "
-                               f"{TOKEN_FILE} in the cluster's folder") from e
+                          hint="name a text file that this user may read; without one the token is derived from the "
+                               "cluster's secret") from e
     if not token:
         raise ConfigError(f"the token file {path} is empty (dcs.token_file)",
                           hint="write a secret to it: `openssl rand -hex 32`")

@@ -37,8 +37,9 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host import leftovers, processes
-from elastic_rl.net.engine_key import read_key
+from elastic_rl.host import processes
+from elastic_rl.host.job_secrets import engine_key, engine_key_file, ray_token_file
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
@@ -57,10 +58,6 @@ _RAY_LOST_S = 30.0
 """Time without any node after which Ray counts as lost. Ray itself takes a while to see that one is gone."""
 
 
-def _ray_dir(ctx: RunContext) -> Path:
-    return leftovers.temp_folder(ctx.config.cluster_dir) / "r"
-
-
 class ComputePlane:
     """Starts the parts and reconciles them. No pass waits for a part, and a fault of one stays its own: ``faults`` and
     ``waiting`` say what is wrong, and the next passes try again without end."""
@@ -70,9 +67,9 @@ class ComputePlane:
         """``report_phase``: called with the driver's phase before something that may take long, as progress.
         ``pause(seconds)``: waits, and returns whether the driver is to stop."""
         self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
-        key = read_key(ctx.config.engine_key_file)
+        self._paths, key = JobPaths.of(ctx.config), engine_key(ctx.config)
         self.routers = {name: RouterSupervisor(RouterProcess(
-            host=ctx.host, log=ctx.config.log_dir / f"router-{name}.log", key_file=ctx.config.engine_key_file,
+            host=ctx.host, log=self._paths.log(f"router-{name}"), key_file=partial(engine_key_file, ctx.config),
             request_timeout_s=pool.engine.request_timeout_s,
             sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes), epoch=ctx.epoch, key=key)
             for name, pool in ctx.config.pool_settings(ctx.model_dir).items()}
@@ -120,7 +117,7 @@ class ComputePlane:
         for group in cfg.trainer_groups:
             own = self.ctx.of_group(group)
             self.trainers[group.name] = TrainerGroup(own, self.etcd, own.save(
-                cfg.cluster_dir / f"context-{group.name}.json"), shared=self._shared if own.config.colocated else None)
+                self._paths.context(group.name)), shared=self._shared if own.config.colocated else None)
         self.pools = {name: EnginePool(self.ctx, self.etcd, name, unroute=router.unroute, shared=self._shared
                                        if self.ctx.pool(name).colocated else None)
                       for name, router in self.routers.items()}
@@ -142,11 +139,12 @@ class ComputePlane:
     def _start_ray(self) -> None:
         """Starts Ray's processes. Ray gives them 30 seconds, a constant of its own, which a busy machine may exceed; so
         it is tried again, with backoff and without end. Raises Stopped."""
-        cfg, budget, ray_dir = self.ctx.config, StartBudget(), _ray_dir(self.ctx)
+        cfg, budget, ray_dir = self.ctx.config, StartBudget(), self._paths.ray
         while True:
             shutil.rmtree(ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
             try:
                 private_folder(ray_dir.parent)
+                ray_token_file(cfg, self.ctx.epoch)  # which Ray reads when it starts
                 ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
                          object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_dir),
                          _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
@@ -165,7 +163,7 @@ class ComputePlane:
 
     @property
     def _model_log(self) -> Path:
-        return self.ctx.config.log_dir / "model.log"
+        return self._paths.log("model")
 
     def _start_model(self) -> subprocess.Popen[bytes] | None:
         """Starts to make the model that the run starts from, unless the configuration names one or it is there. In a
@@ -173,7 +171,7 @@ class ComputePlane:
         if self.ctx.config.model.path or (Path(self.ctx.model_dir) / "config.json").exists():
             return None
         return processes.spawn(processes.python("elastic_rl.data.tiny_model",
-                                                str(self.ctx.config.cluster_dir / "run.json")), log=self._model_log)
+                                                str(self._paths.context())), log=self._model_log)
 
     def _await_model(self, model: subprocess.Popen[bytes]) -> None:
         """Waits for the model, however slow the machine is. Raises ConfigError and Stopped."""
@@ -264,7 +262,7 @@ class ComputePlane:
         """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
         a failure. What fails to end does not keep the others from it."""
         with contextlib.ExitStack() as last:
-            last.callback(shutil.rmtree, _ray_dir(self.ctx), ignore_errors=True)
+            last.callback(shutil.rmtree, self._paths.ray, ignore_errors=True)
             for router in self.routers.values():
                 last.callback(router.stop)
             if ray.is_initialized():

@@ -28,7 +28,8 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag, remove_files
+from elastic_rl.host.leftovers import remove_files
+from elastic_rl.host.paths import JobPaths
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ class EnginePool:
             if record:
                 self._unroute(record.url)
             placed.remove()
-            remove_files(file_tag(self.ctx.config.cluster_dir, engine_id))
+            remove_files(JobPaths.of(self.ctx.config).file_tag(engine_id))
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
             records.pop(engine_id, None)
 

@@ -25,6 +25,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
+from elastic_rl.host.paths import JobPaths
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class DriverSupervisor:
         self._ctx, self._etcd, self._keys = ctx, etcd, ctx.keys
         self._policy = ctx.config.failure_policy
         self._command, self._env, self._on_tick = command, env, on_tick
-        self._log_file = ctx.config.log_dir / "driver.log"
+        self._log_file = JobPaths.of(ctx.config).log("driver")
 
     def run(self) -> int:
         """Returns 0 when the job has finished, 1 when it has failed or the driver is in a crash loop. Waits as long as

@@ -21,7 +21,8 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
-from elastic_rl.host.leftovers import file_tag, remove_files
+from elastic_rl.host.leftovers import remove_files
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import StoppedProcesses
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class TrainerGroup:
         """Removes the actor, if it has not been, and the files that a killed agent leaves."""
         placed.remove()
         self._placed = None
-        remove_files(file_tag(self.ctx.config.cluster_dir, self.name))
+        remove_files(JobPaths.of(self.ctx.config).file_tag(self.name))
 
     def _start(self) -> None:
         cfg = self.ctx.config
@@ -168,7 +169,7 @@ class TrainerGroup:
             return  # a later pass starts it
         try:
             self._placed = PlacedActor(self.name, self._body, str(self.context_file),
-                                       str((cfg.log_dir / f"{self.name}.log").resolve()),
+                                       str(JobPaths.of(cfg).log(self.name).resolve()),
                                        *((shared,) if shared else ()),
                                        cpus=float(world), gpus=world if uses_cuda(cfg.device) and not shared else 0)
         except Exception:  # reported by the caller

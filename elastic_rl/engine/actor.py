@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import redirect_output
@@ -15,7 +16,7 @@ class EngineActor:
 
     def __init__(self, ctx: RunContext, engine_id: str, pool: str, external_url: str = "", gpus: str = "") -> None:
         """``gpus``: those that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
-        redirect_output(ctx.config.log_dir / f"runner-{engine_id}.log")  # SGLang's own one is engine-….log
+        redirect_output(JobPaths.of(ctx.config).log(f"runner-{engine_id}"))  # SGLang's own one is engine-….log
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
         traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")
         # An external server shares no device with the trainer: its memory is someone else's.

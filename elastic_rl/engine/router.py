@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,10 @@ class RouterProcess:
     restarts."""
 
     def __init__(self, *, host: str, log: Path, request_timeout_s: float, start_timeout_s: float = 30.0,
-                 sticky: bool = False, key_file: Path | None = None) -> None:
+                 sticky: bool = False, key_file: Callable[[], Path] | None = None) -> None:
         """``request_timeout_s``: that of its clients. ``sticky``: requests of one routing key go to one engine
-        (``GenerateClient.generate``). ``key_file``: the file of the key that it asks for (``engine_key``)."""
+        (``GenerateClient.generate``). ``key_file``: makes the file of the key that it asks for (``engine_key``), before
+        each start."""
         self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
         self._host, self._log, self._key_file = host, log, key_file
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
@@ -80,7 +81,7 @@ class RouterProcess:
                  "request-timeout-secs": ceil(self._request_timeout_s + _LONGER_THAN_CLIENT_S)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
         self._process = spawn(python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
-                              log=self._log, env={KEY_FILE_ENV: str(self._key_file)} if self._key_file else {})
+                              log=self._log, env={KEY_FILE_ENV: str(self._key_file())} if self._key_file else {})
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -13,7 +13,6 @@ from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, read_evidence
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.record import EngineRecord
@@ -37,8 +36,8 @@ from elastic_rl.etcd.client import Compare
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag
-from elastic_rl.net.engine_key import read_key
+from elastic_rl.host.job_secrets import dcs_security, engine_key, engine_key_file
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry import traces
@@ -92,17 +91,17 @@ class EngineRunner:
         self._joined = False
         """Whether the engine has been READY."""
         self._external = bool(external_url)
-        self._key = read_key(ctx.config.engine_key_file)
+        self._key, paths = engine_key(ctx.config), JobPaths.of(ctx.config)
         self._server: EngineServer = ExternalServer(
             external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None, key=self._key
         ) if external_url else SGLangServer(
             self._pool.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
-            log=ctx.config.log_dir / f"engine-{engine_id}.log", deterministic=ctx.config.deterministic,
+            log=paths.log(f"engine-{engine_id}"), deterministic=ctx.config.deterministic,
             folder_version=0 if self._pool.stream else FOLDER_VERSION, shares_devices=self._pool.colocated,
-            gpus=gpus, key_file=ctx.config.engine_key_file,
+            gpus=gpus, key_file=engine_key_file(ctx.config),
             # The same engine of the same run samples the same; no two engines share a seed.
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
-            tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
+            tag=paths.file_tag(engine_id, secrets.token_hex(4)))
         self._monitor = HealthMonitor(
             self._server.probe, self._server.effort, on_frozen=self._server.condemn,
             limits=HealthLimits(self._cfg.frozen_after_s, self._cfg.busy_limit_s, gap_s=self._cfg.frozen_after_s / 2),
@@ -194,7 +193,7 @@ class EngineRunner:
         """Applies each new head until the engine leaves. Raises EngineFailed and Fenced."""
         dcs = self._ctx.config.dcs
         puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", io_timeout_s=dcs.io_timeout_s,
-                        security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
+                        security=dcs_security(self._ctx.config))
         heads = puller.watch_head(stream)
         target: Version | None = None
         lost = False

@@ -35,7 +35,7 @@ class RunContext(BaseModel):
     """Base URL of the SGLang router of each pool, by the pool's name."""
     group_name: str = ACTOR.name
     """Trainer group that the process belongs to, if to any: ``of_group`` makes the context of one."""
-    host: str = "127.0.0.1"
+    host: str
     """Address at which other processes of the run reach this host."""
 
     def save(self, path: Path | str) -> Path:

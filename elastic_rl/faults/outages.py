@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
@@ -50,7 +51,7 @@ class _Outage:
 
     def _service(self, name: str) -> int:
         """Pid of a service of the local cluster."""
-        return next(r.pid for r in ServiceFiles(self.context.cfg.cluster_dir / "services").running() if r.name == name)
+        return next(r.pid for r in ServiceFiles(ClusterPaths.of(self.context.cfg).services).running() if r.name == name)
 
 
 class EtcdStopped(_Outage):
@@ -127,7 +128,7 @@ class SecondActor(_Outage):
         etcd, keys, cfg = self.context.etcd, self.context.keys, self.context.cfg
         epoch = fencing.current_epoch(etcd, keys)
         self.term = fencing.begin_term(etcd, keys, epoch, "second actor")
-        client = TrainerClient(etcd, keys, Security.from_config(cfg.dcs, cfg.cluster_dir / TOKEN_FILE), epoch=epoch,
+        client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch,
                                term=self.term)
         try:
             client.wait_ready()  # fences the first one off

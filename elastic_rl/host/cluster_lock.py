@@ -14,20 +14,18 @@ from typing import IO, Any
 from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.runtime.waiting import wait_until
 
-FILE = "services.lock"
-
 
 @contextmanager
-def held(cluster_dir: Path, *, timeout_s: float) -> Iterator[None]:
-    """Holds the lock of the cluster in this folder. ``timeout_s``: how long to wait for it; 0: not at all.
+def held(path: Path, *, timeout_s: float) -> Iterator[None]:
+    """Holds the lock of a cluster, the file at ``path``. ``timeout_s``: how long to wait for it; 0: not at all.
 
     Raises DeadlineExceeded while another command holds it, and FileNotFoundError where there is no such folder.
     """
-    with (cluster_dir / FILE).open("w") as lock:
+    with path.open("w") as lock:
         try:
             wait_until(lambda: taken(lock), timeout_s=timeout_s, what="the cluster's lock")
         except DeadlineExceeded as e:
-            raise DeadlineExceeded(f"another command is starting or stopping the services in {cluster_dir}",
+            raise DeadlineExceeded(f"another command is starting or stopping the services in {path.parent}",
                                    hint="wait for it to end, then try again") from e
         yield
 

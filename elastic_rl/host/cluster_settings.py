@@ -14,7 +14,6 @@ from elastic_rl.config import Config, reading
 from elastic_rl.errors import ConfigError
 from elastic_rl.runtime.files import replace_file, require_own_folder
 
-FILE = "config.yaml"
 OTHER_RUN_DIR = "see who has put it there, or set another run_dir"
 """Hint of an error about a cluster's folder that is not its user's."""
 _LOCATION = ("job", "run_dir")
@@ -25,36 +24,33 @@ def location(given: Mapping[str, Any]) -> Config:
     return config.parse({key: given[key] for key in _LOCATION if key in given})
 
 
-def save(cfg: Config, folder: Path) -> Path:
+def save(cfg: Config, path: Path) -> None:
     """Stores the settings, readable by their owner only: URLs of alerts and of the durable store hold passwords."""
-    return restore(cfg.model_dump(mode="json"), folder)
+    restore(cfg.model_dump(mode="json"), path)
 
 
-def restore(values: Mapping[str, Any], folder: Path) -> Path:
+def restore(values: Mapping[str, Any], path: Path) -> None:
     """Stores settings as ``stored`` read them."""
-    path = folder / FILE
     replace_file(path, yaml.safe_dump(dict(values), sort_keys=False), private=True)
-    return path
 
 
-def stored(cluster_dir: Path) -> dict[str, Any]:
+def stored(path: Path) -> dict[str, Any]:
     """The settings that ``up`` stored last; empty where there are none. Raises ConfigError for a damaged file, and
     PreflightFailed for one in a folder of another user, or behind a link: they name folders to write to and to delete,
     and plug-ins to run."""
-    path = cluster_dir / FILE
     if not path.exists():
         return {}
-    require_own_folder(cluster_dir, hint=OTHER_RUN_DIR)
+    require_own_folder(path.parent, hint=OTHER_RUN_DIR)
     return reading.values(path, ())
 
 
-def on_top(cluster_dir: Path, given: Mapping[str, Any], *, of_file: Mapping[str, Any] | None = None) -> Config:
-    """The settings stored in ``cluster_dir``, with the given ones on top. ``of_file``: those of the given ones that a
+def on_top(path: Path, given: Mapping[str, Any], *, of_file: Mapping[str, Any] | None = None) -> Config:
+    """The settings stored in a file, with the given ones on top. ``of_file``: those of the given ones that a
     file names. Mappings with keys of the user's own that a file has, such as ``pools`` and ``rollout.reward_options``,
     take the place of the stored ones, which may have other keys. Raises ConfigError."""
-    base = stored(cluster_dir)
-    for *path, leaf in reading.mappings(Config):
-        under, named = _at(base, path), _at(of_file or {}, path)
+    base = stored(path)
+    for *section, leaf in reading.mappings(Config):
+        under, named = _at(base, section), _at(of_file or {}, section)
         if leaf in under and leaf in named:
             del under[leaf]
     try:
@@ -63,7 +59,7 @@ def on_top(cluster_dir: Path, given: Mapping[str, Any], *, of_file: Mapping[str,
         if _is_valid(base):
             raise
         # Nobody has typed the key that it names.
-        raise ConfigError(f"of the settings stored in {cluster_dir / FILE}, with those given on top: {e.message}",
+        raise ConfigError(f"of the settings stored in {path}, with those given on top: {e.message}",
                           hint=f"correct that file, or give them again with -c{f'; {e.hint}' if e.hint else ''}") from e
 
 
@@ -83,12 +79,12 @@ def _at(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def external_endpoints(cluster_dir: Path) -> list[str]:
+def external_endpoints(path: Path) -> list[str]:
     """``etcd.endpoints`` of the stored settings: empty for a cluster with an etcd of its own. Raises ConfigError."""
-    section = stored(cluster_dir).get("etcd")
+    section = stored(path).get("etcd")
     found = section.get("endpoints") if isinstance(section, dict) else None
     if found is None and section is not None or not isinstance(found or [], list):
-        raise ConfigError(f"{cluster_dir / FILE} has no valid etcd.endpoints", hint="give the settings again with -c")
+        raise ConfigError(f"{path} has no valid etcd.endpoints", hint="give the settings again with -c")
     return [str(endpoint) for endpoint in found or []]
 
 

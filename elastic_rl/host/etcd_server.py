@@ -65,20 +65,21 @@ def objection(release: tuple[int, int, int]) -> str:
     return ""
 
 
-def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, name: str = "etcd-0",
+def command(binary: Path, data_dir: Path, host: str, client_port: int, peer_port: int, *, name: str = "etcd-0",
             cluster: str = "", quota_bytes: int = 2 << 30) -> list[str]:
-    """Command line of a member on loopback, tuned for little memory: a snapshot every 5,000 writes (the log since the
-    last one is held in memory) and five minutes of history, also while no coordinator compacts it. ``cluster``:
-    ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its database.
+    """Command line of a member that listens on the address ``host``, tuned for little memory: a snapshot every 5,000
+    writes (the log since the last one is held in memory) and five minutes of history, also while no coordinator
+    compacts it. ``cluster``: ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its
+    database.
 
     Web pages in a browser of this machine cannot reach it: the HTTP gateway, to which any page may POST, is off, and a
-    ``Host`` other than loopback (DNS rebinding) is refused."""
-    client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+    ``Host`` other than ``host`` and localhost (DNS rebinding) is refused."""
+    client, peer = f"http://{host}:{client_port}", f"http://{host}:{peer_port}"
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
             cluster or f"{name}={peer}",
-            "--enable-grpc-gateway=false", "--host-whitelist=127.0.0.1,localhost",
+            "--enable-grpc-gateway=false", f"--host-whitelist={host},localhost",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
             "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn"]
 

@@ -12,6 +12,8 @@ from elastic_rl.errors import ConfigError, EtcdUnavailable, VersionNotFound
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import JobSpec
 from elastic_rl.host import cluster_settings
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 if TYPE_CHECKING:
     from elastic_rl.dcs.versions.service import VersionService
@@ -30,7 +32,7 @@ def with_inherited_model(cfg: Config, from_job: str) -> Config:
 
 def folder(cfg: Config) -> Path:
     """Where the model of a job is that has none of its own."""
-    return cfg.job_dir / "model"
+    return JobPaths.of(cfg).model
 
 
 def began_with(cfg: Config) -> Path:
@@ -42,7 +44,7 @@ def keep_policy(cfg: Config, info: ClusterInfo, target: Path) -> None:
     """Writes the newest committed policy of a job, whose cluster is up, as a model folder; one that is there is
     replaced. Raises VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull."""
     from elastic_rl.dcs.versions.service import VersionService  # imports torch
-    with VersionService(cfg, cfg.job, info.etcd_endpoints, cfg.cluster_dir) as service:
+    with VersionService(cfg, cfg.job, info.etcd_endpoints, dcs_security(cfg), began_with(cfg)) as service:
         _write(service, 0, target, began_with(cfg))
 
 
@@ -58,9 +60,10 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
         raise ConfigError(f"job {cfg.job} cannot begin with its own policy",
                           hint="name a new job with --job=NEW; without --from-job the job resumes")
     source = cluster_settings.location({"job": from_job, "run_dir": str(cfg.run_dir)})
-    info = ClusterInfo.load(source.cluster_dir)
+    cluster = ClusterPaths.of(source)
+    info = ClusterInfo.load(cluster.info)
     if info is not None:
-        source = cluster_settings.on_top(source.cluster_dir, {"job": from_job, "run_dir": str(cfg.run_dir)})
+        source = cluster_settings.on_top(cluster.settings, {"job": from_job, "run_dir": str(cfg.run_dir)})
         endpoints = info.etcd_endpoints
     elif cfg.etcd.endpoints:
         source, endpoints = cfg.model_copy(update={"job": from_job}), list(cfg.etcd.endpoints)
@@ -68,7 +71,7 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
         raise ConfigError(f"no cluster of job {from_job} is up under {cfg.run_dir}", hint=(
             f"`elastic-rl up --job={from_job}` starts it, unless `down --purge` has deleted its versions"))
     try:
-        with VersionService(source, from_job, endpoints, source.cluster_dir) as service:
+        with VersionService(source, from_job, endpoints, dcs_security(source), began_with(source)) as service:
             spec = readable_one(service.etcd.get(service.keys.job_spec()), JobSpec)
             path = str(spec.settings.get("model.path") or "") if spec is not None else ""
             return _write(service, number, folder(cfg), Path(path) if path else None)

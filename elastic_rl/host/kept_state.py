@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.config import Config, secrets
-from elastic_rl.coordinator.api import auth
-from elastic_rl.dcs.security import TOKEN_FILE
 from elastic_rl.dcs.storage.disk import owner
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import cluster_settings
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.runtime.files import os_error_text
 
-STOPPED = "stopped.json"
-"""Name of ``cluster.json`` while the cluster is stopped: its settings hold, and ``up`` continues with its data."""
-UNSAVED = "unsaved"
-"""A file beside ``stopped.json`` where the DCS node did not end in order: only the chunks on its disk are kept."""
 NODE = "node-0"
 
 
@@ -40,8 +35,9 @@ class KeptFolder:
 
 def folders(cfg: Config) -> list[KeptFolder]:
     """The folders of a job's cluster that hold its state."""
-    found = [KeptFolder(cfg.cluster_dir / "etcd", "what the job has decided and done (etcd)")]
-    found += [KeptFolder(path, "the same of an earlier cluster") for path in sorted(cfg.cluster_dir.glob("etcd.*"))]
+    etcd = ClusterPaths.of(cfg).etcd
+    found = [KeptFolder(etcd, "what the job has decided and done (etcd)")]
+    found += [KeptFolder(path, "the same of an earlier cluster") for path in sorted(etcd.parent.glob(f"{etcd.name}.*"))]
     node = chunks(cfg)
     found += [KeptFolder(path, "its versions: policies and the trainer's state") for path in (node, *_aside(node))
               if owner(path) in ("", cfg.job)]
@@ -77,7 +73,7 @@ def elsewhere(cfg: Config) -> list[str]:
 def can_continue(cfg: Config) -> bool:
     """Whether the data of an own etcd and the versions that they list are both there. An etcd that lists nothing but
     lost chunks would only mislead."""
-    return (cfg.cluster_dir / "etcd" / "member").is_dir() and keeps_versions(cfg)
+    return (ClusterPaths.of(cfg).etcd / "member").is_dir() and keeps_versions(cfg)
 
 
 def keeps_versions(cfg: Config) -> bool:
@@ -87,8 +83,8 @@ def keeps_versions(cfg: Config) -> bool:
         return True
     if not _dcs(cfg, "disk_bytes"):
         return False
-    saved = (cfg.cluster_dir / STOPPED).exists() and not (cfg.cluster_dir / UNSAVED).exists()
-    return saved or _has_chunks(chunks(cfg))
+    cluster = ClusterPaths.of(cfg)
+    return (cluster.stopped.exists() and not cluster.unsaved.exists()) or _has_chunks(chunks(cfg))
 
 
 def set_aside(path: Path) -> Path | None:
@@ -102,26 +98,27 @@ def set_aside(path: Path) -> Path | None:
 
 
 def delete(cfg: Config) -> list[KeptFolder]:
-    """Deletes the state of a job, and the credentials of its cluster; returns the folders that are gone. The cluster
+    """Deletes the state of a job, and the secrets of its cluster; returns the folders that are gone. The cluster
     must be stopped. Raises ElasticRLError for a folder that cannot be deleted.
 
     The folders get other names first, so that ``up`` never continues with half of the data after a deletion that was
     interrupted. The next deletion finds them, by the settings, which are deleted last."""
-    gone = folders(cfg)
+    cluster, gone = ClusterPaths.of(cfg), folders(cfg)
     if link := next((folder.path for folder in gone if folder.path.is_symlink()), None):
         raise ElasticRLError(f"{link} is a link to {link.resolve()}, which is not deleted",
                              hint="delete that folder and the link yourself, then repeat the command")
-    (cfg.cluster_dir / STOPPED).unlink(missing_ok=True)
-    in_use = (cfg.cluster_dir / "etcd", chunks(cfg))
+    cluster.stopped.unlink(missing_ok=True)
+    in_use = (cluster.etcd, chunks(cfg))
     try:
         renamed = [set_aside(f.path) or f.path if f.path in in_use else f.path for f in gone]
         for path in renamed:
             shutil.rmtree(path)
     except OSError as e:
-        raise ElasticRLError(f"cannot delete {os_error_text(e, cfg.cluster_dir)}",
+        raise ElasticRLError(f"cannot delete {os_error_text(e, cluster.folder)}",
                              hint="see who owns it and the files in it") from e
-    for name in (UNSAVED, auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE, cluster_settings.FILE):
-        (cfg.cluster_dir / name).unlink(missing_ok=True)
+    for path in (cluster.unsaved, cluster.tokens, cluster.credentials, cluster.viewer_token, cluster.secret,
+                 cluster.settings):
+        path.unlink(missing_ok=True)
     return gone
 
 
@@ -143,7 +140,7 @@ def commands(cfg: Config) -> Iterator[tuple[str, str]]:
 def _stored(cfg: Config, section: str) -> dict[str, Any]:
     """A section of the settings that the cluster was started with, which the command line need not repeat."""
     try:
-        found = cluster_settings.stored(cfg.cluster_dir).get(section)
+        found = cluster_settings.stored(ClusterPaths.of(cfg).settings).get(section)
     except ConfigError:  # a damaged file
         return {}
     return found if isinstance(found, dict) else {}
@@ -159,7 +156,7 @@ def _external_etcd(cfg: Config) -> list[str]:
 
 
 def _node_folder(cfg: Config, disk_dir: object) -> Path:
-    path = Path(str(disk_dir)) if disk_dir else cfg.cluster_dir / "disk"
+    path = Path(str(disk_dir)) if disk_dir else JobPaths.of(cfg).disk
     with contextlib.suppress(RuntimeError):  # there is no such user
         path = path.expanduser()
     return path / NODE

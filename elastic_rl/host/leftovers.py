@@ -1,17 +1,15 @@
-"""What a compute plane may leave on this machine when it is killed: processes, and files outside the cluster's folder.
+"""What a compute plane may leave on this machine when it is killed: processes, and files outside the job's folder.
 
-Processes have the mark of their cluster in their environment (``processes.RUN_MARK``). Their temporary files and
-sockets are in the cluster's own temp folder. Files there and in /dev/shm have the tag of their owner in their name,
-folders too. The process that ends or replaces an owner removes the files of its tag; a sweep removes those of the whole
-cluster, with its temp folder.
+Processes have the mark of their job in their environment (``processes.RUN_MARK``). Their temporary files and sockets
+are in the job's own temp folder. Files there and in /dev/shm have the tag of their owner in their name, folders too.
+The process that ends or replaces an owner removes the files of its tag; a sweep removes those of the whole job, with
+its temp folder. The mark, the folder and the tags are of ``JobPaths``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import processes
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.files import os_error_text, private_folder
 
 log = logging.getLogger(__name__)
@@ -29,44 +28,22 @@ SHM = Path("/dev/shm")
 _COMPILED_ENV = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def file_tag(cluster_dir: Path, part: str = "", start: str = "") -> str:
-    """Tag of all files of a cluster, of one part of it (an engine's id), or of one start of that part.
-
-    Each tag is a prefix of the narrower ones and of no other.
-    """
-    digest = hashlib.sha256(str(cluster_dir.resolve()).encode()).hexdigest()[:12]
-    return "".join(f"{re.sub('[^A-Za-z0-9_-]', '_', name)}." for name in (f"erl-{digest}", part, start) if name)
-
-
-def temp_folder(cluster_dir: Path) -> Path:
-    """The cluster's own temp folder, which only its user may enter: Ray's folder is open to all users, and who connects
-    to a socket of SGLang runs code. It is TMPDIR of the compute plane, whose processes find it under the same path. The
-    path is short: those of sockets are limited to 107 bytes."""
-    digest = hashlib.sha256(str(cluster_dir.resolve()).encode()).hexdigest()
-    name, folder = f"erl-{digest[:8]}", Path(tempfile.gettempdir())
-    return folder if folder.name == name else folder / name
-
-
-def temp_environment(cluster_dir: Path) -> dict[str, str]:
-    """What the environment of the cluster's compute plane has of its temp folder. That ends with the cluster's
+def temp_environment(job: JobPaths) -> dict[str, str]:
+    """What the environment of the job's compute plane has of its temp folder. That ends with the job's
     processes, after which everything would be compiled again: so the cache of Torch's compiler, whose content is run,
     has a private folder beside it, unless this process's environment names one."""
-    compiled = {} if _COMPILED_ENV in os.environ else {_COMPILED_ENV: str(_compiled(cluster_dir))}
-    return {"TMPDIR": str(temp_folder(cluster_dir)), **compiled}
+    compiled = {} if _COMPILED_ENV in os.environ else {_COMPILED_ENV: str(job.compiled)}
+    return {"TMPDIR": str(job.temp), **compiled}
 
 
-def make_temp_folder(cluster_dir: Path) -> None:
+def make_temp_folder(job: JobPaths) -> None:
     """Makes the folders of ``temp_environment``. Raises PreflightFailed."""
-    for folder in map(Path, temp_environment(cluster_dir).values()):
+    for folder in map(Path, temp_environment(job).values()):
         try:
             private_folder(folder)
         except OSError as e:
             raise PreflightFailed(f"the folder for temporary files cannot be made: {os_error_text(e, folder)}",
                                   hint="set TMPDIR to a folder of this user with a short path") from e
-
-
-def _compiled(cluster_dir: Path) -> Path:
-    return temp_folder(cluster_dir).parent / f"torchinductor_{os.getuid()}"
 
 
 def tag_temporary_files() -> str:
@@ -114,12 +91,12 @@ def _own_mode(path: Path) -> int:
     return found.st_mode if found.st_uid == os.getuid() else 0
 
 
-def sweep(cluster_dir: Path) -> list[int]:
-    """Ends every process of the cluster's compute plane and removes its files; returns the pids that it ended."""
-    ended = processes.sweep(str(cluster_dir.resolve()))
-    remove_files(file_tag(cluster_dir))
-    if _own_mode(folder := temp_folder(cluster_dir)):
-        shutil.rmtree(folder, ignore_errors=True)
+def sweep(job: JobPaths) -> list[int]:
+    """Ends every process of the job's compute plane and removes its files; returns the pids that it ended."""
+    ended = processes.sweep(str(job.private.resolve()))
+    remove_files(job.file_tag())
+    if _own_mode(job.temp):
+        shutil.rmtree(job.temp, ignore_errors=True)
     return ended
 
 

@@ -22,21 +22,32 @@ from pathlib import Path
 import httpx
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.api import auth, tls
+from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.api.listening import advertised
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.coordinator.client.credentials import read_token
-from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.dcs.storage.arena import Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, kept_state, leftovers, processes, train_lock
+from elastic_rl.host import (
+    cluster_lock,
+    cluster_secrets,
+    cluster_settings,
+    etcd_server,
+    kept_state,
+    leftovers,
+    processes,
+    train_lock,
+)
+from elastic_rl.host.address import own_address
 from elastic_rl.host.cluster_lock import taken
+from elastic_rl.host.job_secrets import engine_key_file
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
-from elastic_rl.net.engine_key import create_key
-from elastic_rl.runtime.files import preflight_writes, private_folder, replace_file, require_own_folder
+from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.runtime.files import preflight_writes, private_folder, require_own_folder
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
 
@@ -64,8 +75,6 @@ _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
 AGENTS = ("agent-0", "agent-1")
 """Names of the two processes of the host agent: either may be the active one or the standby."""
-_OWNER = "owner.lock"
-"""A file in the cluster's folder that the owner of a cluster, if it has one, holds locked."""
 _NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
 
 
@@ -74,10 +83,9 @@ class Cluster:
 
     def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
         self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
-        self.dir = self.cfg.cluster_dir
-        self.services = ServiceFiles(self.dir / "services")
-        self.agents = ServiceFiles(self.dir / "agents")
-        """The host agent, which keeps the services running, and its standby."""
+        self.paths, self._job = ClusterPaths.of(self.cfg), JobPaths.of(self.cfg)
+        self.dir = self.paths.folder
+        self.services, self.agents = ServiceFiles(self.paths.services), ServiceFiles(self.paths.agents)
         self._say = say
         self._new_data: Path | None = None
         """Folder of an etcd that this start has begun."""
@@ -92,7 +100,7 @@ class Cluster:
         started.
         """
         self._make_folder()
-        with preflight_writes(self.dir), cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+        with preflight_writes(self.dir), cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
             before = {r.name for r in self.services.running()}
             try:
                 return self._up(before)
@@ -114,12 +122,11 @@ class Cluster:
         kept_state.require_same_disk(self.cfg)
         self._require_records()
         self._check_machine(running)
-        config = cluster_settings.save(self.cfg, self.dir)
+        cluster_settings.save(self.cfg, self.paths.settings)
         endpoints = self._etcd(running)
-        tokens = self._tokens()
         self._secrets()
-        coordinators = self._start_coordinators(running, endpoints, config)
-        node_pid = self._start_dcs_node(running, endpoints, config)
+        coordinators = self._start_coordinators(running, endpoints)
+        node_pid = self._start_dcs_node(running, endpoints)
         if not self.agents.running():
             self._say("starting the host agent")
             self._start_agent(AGENTS[0])
@@ -127,12 +134,12 @@ class Cluster:
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
         ca = self.cfg.coordinator.tls_ca
-        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(self.dir),
+        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(self.paths.credentials),
                            str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
-        info.save()
+        info.save(self.paths.info)
         self._disown()
-        for name in (kept_state.STOPPED, kept_state.UNSAVED):
-            (self.dir / name).unlink(missing_ok=True)
+        for path in (self.paths.stopped, self.paths.unsaved):
+            path.unlink(missing_ok=True)
         self._new_data = None
         return info
 
@@ -141,7 +148,7 @@ class Cluster:
         write, those around it are still the owner's: its members could put another folder in the place of this one."""
         try:
             self.cfg.run_dir.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self.cfg.run_dir, self.dir.parent):
+            for folder in (self.cfg.run_dir, self._job.folder):
                 folder.mkdir(mode=0o755, exist_ok=True)
             private_folder(self.dir, hint=cluster_settings.OTHER_RUN_DIR)
         except OSError as e:
@@ -156,18 +163,18 @@ class Cluster:
     @property
     def up_before(self) -> bool:
         """Whether the cluster was started and not taken down; after a crash nothing of it may run."""
-        return (self.dir / "cluster.json").exists() or bool(self.services.running())
+        return self.paths.info.exists() or bool(self.services.running())
 
     @property
     def known(self) -> bool:
         """Whether the cluster was started once and its state not purged: its settings hold."""
-        return self.up_before or (self.dir / kept_state.STOPPED).exists()
+        return self.up_before or self.paths.stopped.exists()
 
     def _require_same_etcd(self) -> None:
         """Raises ConfigError when the services, or what is kept, belong to another etcd than the configured one."""
-        if not cluster_settings.stored(self.dir):
+        if not cluster_settings.stored(self.paths.settings):
             return
-        old, new = cluster_settings.external_endpoints(self.dir), list(self.cfg.etcd.endpoints)
+        old, new = cluster_settings.external_endpoints(self.paths.settings), list(self.cfg.etcd.endpoints)
         if sorted(old) == sorted(new):
             return
         change = f"etcd.endpoints is {new or 'empty'}, and this cluster uses {old or 'an etcd of its own'}"
@@ -230,7 +237,7 @@ class Cluster:
         binary = etcd_server.find_binary()
         if why := etcd_server.objection(etcd_server.version(binary)):
             self._say(f"warning: {binary}: {why}")
-        data = self.dir / "etcd"
+        data = self.paths.etcd
         if etcd_server.data_in_use(data):
             raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
         if not running and kept_state.can_continue(self.cfg):
@@ -239,7 +246,7 @@ class Cluster:
             self._begin_new_run(data)
         port = int(old.rpartition(":")[2]) if old and running else 0
         if port:  # the services that run connect to this one
-            require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+            require_port_free(own_address(), port, setting="the port of this cluster's etcd")
         elif running:
             raise PreflightFailed(f"services run, and there is no record of their etcd in {self.services.folder}",
                                   hint="`elastic-rl down`, then `elastic-rl up` again")
@@ -255,7 +262,7 @@ class Cluster:
     def _begin_new_run(self, data: Path) -> None:
         """Sets aside the data of an earlier etcd whose versions are gone, and the step records and the initial model of
         its run: with an empty etcd this is a new run."""
-        for path in (data, self.cfg.job_dir / "steps.jsonl", self.cfg.job_dir / "model"):
+        for path in (data, self._job.steps, self._job.model):
             if aside := kept_state.set_aside(path):
                 self._say(f"{path.name} of an earlier run is now {aside}")
         self._new_data = data
@@ -263,7 +270,7 @@ class Cluster:
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
         attempts = 1 if port else 3  # another process may take a port that was free
         for attempt in range(attempts):
-            endpoint = self._spawn_etcd(binary, data, port or free_port())
+            endpoint = self._spawn_etcd(binary, data, port or free_port(own_address()))
             try:
                 self._await("etcd", etcd_server.SERVICE, partial(etcd_server.healthy, endpoint),
                             self.cfg.etcd.start_timeout_s)
@@ -275,28 +282,28 @@ class Cluster:
         raise AssertionError("unreachable")
 
     def _spawn_etcd(self, binary: Path, data: Path, port: int) -> str:
-        endpoint = f"127.0.0.1:{port}"
-        command = etcd_server.command(binary, data, port, free_port(), quota_bytes=self.cfg.etcd.quota_bytes)
+        host = own_address()
+        endpoint = f"{host}:{port}"
+        command = etcd_server.command(binary, data, host, port, free_port(host), quota_bytes=self.cfg.etcd.quota_bytes)
         self._spawn(etcd_server.SERVICE, command, url=endpoint, env={"GOGC": "50"})
         return endpoint
 
-    def _start_coordinators(self, running: set[str], endpoints: list[str], config: Path) -> dict[str, str]:
+    def _start_coordinators(self, running: set[str], endpoints: list[str]) -> dict[str, str]:
         """Starts the replicas that are missing; returns the URL of each replica, by name."""
         urls = {r.name: r.url for r in self.services.running()}
         for i in range(self.cfg.coordinator.replicas):
             if (name := f"coordinator-{i}") not in running:
-                urls[name] = self._start_coordinator(i, endpoints, config)
+                urls[name] = self._start_coordinator(i, endpoints)
         return {name: urls[name] for name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas))}
 
-    def _start_coordinator(self, i: int, endpoints: list[str], config: Path) -> str:
+    def _start_coordinator(self, i: int, endpoints: list[str]) -> str:
         """Starts one replica; returns its URL."""
         cfg, name = self.cfg.coordinator, f"coordinator-{i}"
-        host = cfg.advertise_host or ("127.0.0.1" if cfg.host == "0.0.0.0" else cfg.host)
         port = cfg.ports[i] if cfg.ports else self._last_port(name, cfg.host)
-        url = f"{cfg.scheme}://{host}:{port}"
+        url = advertised(cfg, port, endpoints)
         self._spawn(name, processes.python(
-            "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(endpoints),
-            "--replica", name, "--port", str(port)), url=url)
+            "elastic_rl.coordinator.service", *self._common(endpoints), "--replica", name, "--port", str(port),
+            "--tokens", str(self.paths.tokens)), url=url)
         return url
 
     def _last_port(self, name: str, host: str) -> int:
@@ -316,15 +323,21 @@ class Cluster:
         for name, url in urls.items():
             self._await(name, name, partial(_answers, url, self.cfg.coordinator.tls_ca), _START_TIMEOUT_S)
 
-    def _start_dcs_node(self, running: set[str], endpoints: list[str], config: Path) -> int | None:
+    def _start_dcs_node(self, running: set[str], endpoints: list[str]) -> int | None:
         """Starts the DCS node; returns its pid, or None where it is running."""
         name, dcs = f"dcs-{kept_state.NODE}", self.cfg.dcs
         if name in running:
             return None
         port = dcs.port or self._last_port(name, dcs.host)
         return self._spawn(name, processes.python(
-            "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints),
-            "--id", kept_state.NODE, f"--dcs.port={port}"), url=f"{dcs.host}:{port}")
+            "elastic_rl.dcs.node.service", *self._common(endpoints), "--id", kept_state.NODE, f"--dcs.port={port}",
+            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
+            url=f"{dcs.advertise_host or dcs.host}:{dcs.advertise_port or port}")
+
+    def _common(self, endpoints: list[str]) -> list[str]:
+        """Options of every service but etcd."""
+        return ["--config", str(self.paths.settings), "--etcd", ",".join(endpoints),
+                "--secret", str(self.paths.secret), "--logs", str(self.paths.logs)]
 
     def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
@@ -337,40 +350,22 @@ class Cluster:
         finally:
             etcd.close()
 
-    def _tokens(self) -> Path:
-        """Path of the API's credentials. Missing files of tokens are made from those that exist; an existing table is
-        never replaced, since others may use its tokens. Raises ConfigError for damaged credentials."""
-        table, viewer, credentials = (self.dir / n for n in (auth.TABLE, auth.VIEWER_TOKEN, auth.CREDENTIALS))
-        if not credentials.exists():
-            if not table.exists():
-                return auth.create_tokens(self.dir)
-            self._say(f"warning: {credentials} is missing and cannot be made from {table.name}, which holds digests "
-                      f"only: put it back, or delete {table.name} to withdraw all tokens and create new ones")
-            return credentials
-        if not viewer.exists():
-            replace_file(viewer, read_token(credentials, auth.Role.VIEWER), private=True)
-        if not table.exists():
-            auth.write_table(self.dir, {role.value: read_token(credentials, role) for role in auth.Role})
-        return credentials
-
     def _secrets(self) -> None:
-        """Creates the secret that clients of the DCS nodes must present, unless the configuration names one, and the
-        key of the engines."""
-        path = self.dir / TOKEN_FILE
-        if not self.cfg.dcs.token_file and not path.exists():
-            replace_file(path, new_token(), private=True)
-        create_key(self.cfg.engine_key_file)
+        """Creates the cluster's secret, unless it is there, and the files with tokens that are derived from it. Raises
+        ConfigError for a damaged secret, and for damaged credentials."""
+        cluster_secrets.write_tokens(self.paths, ClusterSecret.create(self.paths.secret), self._say)
+        engine_key_file(self.cfg)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
-        return self.services.start(name, cmd, log=self.cfg.log_dir / f"{name}.log", url=url,
+        return self.services.start(name, cmd, log=self.paths.log(name), url=url,
                                    env={**(env or {}), OWNER_ENV: str(self.dir)})
 
     def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
         try:
             wait_until(check, timeout_s=timeout_s, what=what, alive=lambda: self.services.runs(name), poll_s=0.1)
         except DeadlineExceeded as e:
-            log_file = self.cfg.log_dir / f"{name}.log"
+            log_file = self.paths.log(name)
             raise DeadlineExceeded(f"{e.message}; {_last_message(log_file)}", hint=f"see {log_file}") from e
 
     # -- the owner ------------------------------------------------------------------------------------------------
@@ -379,10 +374,10 @@ class Cluster:
         """Makes this process the owner of the cluster within the block. When it ends without leaving the block, as by
         kill -9, the host agent takes the cluster down. Raises ConfigError while another process owns it."""
         self._make_folder()
-        path = self.dir / _OWNER
+        path = self.paths.owner_lock
         with path.with_suffix(f".{os.getpid()}").open("w") as lock:
             taken(lock)
-            with cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+            with cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
                 if path.exists() and not self.abandoned:
                     Path(lock.name).unlink()
                     raise ConfigError(f"job {self.cfg.job} is already being trained by another process",
@@ -397,7 +392,7 @@ class Cluster:
     def abandoned(self) -> bool:
         """Whether the process that owned the cluster has ended without taking it down."""
         try:
-            with (self.dir / _OWNER).open() as lock:
+            with self.paths.owner_lock.open() as lock:
                 return taken(lock, shared=True)
         except FileNotFoundError:
             return False
@@ -405,13 +400,13 @@ class Cluster:
     def _disown(self) -> None:
         """Forgets an owner that has ended: the cluster is now that of the command that starts or stops it."""
         if self.abandoned:
-            (self.dir / _OWNER).unlink(missing_ok=True)
+            self.paths.owner_lock.unlink(missing_ok=True)
 
     def down_if_abandoned(self) -> bool:
         """Takes the cluster down if its owner has ended without doing it; returns whether it did."""
         if not self.abandoned:
             return False
-        with cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+        with cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
             if not self.abandoned:  # another command has started the cluster meanwhile, and it is that one's
                 return False
             self._say("the process that owned the cluster has ended")
@@ -424,24 +419,24 @@ class Cluster:
         cluster. Raises PreflightFailed where it cannot be started."""
         if self.agents.runs(name):
             return
-        with contextlib.suppress(DeadlineExceeded), cluster_lock.held(self.dir, timeout_s=0.0):
-            if (self.dir / "cluster.json").exists():
+        with contextlib.suppress(DeadlineExceeded), cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
+            if self.paths.info.exists():
                 self._start_agent(name)
 
     def _start_agent(self, name: str) -> None:
         """Starts one of the two processes of the host agent, of which one waits until the other has ended."""
         self.agents.start(name, processes.python(
             "elastic_rl.host.agent", "--name", name, f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}"),
-            log=self.cfg.log_dir / f"{name}.log", env={OWNER_ENV: str(self.dir)})
+            log=self.paths.log(name), env={OWNER_ENV: str(self.dir)})
 
     @property
     def is_down(self) -> bool:
         """Whether the cluster was taken down, and no command is starting it."""
-        if (self.dir / "cluster.json").exists():
+        if self.paths.info.exists():
             return False
         try:
-            with cluster_lock.held(self.dir, timeout_s=0.0):
-                return not (self.dir / "cluster.json").exists()
+            with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
+                return not self.paths.info.exists()
         except DeadlineExceeded:
             return False
         except FileNotFoundError:  # somebody has removed its folder
@@ -464,7 +459,7 @@ class Cluster:
         Raises PreflightFailed: its data are gone, its port is taken, processes of this cluster run without a record.
         """
         try:
-            with cluster_lock.held(self.dir, timeout_s=0.0):
+            with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
                 info = self._info()
                 record = self.services.get(name)
                 if info is None or record is None or record.running:
@@ -476,43 +471,42 @@ class Cluster:
             return False
 
     def _revive(self, record: ServiceRecord, info: ClusterInfo) -> None:
-        config = self.dir / cluster_settings.FILE
         if record.name == etcd_server.SERVICE:
-            data = self.dir / "etcd"
+            data = self.paths.etcd
             if not (data / "member").is_dir():  # an empty etcd would tell the services that there are no versions
                 raise PreflightFailed(f"the data of this cluster's etcd in {data} are gone",
                                       hint="`elastic-rl down`, then `elastic-rl up` again")
             if etcd_server.data_in_use(data):
                 raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
             port = int(info.etcd_endpoints[0].rpartition(":")[2])
-            require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+            require_port_free(own_address(), port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
         elif record.name == f"dcs-{kept_state.NODE}":
-            self._start_dcs_node(set(), info.etcd_endpoints, config)
+            self._start_dcs_node(set(), info.etcd_endpoints)
         elif record.name.startswith("coordinator-"):
             i = int(record.name.rpartition("-")[2])
-            url = self._start_coordinator(i, info.etcd_endpoints, config)
+            url = self._start_coordinator(i, info.etcd_endpoints)
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
-                dataclasses.replace(info, coordinators=urls).save()
+                dataclasses.replace(info, coordinators=urls).save(self.paths.info)
 
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self, *, purge: bool = False) -> list[str]:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
-        secrets of one start. The state of the job stays (``kept_state``), unless ``purge`` deletes it. Returns the
-        names of what was running. Raises ConfigError where the folder cannot be one, and PreflightFailed where it is
-        not this user's."""
+        files with the secrets of the compute plane. The state of the job stays (``kept_state``), and so does the
+        cluster's secret, unless ``purge`` deletes them. Returns the names of what was running. Raises ConfigError where
+        the folder cannot be one, and PreflightFailed where it is not this user's."""
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
         self._require_own_folder()
         if not self.dir.is_dir():
             return self._down(purge)
-        if training := train_lock.end_holder(self.dir, timeout_s=_END_TRAINING_S):
+        if training := train_lock.end_holder(self._job.train_lock, timeout_s=_END_TRAINING_S):
             self._say(f"the process that trains the job, {training}, was asked to end")
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(cluster_lock.held(self.dir, timeout_s=_DOWN_LOCK_TIMEOUT_S))
+                stack.enter_context(cluster_lock.held(self.paths.services_lock, timeout_s=_DOWN_LOCK_TIMEOUT_S))
             except DeadlineExceeded as e:
                 self._say(f"warning: {e.message}: stopping the services all the same")
             return self._down(purge)
@@ -520,19 +514,19 @@ class Cluster:
     def _down(self, purge: bool) -> list[str]:
         self._stop_agents()  # which would start again what is stopped
         records = self.services.all()
-        stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
+        stopped = [f"compute {pid}" for pid in leftovers.sweep(self._job)]
         services = self._stop(sorted(records, key=lambda r: _down_order(r.name)))
         stopped += services
         # A service has no record where someone has deleted its file.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.services.clear()
         self._unlink_segments()
-        for path in (self.cfg.ray_token_file, self.cfg.engine_key_file):
+        for path in (self._job.ray_token, self._job.engine_key):
             path.unlink(missing_ok=True)
-        if (self.dir / "cluster.json").exists():
+        if self.paths.info.exists():
             if not services.get(f"dcs-{kept_state.NODE}"):  # it was killed, now or before
-                (self.dir / kept_state.UNSAVED).touch()
-            (self.dir / "cluster.json").replace(self.dir / kept_state.STOPPED)
+                self.paths.unsaved.touch()
+            self.paths.info.replace(self.paths.stopped)
         self._disown()
         if purge:
             kept_state.delete(self.cfg)
@@ -541,7 +535,7 @@ class Cluster:
     def _info(self) -> ClusterInfo | None:
         """``cluster.json``, or None where it is missing or damaged."""
         try:
-            return ClusterInfo.load(self.dir)
+            return ClusterInfo.load(self.paths.info)
         except ConfigError as e:
             self._say(f"warning: {e.message}")
             return None
@@ -566,7 +560,7 @@ class Cluster:
         """The running cluster of this job. Raises EtcdUnavailable when it is not up, and PreflightFailed when its
         folder is not this user's."""
         self._require_own_folder()
-        info = ClusterInfo.load(self.dir)
+        info = ClusterInfo.load(self.paths.info)
         if info is None or (info.own_etcd and not self.services.running()):
             raise EtcdUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
                                   hint=f"start one with `elastic-rl up {kept_state.options(self.cfg)}`, or name "

@@ -20,7 +20,8 @@ from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
-from elastic_rl.host import etcd_server, leftovers, model_folder
+from elastic_rl.host import etcd_server, model_folder
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import require_port_free
 
 _ETCD_BUDGET_S = 2.0
@@ -125,9 +126,9 @@ def require_temporary(cfg: Config) -> None:
 
 
 def _temporary(cfg: Config) -> Iterable[Finding]:
-    own, pool = leftovers.temp_folder(cfg.cluster_dir), max((ROLLOUT_POOL, *cfg.pools), key=len)
-    folder = str(own.parent)
-    of_engine = f"{leftovers.file_tag(cfg.cluster_dir, f'{pool}-123456', '12345678')}tmp12345678"
+    job, pool = JobPaths.of(cfg), max((ROLLOUT_POOL, *cfg.pools), key=len)
+    own, folder = job.temp, str(job.temp.parent)
+    of_engine = f"{job.file_tag(f'{pool}-123456', '12345678')}tmp12345678"
     longest = max(_LONGEST_SOCKET, of_engine, key=len)
     size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{own.name}/{longest}")
     found = f"temporary files are put into {folder}"

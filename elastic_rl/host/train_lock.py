@@ -18,13 +18,11 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded
 from elastic_rl.host.cluster_lock import taken
 from elastic_rl.runtime.waiting import wait_until
 
-FILE = "train.lock"
-
 
 @contextmanager
-def held(cluster_dir: Path, job: str) -> Iterator[None]:
-    """Raises ConfigError while another process holds it."""
-    with (cluster_dir / FILE).open("a+") as lock:
+def held(path: Path, job: str) -> Iterator[None]:
+    """Holds the lock of a job, which is the file at ``path``. Raises ConfigError while another process holds it."""
+    with path.open("a+") as lock:
         if not taken(lock):
             raise ConfigError(f"job {job} is already being trained by another process",
                               hint="wait for it, or name another job with --job=NAME")
@@ -34,10 +32,9 @@ def held(cluster_dir: Path, job: str) -> Iterator[None]:
         yield
 
 
-def end_holder(cluster_dir: Path, *, timeout_s: float) -> int:
+def end_holder(path: Path, *, timeout_s: float) -> int:
     """Ends the process of this machine that trains the job, as Ctrl-C does, and returns its id; 0 when there is none.
     It would start again what is stopped. Returns after ``timeout_s`` at the latest."""
-    path = cluster_dir / FILE
     with contextlib.suppress(OSError, ValueError, psutil.Error), path.open() as lock:
         if taken(lock):
             return 0

@@ -22,6 +22,7 @@ from elastic_rl.engine.server.arguments import tensor_parallel
 from elastic_rl.environments import job_hints
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.host import checkpoint_capacity, model_folder
+from elastic_rl.host.address import own_address
 from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
 from elastic_rl.pipeline.sampling.sampler import decoder
 from elastic_rl.pipeline.untrained.sampled_modes import rejection_groups
@@ -120,7 +121,7 @@ def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
     def queue() -> str:
         if cfg.mode != "rl" or cfg.train.schedule != "fully_async":
             return "not used"
-        make_queue(cfg, 1).close()
+        make_queue(cfg, 1, own_address()).close()
         return cfg.train.queue
 
     for part, examine in (("algorithm", algorithm), ("generate", generate), ("filters", filters), ("reward", reward),

@@ -13,6 +13,7 @@ import psutil
 
 from elastic_rl.errors import PreflightFailed
 
+LOOPBACK = "127.0.0.1"
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PORTS = range(20_000, 30_000)
@@ -27,7 +28,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = LOOPBACK) -> int:
     """A TCP port that is free now, and that neither this process nor another one of this project on this host, which
     still runs, was given lately: a server may bind it many seconds later. A foreign process may take it before that,
     but no outgoing connection does. Raises OSError for a host that is not this one."""
@@ -70,7 +71,7 @@ def reachable_address(bound: str, peers: Iterable[str] = ()) -> str:
                 address = ipaddress.ip_address(found.partition("%")[0])
                 if not address.is_loopback and not address.is_link_local:
                     return found
-    return "127.0.0.1"
+    return LOOPBACK
 
 
 def _source_address(family: socket.AddressFamily, host: str) -> str:
@@ -103,4 +104,4 @@ def require_address(host: str, *, setting: str) -> None:
             s.bind((host, 0))
     except (OSError, UnicodeError) as e:  # a name that no DNS could have is a UnicodeError
         raise PreflightFailed(f"{setting}={host} is no address of this machine: {getattr(e, 'strerror', None) or e}",
-                              hint=f"set {setting} to one that `ip addr` lists, or to 127.0.0.1") from e
+                              hint=f"set {setting} to one that `ip addr` lists, or to {LOOPBACK}") from e

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
@@ -71,13 +72,13 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
             f'<div id="tip" role="status"></div><script>{script}</script></body></html>')
 
 
-def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], job_dir: Path) -> Path:
+def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], paths: JobPaths) -> Path:
     """Puts report.json and report.html into the job's folder, each whole or not at all; returns the page's path."""
-    job_dir.mkdir(parents=True, exist_ok=True)
-    page = job_dir / "report.html"
-    for path, text in ((job_dir / "report.json", json.dumps(report, indent=2) + "\n"), (page, render(report, records))):
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    for path, text in ((paths.report, json.dumps(report, indent=2) + "\n"),
+                       (paths.report_page, render(report, records))):
         replace_file(path, text)
-    return page
+    return paths.report_page
 
 
 def _section(title: str, *parts: str) -> str:

@@ -14,6 +14,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.roles.actor_requests import ActorRequests
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import redirect_output
@@ -47,7 +48,7 @@ class Role:
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
         cfg = ctx.config
-        redirect_output(cfg.log_dir / f"{self.name}.log")  # its plug-in processes write there too
+        redirect_output(JobPaths.of(cfg).log(self.name))  # its plug-in processes write there too
         logs.setup(f"role.{self.name}", cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, f"elastic-rl.{self.name}")
         self.etcd: EtcdClient = ctx.connect()

@@ -11,10 +11,10 @@ from elastic_rl.config import Stream
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.references import oldest_of_step
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Version
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.trainer.checkpoint import state_reader
 from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, while_away
 from elastic_rl.trainer.megatron.parallel import ParallelDims
@@ -34,7 +34,7 @@ class PolicyVersion:
         dcs = self._cfg = ctx.config.dcs
         self._puller = Puller(etcd, ctx.keys, f"{ctx.group.name}-{par.rank}-{incarnation}",
                               io_timeout_s=dcs.io_timeout_s,
-                              security=Security.from_config(dcs, ctx.config.cluster_dir / TOKEN_FILE))
+                              security=dcs_security(ctx.config))
         timeout_s = ctx.config.trainer.collective_timeout_s
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if par.world > 1 else None
         self._rounds = Rounds(par, group, round_timeout_s=timeout_s)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from elastic_rl.algorithms.registry import algorithm_of, required_tensors
 from elastic_rl.config.groups import ACTOR
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
 from elastic_rl.telemetry import logs, traces
@@ -63,7 +63,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
     trainer = ctx.config.trainer
     stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
     service = TrainerService(
-        board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE, required=True),
+        board, ctx.host, dcs_security(ctx.config, required=True),
         Shares(ctx.config, needs=needs, vocab=ModelArch.read(ctx.model_dir).vocab).take,
     ).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,

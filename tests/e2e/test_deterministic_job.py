@@ -16,12 +16,13 @@ from elastic_rl.config import Stream
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import EngineKilled, TrainerRankKilled
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.report.build import effective_steps, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
@@ -87,8 +88,8 @@ def test_asynchronous_job_at_staleness_0_makes_the_same_samples_and_weights(quie
 
 def outcome(job: Job) -> dict[str, Any]:
     """All that a job has made, without what depends on time and on the numbers of versions."""
-    steps = effective_steps(read_records(job.cluster.cfg.job_dir / "steps.jsonl"))
-    with EtcdClient(ClusterInfo.load(job.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+    steps = effective_steps(read_records(JobPaths.of(job.cluster.cfg).steps))
+    with EtcdClient(ClusterInfo.load(ClusterPaths.of(job.cluster.cfg).info).etcd_endpoints, call_timeout_s=2.0) as etcd:
         samples = [SampleRecord.decode(kv.value) for kv in etcd.range(Keys(job.cfg.job).samples_prefix())[0]]
         weights = digests(job, etcd)
     return {"steps": [{k: v for k, v in step.items() if k not in OF_TIME | OF_NUMBERS} for step in steps],
@@ -99,7 +100,7 @@ def digests(job: Job, etcd: EtcdClient) -> dict[str, str]:
     """Of each tensor of the last policy."""
     keys, dcs = Keys(job.cfg.job), job.cluster.cfg.dcs
     number = reads.head(etcd, keys, Stream.POLICY).number
-    security = Security.from_config(dcs, job.cluster.cfg.cluster_dir / TOKEN_FILE)
+    security = dcs_security(job.cluster.cfg)
     with Puller(etcd, keys, "test", io_timeout_s=dcs.io_timeout_s, security=security) as puller, \
             puller.pull(Stream.POLICY, number) as pulled:
         return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in pulled.tensors()}

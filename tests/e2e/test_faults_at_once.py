@@ -12,6 +12,7 @@ from support.whole_run import assert_recovered, assert_sound, whole_job
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, TrainerRankKilled
 from elastic_rl.faults.outages import ActorKilled, EtcdStopped, RouterKilled, ServiceKilled
+from elastic_rl.host.paths import JobPaths
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -41,6 +42,6 @@ def test_every_step_is_done_exactly_once_although_each_part_is_lost(tmp_path: Pa
         assert_sound(job, report, STEPS)
         assert job.epoch() == 1, "a part was answered by a global restart"
         assert "run.crash_loop" not in [e.kind for e in job.events()]
-        assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
+        assert JobPaths.of(job.cluster.cfg).report_page.read_text().startswith("<!doctype html>")
         job.cluster.down()
         assert job.leftovers() == []

@@ -29,6 +29,7 @@ from elastic_rl.faults.kinds import (
     TrainerRankStopped,
 )
 from elastic_rl.faults.outages import every_outage
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 STEPS = 60
 
@@ -47,15 +48,15 @@ def assert_published(job: Job, report: dict[str, Any], steps: int) -> None:
     """The metrics of each step are in etcd, TensorBoard and W&B alike, and one trace has the life of a version from its
     publish to the first sample that it made."""
     points = job.step_metrics()
-    with EtcdClient(ClusterInfo.load(job.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+    with EtcdClient(ClusterInfo.load(ClusterPaths.of(job.cluster.cfg).info).etcd_endpoints, call_timeout_s=2.0) as etcd:
         status = JobStatus.decode(etcd.get(Keys(job.cfg.job).job_status()).value)
     assert points[-1].eval_accuracy == status.eval_accuracy == report["eval_accuracy_last"]
     assert points[-1].tokens > points[-1].samples
     assert sum(p.seconds["total"] for p in points) <= status.productive_s < status.updated_at - status.started_at
 
-    shown = EventAccumulator(str(job.cluster.cfg.job_dir / "tensorboard" / "rl")).Reload()
+    shown = EventAccumulator(str(JobPaths.of(job.cluster.cfg).folder / "tensorboard" / "rl")).Reload()
     assert [e.value for e in shown.Scalars("reward_mean")][-10:] == pytest.approx([p.reward for p in points[-10:]])
-    assert list((job.cluster.cfg.job_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((JobPaths.of(job.cluster.cfg).folder / "wandb").glob("offline-run-*/*.wandb"))
 
     # Of some steps before the end: a process that is ended loses its last second of spans.
     trace = job.spans.trace_with("rollout.first_token", version=points[-10].policy_version - 1)
@@ -104,7 +105,7 @@ def test_run_learns_through_every_kind_of_fault_and_leaves_nothing_behind(job: J
     assert job.epoch() == 1 + 2, "one restart of the job, the operator's, which ends an epoch and begins one"
 
     # It is visible to others, and nothing stays behind.
-    assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
+    assert JobPaths.of(job.cluster.cfg).report_page.read_text().startswith("<!doctype html>")
     assert_published(job, report, STEPS)
     job.cluster.down()
     assert job.leftovers() == []

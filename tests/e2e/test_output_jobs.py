@@ -23,8 +23,9 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import JobStatus
-from elastic_rl.host import leftovers, processes
+from elastic_rl.host import processes
 from elastic_rl.host.local_cluster import OWNER_ENV
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.runtime.files import UMASK_ENV
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(
@@ -38,8 +39,8 @@ WAIT_S = 600.0
 @contextlib.contextmanager
 def _at_step(job: Job, step: int) -> Iterator[tuple[EtcdClient, Keys]]:
     """As soon as this step is committed, and the next is under way."""
-    wait_until(lambda: ClusterInfo.load(job.cluster.cfg.cluster_dir), timeout_s=WAIT_S, what="the cluster")
-    info, keys = ClusterInfo.load(job.cluster.cfg.cluster_dir), Keys(job.cfg.job)
+    wait_until(lambda: ClusterInfo.load(ClusterPaths.of(job.cluster.cfg).info), timeout_s=WAIT_S, what="the cluster")
+    info, keys = ClusterInfo.load(ClusterPaths.of(job.cluster.cfg).info), Keys(job.cfg.job)
     with EtcdClient(info.etcd_endpoints, call_timeout_s=2.0) as etcd:
         def reached() -> bool:
             status = readable_one(etcd.get(keys.job_status()), JobStatus)
@@ -59,9 +60,9 @@ def _kill_actor(job: Job, step: int, killed: list[int]) -> None:
 def _look_at_processes(job: Job, umasks: dict[str, str], sockets: dict[Path, int]) -> None:
     """Umasks of the job's processes, by pid and command, and modes of the sockets that they have in files, and of the
     folder for these."""
-    folder = str(job.cluster.cfg.cluster_dir)
+    folder = str(JobPaths.of(job.cluster.cfg).private)
     with _at_step(job, 1):
-        temporary = leftovers.temp_folder(job.cluster.cfg.cluster_dir)
+        temporary = JobPaths.of(job.cluster.cfg).temp
         sockets[temporary] = temporary.stat().st_mode & 0o777
         for process in [*processes.marked(folder), *processes.marked(folder, OWNER_ENV)]:
             with contextlib.suppress(psutil.Error, OSError):  # it has ended
@@ -82,7 +83,7 @@ def test_rejection_sampling_has_each_prompt_once_although_its_actor_is_killed(tm
         report = job.run()
         killer.join()
         assert killed and report["status"] == "finished"
-        folder = job.cluster.cfg.job_dir
+        folder = JobPaths.of(job.cluster.cfg).folder
         rows = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
         ordinals = [row["ordinal"] for row in rows]
         assert ordinals == sorted(set(ordinals)) and set(ordinals) <= set(range(320))
@@ -112,13 +113,13 @@ def test_evaluation_has_each_prompt_once_and_leaves_nothing_for_others(tmp_path:
         report = job.run()
         looking.join()
         assert set(umasks.values()) == {"0077"} and any("sglang" in name for name in umasks), umasks
-        temporary = leftovers.temp_folder(job.cluster.cfg.cluster_dir)
+        temporary = JobPaths.of(job.cluster.cfg).temp
         assert len(sockets) > 1 and all(path.is_relative_to(temporary) for path in sockets), sockets
         assert set(sockets.values()) == {0o700}
-        assert not temporary.exists() and (job.cluster.cfg.job_dir / "eval.jsonl").stat().st_mode & 0o777 == 0o664
+        assert not temporary.exists() and JobPaths.of(job.cluster.cfg).evaluated.stat().st_mode & 0o777 == 0o664
         [(name, found)] = report["output"]["sets"].items()
         assert (report["status"], name, found["prompts"], found["samples"]) == ("finished", "eval", 40, 80)
-        folder = job.cluster.cfg.job_dir
+        folder = JobPaths.of(job.cluster.cfg).folder
         rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
         assert [(row["index"], row["sample"]) for row in rows] == [(i, n) for i in range(40) for n in (0, 1)]
         assert found["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / 80)

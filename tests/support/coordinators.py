@@ -78,7 +78,7 @@ class Replicas:
     def spawn(self, name: str, port: int) -> subprocess.Popen[bytes]:
         """A replica's process, which may end at once: none of ``running``."""
         arguments = ["--config", str(self.config_file(name)), "--etcd", ",".join(self.etcd_servers), "--replica", name,
-                     "--port", str(port)]
+                     "--port", str(port), "--tokens", str(self.token_table)]
         if name not in self.hosts:
             return forked.spawn(MODULE, *arguments, log=self.log(name))
         return processes.spawn([*self.hosts[name].inside, *processes.python(MODULE, *arguments)], log=self.log(name))

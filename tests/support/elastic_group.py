@@ -14,21 +14,22 @@ import psutil
 
 from elastic_rl import config
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag, remove_files
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.leftovers import remove_files
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import stop
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
+from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.otlp_collector import Collector, collecting
 from support.rank_processes import spawn_agent
 from support.waiting import wait_until
-
-TOKEN = "token of the test"
 
 
 @dataclass
@@ -72,16 +73,15 @@ def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any]) 
         cfg = cfg.model_copy(update={"telemetry": telemetry})
         epoch = fencing.raise_epoch(etcd, keys, holder="test").number
         ctx = RunContext(config=cfg, etcd_endpoints=endpoints, job=job, epoch=epoch,
-                         model_dir=str(make_model_dir(folder / "model", cfg)))
+                         model_dir=str(make_model_dir(folder / "model", cfg)), host=LOOPBACK)
         ctx.save(folder / "context.json")
-        cfg.cluster_dir.mkdir(parents=True)
-        (cfg.cluster_dir / TOKEN_FILE).write_text(TOKEN)
+        make_secret(cfg)
         node = spawn_node(endpoints, keys, "node-0", folder, arena_bytes=cfg.dcs.arena_bytes)
         group = None
         try:
             await_node(etcd, keys, node)
             term = fencing.begin_term(etcd, keys, epoch, "test")
-            client = TrainerClient(etcd, keys, Security(TOKEN), epoch=epoch, term=term)
+            client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch, term=term)
             group = Group(ctx, etcd, keys, client, node, folder, collector)
             group.start_agent()
             yield group
@@ -89,4 +89,4 @@ def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any]) 
             if group is not None:
                 stop(group.agent.pid)
             stop(node.pid)
-            remove_files(file_tag(cfg.cluster_dir))
+            remove_files(JobPaths.of(cfg).file_tag())

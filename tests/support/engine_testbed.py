@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import raise_epoch
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import SHM, TAG_ENV, file_tag, sweep
+from elastic_rl.host.job_secrets import engine_key, engine_key_file
+from elastic_rl.host.leftovers import SHM, TAG_ENV, sweep
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import python, stop
-from elastic_rl.net.addresses import free_port
-from elastic_rl.net.engine_key import create_key, read_key
+from elastic_rl.net.addresses import LOOPBACK, free_port
+from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.forked import spawn
@@ -57,14 +60,14 @@ class EngineTestbed:
         config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"},
                         "engine": {"start_timeout_s": PATIENCE_S}, "model": model or {}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
-        create_key(config.engine_key_file)
-        self.key = read_key(config.engine_key_file)
-        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log", key_file=config.engine_key_file,
+        make_secret(config)
+        self.key = engine_key(config)
+        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log", key_file=partial(engine_key_file, config),
                                     request_timeout_s=config.engine.request_timeout_s)
         self.router.start()
         model_dir = make_model_dir(tmp / "model", config)
         self.ctx = RunContext(config=config, etcd_endpoints=etcd_servers.endpoints, job=config.job, epoch=0,
-                              model_dir=str(model_dir), router_urls={ROLLOUT_POOL: self.router.url})
+                              model_dir=str(model_dir), router_urls={ROLLOUT_POOL: self.router.url}, host=LOOPBACK)
         self.keys = self.ctx.keys
         self.publisher: Publisher | None = None
         self.raise_epoch()
@@ -266,7 +269,7 @@ class EngineTestbed:
         self.node.wait(60)
         self.router.stop()
         self.etcd.close()
-        sweep(self.ctx.config.cluster_dir)
+        sweep(JobPaths.of(self.ctx.config))
 
 
 def spawn_sglang(command: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -289,7 +292,7 @@ class ForeignServer:
             "--disable-cuda-graph", "--disable-radix-cache", "--max-total-tokens", "4096",
             "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"),
             log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
-                               TAG_ENV: file_tag(testbed.ctx.config.cluster_dir, "foreign")})  # so that it is swept
+                               TAG_ENV: JobPaths.of(testbed.ctx.config).file_tag("foreign")})  # so that it is swept
 
 
 def scheduler_of(server_pid: int) -> psutil.Process:

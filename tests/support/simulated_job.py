@@ -32,6 +32,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.board import Board
@@ -262,7 +263,8 @@ class SimulatedJob(ThreadedJob):
                  "train.prompts_per_step": "8", "train.group_size": "2", "train.eval_every_steps": "3",
                  "rollout.groups_per_request": "3", "train.stop_eval_accuracy": "null"} | settings
         self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in given.items()])
-        ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch, model_dir="")
+        ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch,
+                         model_dir="", host=LOOPBACK)
         self.trainer = TrainerWithoutTensors(etcd, keys, epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
         super().__init__(etcd, ctx, Roles(self.trainer, etcd, keys))
 

@@ -15,7 +15,7 @@ from elastic_rl.etcd.fencing import write
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag
+from elastic_rl.host.paths import JobPaths
 
 FAIL = "starts-fail"
 """A file of this name in the job's folder makes every start of an engine fail."""
@@ -30,7 +30,7 @@ class StubEngine:
         self._leave = threading.Event()
 
     def run(self) -> None:
-        if (self._ctx.config.cluster_dir / FAIL).exists():
+        if (JobPaths.of(self._ctx.config).private / FAIL).exists():
             raise RuntimeError("no weights")
         with self._ctx.connect() as etcd:
             key = self._ctx.keys.engine(self._id)
@@ -96,7 +96,7 @@ class KilledTrainer(StubTrainer):
     def __init__(self, context_file: str, log_file: str) -> None:
         super().__init__(context_file, log_file)
         ctx = RunContext.load(context_file)
-        self._tag = file_tag(ctx.config.cluster_dir, ctx.group.name)
+        self._tag = JobPaths.of(ctx.config).file_tag(ctx.group.name)
 
     def run(self) -> int:
         with self._notes.open("a") as notes:

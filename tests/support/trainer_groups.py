@@ -19,7 +19,6 @@ from elastic_rl.config.groups import TrainerGroupSpec
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.etcd import events, fencing
@@ -27,16 +26,18 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag, remove_files
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.leftovers import remove_files
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import stop
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from support.actor_runs import ThreadedJob
+from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.rank_processes import spawn_agent
 from support.waiting import wait_until
-
-TOKEN = "token of the test"
 
 Advantages = Callable[[list[list[float]]], list[list[float]]]
 
@@ -90,7 +91,8 @@ class Groups:
 
     def state(self, group: TrainerGroupSpec) -> dict[str, torch.Tensor]:
         """The tensors of the group's newest state."""
-        with Puller(self.job.etcd, self.job.keys, "test", io_timeout_s=30, security=Security(TOKEN)) as puller, \
+        security = dcs_security(self.job.ctx.config)
+        with Puller(self.job.etcd, self.job.keys, "test", io_timeout_s=30, security=security) as puller, \
                 puller.pull(group.state) as pulled:
             return {name: tensor.clone() for name, tensor in pulled.tensors()}
 
@@ -117,13 +119,12 @@ def running_groups(etcd_servers: EtcdServers, etcd: EtcdClient, folder: Path, se
     cfg = config.parse({"job": keys.job, "seed": 1, "deterministic": True, "run_dir": str(folder / "runs"), **sections})
     epoch = fencing.raise_epoch(etcd, keys, holder="test").number
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, epoch=epoch,
-                     model_dir=str(make_model_dir(folder / "model", cfg)))
-    cfg.cluster_dir.mkdir(parents=True)
-    (cfg.cluster_dir / TOKEN_FILE).write_text(TOKEN)
+                     model_dir=str(make_model_dir(folder / "model", cfg)), host=LOOPBACK)
+    make_secret(cfg)
     with ExitStack() as closing:
         node = spawn_node(etcd_servers.endpoints, keys, "node-0", folder, arena_bytes=cfg.dcs.arena_bytes)
         closing.callback(stop, node.pid)
-        closing.callback(remove_files, file_tag(cfg.cluster_dir))
+        closing.callback(remove_files, JobPaths.of(cfg).file_tag())
         await_node(etcd, keys, node)
         for group in cfg.trainer_groups:
             context = ctx.of_group(group).save(folder / f"context-{group.name}.json")

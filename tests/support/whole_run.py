@@ -20,6 +20,7 @@ from elastic_rl.etcd.records import Event, StepMetrics
 from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import Record, read_records
 from support.otlp_collector import Collector, collecting
 
@@ -39,36 +40,36 @@ class Job:
         """Trains to the end and returns report.json."""
         info = self.cluster.up()
         code = train.run(self.cluster.cfg, info, **({"faults": True, "fault_plan": plan} if plan else {}))
-        assert code == 0, f"the run failed; its logs are in {self.cluster.cfg.log_dir}"
-        return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
+        assert code == 0, f"the run failed; its logs are in {JobPaths.of(self.cluster.cfg).logs}"
+        return json.loads(JobPaths.of(self.cluster.cfg).report.read_text())
 
     def step_records(self) -> list[Record]:
         """Of each step as often as it was done."""
-        records = read_records(self.cluster.cfg.job_dir / "steps.jsonl")
+        records = read_records(JobPaths.of(self.cluster.cfg).steps)
         return [record for record in records if record["kind"] == "step"]
 
     def step_metrics(self) -> list[StepMetrics]:
         """As etcd has them, of the cluster that is up."""
-        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+        with EtcdClient(ClusterInfo.load(self.cluster.paths.info).etcd_endpoints, call_timeout_s=2.0) as etcd:
             return [StepMetrics.decode(kv.value) for kv in etcd.range(Keys(self.cfg.job).steps_prefix())[0]]
 
     def events(self) -> list[Event]:
         """All of the cluster that is up."""
-        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+        with EtcdClient(ClusterInfo.load(self.cluster.paths.info).etcd_endpoints, call_timeout_s=2.0) as etcd:
             return events.recent(etcd, Keys(self.cfg.job), 2000)
 
     def epoch(self) -> int:
-        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+        with EtcdClient(ClusterInfo.load(self.cluster.paths.info).etcd_endpoints, call_timeout_s=2.0) as etcd:
             return fencing.current_epoch(etcd, Keys(self.cfg.job))
 
     def leftovers(self) -> list[str]:
         """What should be gone once the cluster is down."""
-        run = str(self.cluster.cfg.cluster_dir)
+        run = str(JobPaths.of(self.cluster.cfg).private)
         mine = [p for p in psutil.process_iter(["cmdline"]) if self.cfg.job in " ".join(p.info["cmdline"] or [])]
         return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
                 *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
-                *map(str, leftovers.tagged_files(leftovers.file_tag(self.cluster.cfg.cluster_dir))),
-                *([str(temp)] if (temp := leftovers.temp_folder(self.cluster.cfg.cluster_dir)).exists() else [])]
+                *map(str, leftovers.tagged_files(JobPaths.of(self.cluster.cfg).file_tag())),
+                *([str(temp)] if (temp := JobPaths.of(self.cluster.cfg).temp).exists() else [])]
 
 
 @contextlib.contextmanager
@@ -80,7 +81,7 @@ def whole_job(run_dir: Path, settings: dict[str, Any]) -> Iterator[Job]:
             yield job
         finally:
             job.cluster.down(purge=True)
-            leftovers.sweep(job.cluster.cfg.cluster_dir)
+            leftovers.sweep(JobPaths.of(job.cluster.cfg))
 
 
 def assert_sound(job: Job, report: dict[str, Any], steps: int) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,53 @@ def test_imported_modules_and_names_exist() -> None:
             if not module.startswith("elastic_rl.etcd.pb") and (found is None or name and name not in found):
                 missing.append(f"{path.relative_to(ROOT.parent)}: {module} {name}")
     assert not missing
+
+
+def _texts(path: Path) -> list[str]:
+    """The string constants of a module, those in f-strings too, without docstrings and other statements of text."""
+    tree = ast.parse(path.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [node.value for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose]
+
+
+def _modules_with(matches: Callable[[str], object]) -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if any(map(matches, _texts(path)))}
+
+
+LAYOUT = "host/paths.py"
+"""The only module that knows where files are."""
+
+
+def test_layout_of_folders_and_files_is_known_in_one_place() -> None:
+    """A second module that knows it would look at the old place when the layout changes."""
+    names = {text for text in _texts(ROOT / LAYOUT) if re.fullmatch(r"[\w-]+\.[a-z]+", text)}
+    assert {"cluster.json", "steps.jsonl", "engine.key", "train.lock"} <= names
+    found = _modules_with(lambda text: text.rpartition("/")[2] in names)
+    assert found - {LAYOUT} == {"telemetry/trackers.py",  # run.json in wandb's own folder
+                                "config/reading.py"}  # engine.key as a setting that somebody may look for
+
+
+def test_folder_of_all_jobs_is_joined_in_one_place() -> None:
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.BinOp(left=ast.Attribute(attr="run_dir"), op=ast.Div()):
+                    found.add(str(path.relative_to(ROOT)))
+                case ast.Attribute(value=ast.Attribute(attr="run_dir"), attr="joinpath" | "glob" | "rglob" | "iterdir"):
+                    found.add(str(path.relative_to(ROOT)))
+    assert found == {LAYOUT}
+
+
+def test_address_of_this_host_is_known_in_one_place() -> None:
+    """A loopback address in a record, or on a command line, is wrong as soon as there is a second host."""
+    assert _modules_with(lambda text: "127.0.0.1" in text) == {
+        "net/addresses.py",  # the constant
+        "config/coordinator.py", "config/dcs.py",  # defaults of settings
+        "coordinator/operations/external_engines.py", "net/torch_store.py", "cli/dashboard.py",  # what users have given
+        "bench/dcs/limits.py", "bench/dcs/links.py", "bench/dcs/plain_transfer.py",  # sockets of one process
+    }
+    users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
+             if ("elastic_rl.net.addresses", "LOOPBACK") in _imports(path)}
+    assert users == {"host/address.py"}

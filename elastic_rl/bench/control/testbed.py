@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import secrets
 import shutil
 import signal
@@ -22,11 +21,12 @@ import yaml
 from elastic_rl.bench.etcd import end, start_etcd
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.workers import Worker
-from elastic_rl.config import CoordinatorConfig, parse
+from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import auth
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.host.address import own_address
 from elastic_rl.host.processes import python, spawn
 from elastic_rl.net.addresses import free_port
 from elastic_rl.runtime.waiting import wait_until
@@ -43,11 +43,10 @@ class Replicas:
         self.keys = Keys(f"bench-{secrets.token_hex(4)}")
         self._folder = testbed.folder / self.keys.job
         self._folder.mkdir()
-        self._config = self._folder / "config.yaml"
+        self._config = self._folder / "settings.yaml"
         self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
-        cluster_dir = parse({"job": self.keys.job, "run_dir": str(self._folder)}).cluster_dir
-        cluster_dir.mkdir(parents=True)
-        self.token = json.loads(auth.create_tokens(cluster_dir).read_text())["operator"]
+        self._tokens, self.token = self._folder / "tokens", auth.new_token()
+        auth.write_table(self._tokens, {auth.Role.OPERATOR: self.token})
         self._stack = stack
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.urls: dict[str, str] = {}
@@ -56,10 +55,11 @@ class Replicas:
         """Starts replicas and waits until each is ready."""
         for name in names:
             port = free_port()
-            self.urls[name] = f"http://127.0.0.1:{port}"
+            self.urls[name] = f"http://{own_address()}:{port}"
             self.running[name] = process = spawn(python(
                 "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.testbed.endpoint,
-                "--replica", name, "--port", str(port)), log=self._folder / f"{name}.log")
+                "--replica", name, "--port", str(port), "--tokens", str(self._tokens)),
+                log=self._folder / f"{name}.log")
             self._stack.callback(end, process)
         for name in names:
             wait_until(lambda n=name: self._ready(n), timeout_s=_START_S, what=f"replica {name}",

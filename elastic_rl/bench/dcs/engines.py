@@ -23,7 +23,8 @@ from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import EngineFailed
-from elastic_rl.host.leftovers import file_tag
+from elastic_rl.host.address import own_address
+from elastic_rl.host.paths import JobPaths
 
 T = TypeVar("T")
 _HIDDEN, _FFN, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 3072, 16, 8, 128
@@ -73,7 +74,7 @@ class BenchEngine(SGLangServer):
         self.folder, self.log = model.folder, folder / f"engine-{index}.log"
         self._loaders = (loaders.BARE, *more_loaders)
         super().__init__(str(model.folder), cfg=cfg.engine, device=cfg.device, log=self.log, seed=index,
-                         tag=file_tag(folder, f"engine-{index}"))
+                         tag=JobPaths(folder).file_tag(f"engine-{index}"), host=own_address())
         self.pauses = []
         self._asked = 0.0
 

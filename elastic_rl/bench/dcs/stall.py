@@ -19,6 +19,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import hf_config
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.net.addresses import free_port
 from elastic_rl.runtime.waiting import wait_until
 
@@ -74,12 +75,12 @@ def _context(cluster: Cluster, cfg: Config) -> Path:
     folder = cluster.testbed.folder / "trainer"
     hf_config(cfg).save_pretrained(folder)
     ctx = RunContext(config=cfg, etcd_endpoints=[cluster.testbed.endpoint], job=cluster.keys.job, epoch=cluster.epoch,
-                     model_dir=str(folder))
+                     model_dir=str(folder), host=own_address())
     return ctx.save(folder / "context.json")
 
 
 def _ranks(cluster: Cluster, cfg: Config) -> list[Worker]:
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(TP),
+    common = {"MASTER_ADDR": own_address(), "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(TP),
               "OMP_NUM_THREADS": "1"}
     context = str(_context(cluster, cfg))
     return [cluster.worker("elastic_rl.bench.dcs.stall_rank", context,

@@ -83,12 +83,12 @@ class Cluster:
     def start(self, node_id: str, versions_bytes: int, **dcs: object) -> subprocess.Popen[bytes]:
         """A node whose arena and disk hold so many bytes; ``await_nodes`` waits for it. ``dcs``: settings."""
         capacity = versions_bytes + _SPARE_BYTES
-        settings = {"arena_bytes": capacity, "disk_bytes": capacity, **dcs}
+        settings = {"arena_bytes": capacity, "disk_bytes": capacity,
+                    "disk_dir": self.testbed.folder / f"{self.keys.job}-disk", **dcs}
         require_memory(SHM, capacity)
         require_memory(self.testbed.folder, int(str(settings["disk_bytes"])))
         process = self.processes[node_id] = spawn(python(
             "elastic_rl.dcs.node.service", "--etcd", self.testbed.endpoint, "--id", node_id, f"--job={self.keys.job}",
-            f"--run_dir={self.testbed.folder / 'runs'}",
             *(f"--dcs.{key}={value}" for key, value in settings.items())),
             log=self._log(node_id))
         self._stack.callback(end, process)

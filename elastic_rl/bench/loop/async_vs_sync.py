@@ -18,6 +18,7 @@ from elastic_rl.bench.loop.testbed import Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import ElasticRLError, QueueUnavailable
+from elastic_rl.host.address import own_address
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue, GroupQueue
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 from elastic_rl.report.build import Record, percentile
@@ -183,7 +184,7 @@ def queue_row() -> Row:
 
 def _through_actors() -> list[float]:
     # It raises ConfigError before Ray is started for nothing.
-    queue = TransferQueueQueue(_GROUPS, units=2, call_s=60.0, host="127.0.0.1")
+    queue = TransferQueueQueue(_GROUPS, units=2, call_s=60.0, host=own_address())
     import ray
     os.environ |= RAY_PRIORITY  # as in a job
     ray.init(address="local", include_dashboard=False, log_to_driver=False)

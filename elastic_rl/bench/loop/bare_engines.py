@@ -25,7 +25,8 @@ from elastic_rl.data.sources import DataSource, make_source
 from elastic_rl.engine.client import Sampling, parse_sample, sequences_of_request, share_requests
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import EngineFailed
-from elastic_rl.host.leftovers import file_tag
+from elastic_rl.host.address import own_address
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.sampling.sampler import decoder, sampling_seed
 from elastic_rl.rewards.base import Decode, Reward, RewardFn
 from elastic_rl.rewards.registry import close_reward, make_reward
@@ -80,7 +81,8 @@ def started(cfg: Config, model: Path, folder: Path) -> Iterator[tuple[list[SGLan
     """Starts as many servers as the run has, together, as the run's are; yields them and the seconds of each one's
     start until it answers. They end with the block. Raises EngineFailed."""
     servers = [SGLangServer(str(model), cfg=cfg.engine, device=cfg.device, log=folder / f"engine-{i}.log", seed=i + 1,
-                            tag=file_tag(folder, f"engine-{i}"), deterministic=cfg.deterministic)
+                            tag=JobPaths(folder).file_tag(f"engine-{i}"), host=own_address(),
+                            deterministic=cfg.deterministic)
                for i in range(cfg.rollout.engines)]
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(len(servers)))

@@ -10,6 +10,7 @@ from elastic_rl.bench.loop.bare_engines import WARM_ROUNDS
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import Config
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.net.addresses import free_port
 from elastic_rl.trainer.group.agent import DETERMINISTIC_CUDA
 
@@ -20,9 +21,9 @@ def measure_trainer(cfg: Config, model: Path, folder: Path, shares: Sequence[Seq
     """Seconds of a step on each batch, of the slowest rank; the first ones do not count. ``shares``: the shares of each
     batch the files of the data-parallel ranks. Raises WorkerFailed and DeadlineExceeded."""
     # The ranks read settings and model from a context; there is no etcd.
-    context = RunContext(config=cfg, etcd_endpoints=["none"], job=cfg.job, epoch=0, model_dir=str(model)).save(
-        folder / "context.json")
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(cfg.trainer.ranks),
+    context = RunContext(config=cfg, etcd_endpoints=["none"], job=cfg.job, epoch=0, model_dir=str(model),
+                         host=own_address()).save(folder / "context.json")
+    common = {"MASTER_ADDR": own_address(), "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(cfg.trainer.ranks),
               "OMP_NUM_THREADS": str(cfg.trainer.cpu_threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
               **(DETERMINISTIC_CUDA if cfg.deterministic else {})}
     with contextlib.ExitStack() as stack:

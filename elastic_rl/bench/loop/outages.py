@@ -25,6 +25,7 @@ from elastic_rl.faults.outages import (
     TrainerStopped,
 )
 from elastic_rl.host import inherited_model
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import Record, read_records
 from elastic_rl.runtime.waiting import wait_until
 
@@ -120,7 +121,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     cfg = job.configure_outages(folder, options, _WARM_STEPS + _STEPS_EACH * trials * len(kinds))
 
     def measured() -> list[Row]:
-        return rows(read_records(cfg.job_dir / "steps.jsonl"), outages)
+        return rows(read_records(JobPaths.of(cfg).steps), outages)
 
     try:
         job.run(cfg, plan=plan_of(outages))
@@ -131,7 +132,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     if "engines" in kinds:
         with started(cfg, inherited_model.began_with(cfg), folder) as (_, seconds):
             start_s = median(seconds)
-        yield from engine_rows(read_records(cfg.job_dir / "steps.jsonl"), outages, start_s)
+        yield from engine_rows(read_records(JobPaths.of(cfg).steps), outages, start_s)
 
 
 def rows(records: Sequence[Record], outages: Mapping[str, Sequence[Outage]]) -> list[Row]:

@@ -19,6 +19,7 @@ from elastic_rl.bench.options import Options
 from elastic_rl.config import Config
 from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.host import inherited_model
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import Record, read_records
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Testbed:
 
     def records(self) -> list[Record]:
         """Records of the measured run as far as it came."""
-        return read_records(self.cfg.job_dir / "steps.jsonl")
+        return read_records(JobPaths.of(self.cfg).steps)
 
     def _train(self) -> Run:
         policy = self.folder / "policy"
@@ -92,7 +93,7 @@ class Testbed:
         from elastic_rl.bench.loop import long_responses
         cfg = long_responses.configure_rl(self.folder / "long", self.options, job.WARM_STEPS + self.long_rounds)
         job.run(cfg)
-        return Run(cfg, read_records(cfg.job_dir / "steps.jsonl"), inherited_model.began_with(cfg))
+        return Run(cfg, read_records(JobPaths.of(cfg).steps), inherited_model.began_with(cfg))
 
     def require_run(self) -> None:
         """Raises what ended the measured run, if it failed."""
@@ -147,4 +148,4 @@ class Testbed:
 
 def _trained(cfg: Config, plan: FaultPlan | None) -> list[Record]:
     job.run(cfg, plan=plan)
-    return read_records(cfg.job_dir / "steps.jsonl")
+    return read_records(JobPaths.of(cfg).steps)

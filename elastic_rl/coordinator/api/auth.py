@@ -7,6 +7,7 @@ import hmac
 import json
 import secrets
 import threading
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_rl.errors import ConfigError
 from elastic_rl.runtime.files import replace_file
-
-TABLE, CREDENTIALS, VIEWER_TOKEN = "tokens.json", "credentials.json", "viewer.token"
-"""Files in a cluster's folder: digests for the replicas, tokens by role for the command line, and the viewer's token
-alone for Prometheus."""
-
 
 MIN_TOKEN_CHARS = 16
 """Fewest characters of a token that is written into a table in the short form."""
@@ -69,20 +65,10 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def create_tokens(folder: Path) -> Path:
-    """Writes a table with a new token for each role, and the tokens, into ``folder``; each file is readable by its
-    owner only. Returns the path of the credentials."""
-    tokens = {role.value: new_token() for role in Role}
-    replace_file(folder / CREDENTIALS, json.dumps(tokens, indent=2), private=True)
-    replace_file(folder / VIEWER_TOKEN, tokens[Role.VIEWER], private=True)
-    write_table(folder, tokens)
-    return folder / CREDENTIALS
-
-
-def write_table(folder: Path, tokens: dict[str, str]) -> None:
-    """Writes the table of tokens by role into ``folder``."""
+def write_table(path: Path, tokens: Mapping[str, str]) -> None:
+    """Writes a table of tokens by role, readable by its owner only."""
     entries = [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
-    replace_file(folder / TABLE, _Table(tokens=entries).model_dump_json(indent=2), private=True)
+    replace_file(path, _Table(tokens=entries).model_dump_json(indent=2), private=True)
 
 
 class TokenTable:

@@ -13,7 +13,7 @@ from elastic_rl.runtime.files import replace_file
 
 @dataclass(frozen=True)
 class ClusterInfo:
-    """How to connect to a cluster; stored in ``<cluster_dir>/cluster.json``."""
+    """How to connect to a cluster; kept in a file while the cluster is up."""
 
     job: str
     etcd_endpoints: list[str]
@@ -22,7 +22,6 @@ class ClusterInfo:
     """Base URLs of the admin API, one a replica."""
     tokens_file: str
     """File with the bearer tokens of the API, as ``credentials.read_token`` takes it; empty: there is none."""
-    cluster_dir: str
     ca_file: str = ""
     """PEM file of the authority of the admin API's certificates; empty: the system's, or no TLS."""
     own_etcd: bool = False
@@ -33,13 +32,12 @@ class ClusterInfo:
         without one."""
         return read_token(Path(self.tokens_file), role) if self.tokens_file else ""
 
-    def save(self) -> None:
-        replace_file(Path(self.cluster_dir) / "cluster.json", json.dumps(asdict(self), indent=2))
+    def save(self, path: Path) -> None:
+        replace_file(path, json.dumps(asdict(self), indent=2))
 
     @classmethod
-    def load(cls, cluster_dir: Path) -> ClusterInfo | None:
-        """The cluster of a folder; None if there is none. Raises ConfigError for a damaged file."""
-        path = cluster_dir / "cluster.json"
+    def load(cls, path: Path) -> ClusterInfo | None:
+        """The cluster that a file describes; None if there is none. Raises ConfigError for a damaged file."""
         try:
             info = cls(**json.loads(path.read_text()))
         except FileNotFoundError:

@@ -37,7 +37,7 @@ def _from_json(path: Path, text: str, role: str) -> str:
         raise ConfigError(f"no token can be read from {path}: it is not valid JSON ({e})", hint=_HINT) from e
     if isinstance(found, dict) and "tokens" in found:
         raise ConfigError(f"{path} is a replica's table with digests, from which no token can be read",
-                          hint=f"use {path.with_name('credentials.json')}. " + _HINT)
+                          hint="use the credentials.json beside it. " + _HINT)
     if not isinstance(found, dict) or not found or not set(found) <= set(Role) or not all(
             isinstance(token, str) for token in found.values()):
         raise ConfigError(f"{path} holds no tokens by role", hint=_HINT)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_rl.config import Config
+from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.pairs import PAIRED
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
-from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.security import Security
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 
@@ -18,10 +18,7 @@ from elastic_rl.etcd.keys import Keys
 class Maintenance:
     """Garbage collection, and repair in a thread of its own."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
-        """Raises ConfigError when the token or the TLS files cannot be read."""
-        dcs = cfg.dcs
-        security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE)
+    def __init__(self, etcd: EtcdClient, keys: Keys, dcs: DcsConfig, security: Security) -> None:
         self._collector = GarbageCollector(
             etcd, keys, RetentionPolicy(dcs.keep_versions, dcs.keep_age_s, dcs.keep_bytes), security=security,
             paired=PAIRED)

@@ -1,10 +1,13 @@
 """A DCS node: one process a host that owns the shared-memory arena and a folder on disk, and serves their chunks over
 TCP. What was on its disk when it ended, even by a kill, it has again after the next start under the same id.
 
-    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--config FILE] [--key.sub=value ...]
+    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--secret FILE] [--logs FOLDER] [--config FILE]
+                                          [--key.sub=value ...]
 
-``dcs.port`` 0 takes a free one. Logs go to stderr. SIGTERM and SIGINT end it cleanly; exit status 2 means that it
-could not start, or that another process has registered under its id.
+``dcs.port`` 0 takes a free one. Logs go to stderr; ``--logs`` names the folder that it is redirected to, in which the
+node then bounds the logs. Clients must present the token that is derived from the cluster's secret (``--secret``), or
+that of ``dcs.token_file``; without both everybody on this host is admitted. SIGTERM and SIGINT end the node cleanly;
+exit status 2 means that it could not start, or that another process has registered under its id.
 """
 
 from __future__ import annotations
@@ -31,16 +34,17 @@ from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.registration import Registration
 from elastic_rl.dcs.node.server import NodeServer
 from elastic_rl.dcs.node.version_index import VersionIndex
-from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage import arena
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.dcs.storage.disk import DiskFolder
-from elastic_rl.errors import Conflict, ElasticRLError, PreflightFailed
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.etcd.witness import HostWitness
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
@@ -55,14 +59,15 @@ _FLUSH_S = 60.0
 """Longest time for which a node that is stopped continues to save chunks; well within the grace of its supervisor."""
 
 
-def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Event) -> None:
-    """Serves until ``stop`` is set. Raises PreflightFailed (memory, disk, port, a second node), ConfigError (token or
-    TLS files, or none on a public address), EtcdUnavailable, and Conflict when another process took over its id."""
+def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Event, *, security: Security,
+        logs_folder: Path | None = None) -> None:
+    """Serves until ``stop`` is set. ``logs_folder``: where the logs are to be bounded. Raises PreflightFailed (memory,
+    disk, port, a second node), ConfigError (no folder for the disk, neither a token nor TLS on a public address),
+    EtcdUnavailable, and Conflict when another process took over its id."""
     keys, dcs, ttl_s = Keys(cfg.job), cfg.dcs, cfg.coordinator.lease_ttl_s
-    # A cluster has made both files; a node that is started alone has neither.
-    security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE, required=cfg.engine_key_file.exists())
     with contextlib.ExitStack() as stack:
-        stack.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
+        if logs_folder is not None:
+            stack.callback(LogRotation(logs_folder, cfg.telemetry).close)
         leftovers = _remove_leftovers()
         stack.callback(leftovers.close)
         etcd = stack.enter_context(EtcdClient.from_config(cfg.etcd, list(endpoints)))
@@ -137,8 +142,10 @@ def _remove_leftovers() -> arena.Leftovers:
 def _disk(cfg: Config, node_id: str) -> DiskFolder | None:
     if not cfg.dcs.disk_bytes:
         return None
-    root = Path(cfg.dcs.disk_dir).expanduser() if cfg.dcs.disk_dir else cfg.cluster_dir / "disk"
-    return DiskFolder(root / node_id, cfg.dcs.disk_bytes, cfg.job)
+    if not cfg.dcs.disk_dir:
+        raise ConfigError("dcs.disk_dir names no folder for the node's chunks",
+                          hint="name one with --dcs.disk_dir=FOLDER, or keep them in memory only: --dcs.disk_bytes=0")
+    return DiskFolder(Path(cfg.dcs.disk_dir).expanduser() / node_id, cfg.dcs.disk_bytes, cfg.job)
 
 
 def _disk_room(disk: DiskFolder | None) -> int:
@@ -168,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      description="A node of the checkpoint service.")
     parser.add_argument("--etcd", required=True, help="host:port of the etcd members, comma-separated")
     parser.add_argument("--id", required=True, help="name of this node, the same after each start")
+    parser.add_argument("--secret", type=Path, help="the cluster's secret")
+    parser.add_argument("--logs", type=Path, help="folder of the logs of this host")
     parser.add_argument("--config", type=Path, help="the job's configuration; each key also as --key.sub=value")
     args, overrides = parser.parse_known_args(argv)
     logs.setup(f"dcs-{args.id}", "info")
@@ -177,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = config.load(args.config, overrides)
         logs.setup(f"dcs-{args.id}", cfg.telemetry.log_level)
-        run(cfg, args.etcd.split(","), args.id, stop)
+        token = ClusterSecret.read(args.secret).dcs(cfg.job) if args.secret else ""
+        run(cfg, args.etcd.split(","), args.id, stop, security=Security.from_config(cfg.dcs, token),
+            logs_folder=args.logs)
     except ElasticRLError as e:
         log.error("node %s cannot run: %s: %s", args.id, type(e).__name__, e)
         return 2

@@ -20,7 +20,7 @@ from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.versions import compare, hf_folder, names, recovery
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, ElasticRLError, VersionNotFound
 from elastic_rl.etcd import fencing
@@ -45,10 +45,10 @@ class VersionService:
     """A context manager. Versions are named as in ``names.py``; every method raises VersionNotFound for one that is
     not there."""
 
-    def __init__(self, cfg: Config, job: str, etcd_endpoints: Sequence[str], cluster_dir: Path) -> None:
-        """Raises ConfigError when the job's token or TLS files cannot be read."""
-        self.cfg, self.keys = cfg, Keys(job)
-        self._security = Security.from_config(cfg.dcs, cluster_dir / TOKEN_FILE)
+    def __init__(self, cfg: Config, job: str, etcd_endpoints: Sequence[str], security: Security, model_dir: Path
+                 ) -> None:
+        """``model_dir``: the folder whose config and tokenizer the run's weights belong to."""
+        self.cfg, self.keys, self._security, self._model_dir = cfg, Keys(job), security, model_dir
         self.etcd = EtcdClient.from_config(cfg.etcd, list(etcd_endpoints))
         self._client = DcsClient(self.etcd, self.keys, io_timeout_s=cfg.dcs.io_timeout_s, security=self._security)
         self.me = f"{getpass.getuser()}@{socket.gethostname()}"
@@ -171,7 +171,7 @@ class VersionService:
         with self._puller() as puller, puller.pull(version.stream, version.number) as pulled:
             total = pulled.manifest.nbytes
             counter = _Counter(lambda done: progress(done, total))
-            return hf_folder.write(target, pulled.tensors(), like or self._model_dir(), shard_bytes=shard_bytes,
+            return hf_folder.write(target, pulled.tensors(), like or self._require_model(), shard_bytes=shard_bytes,
                                 force=force, progress=counter)
 
     def import_(self, source: Path, stream: str, *, yes: bool,
@@ -217,12 +217,10 @@ class VersionService:
     def _puller(self) -> Puller:
         return Puller(self.etcd, self.keys, self.me, io_timeout_s=self.cfg.dcs.io_timeout_s, security=self._security)
 
-    def _model_dir(self) -> Path:
-        """The folder whose config and tokenizer the run's weights belong to."""
-        found = Path(self.cfg.model.path) if self.cfg.model.path else self.cfg.job_dir / "model"
-        if not (found / "config.json").exists():
-            raise ConfigError(f"the run has no model folder {found}", hint="name one with --like")
-        return found
+    def _require_model(self) -> Path:
+        if not (self._model_dir / "config.json").exists():
+            raise ConfigError(f"the run has no model folder {self._model_dir}", hint="name one with --like")
+        return self._model_dir
 
 
 class _Counter:

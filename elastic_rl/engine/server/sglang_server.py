@@ -248,7 +248,7 @@ class SGLangServer(EngineServer):
     """
 
     def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
-                 host: str = "127.0.0.1", deterministic: bool = False, folder_version: int = 0,
+                 host: str, deterministic: bool = False, folder_version: int = 0,
                  shares_devices: bool = False, gpus: str = "", key_file: Path | None = None) -> None:
         """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed.
         ``folder_version``: the version of the folder's weights; 0 where they belong to no version.

@@ -23,7 +23,7 @@ from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings
-from elastic_rl.host.agent.status import FILE, AgentStatus
+from elastic_rl.host.agent.status import AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.local_cluster import AGENTS, Cluster
 from elastic_rl.telemetry import logs
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
-_LOCK = "active.lock"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +57,6 @@ class HostAgent:
         """``where``: the cluster by its location alone. Its settings are read from its folder, and again when a command
         has changed them."""
         self._name, self._cluster = name, where
-        self._settings_file = where.dir / cluster_settings.FILE
         self._settings_version: tuple[int, int] | None = None
         self._supervisor = ServiceSupervisor()
         self._stopping = False
@@ -68,7 +66,7 @@ class HostAgent:
     def active(self) -> Iterator[None]:
         """Waits until this process is the active one, which it is within the block. Any signal ends it until then: it
         has nothing to clean up."""
-        with (self._cluster.agents.folder / _LOCK).open("w") as lock:
+        with self._cluster.paths.active_agent_lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             log.info("%s (pid %d) is the active agent", self._name, os.getpid())
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +79,7 @@ class HostAgent:
     def run(self) -> None:
         """Keeps the services running until a signal, or until the cluster is taken down: by a command, or by this agent
         because its owner has ended."""
-        with contextlib.closing(LogRotation(self._cluster.cfg.log_dir, self._cluster.cfg.telemetry)):
+        with contextlib.closing(LogRotation(self._cluster.paths.logs, self._cluster.cfg.telemetry)):
             while not self._stopping and not self._cluster.is_down:
                 pids: list[int] = []
                 try:
@@ -91,30 +89,30 @@ class HostAgent:
                 except (ElasticRLError, OSError) as e:  # the services are worth more than this pass
                     log.warning("a pass failed: %s", e)
                 _await_end(pids)
-        (self._cluster.dir / FILE).unlink(missing_ok=True)
+        self._cluster.paths.agent_status.unlink(missing_ok=True)
 
     def _pass(self) -> list[int]:
         """One pass; returns the pids of the services that run. Raises ElasticRLError and OSError."""
         self._read_settings()
-        info = ClusterInfo.load(self._cluster.dir)
+        info = ClusterInfo.load(self._cluster.paths.info)
         if info is None:  # a command is starting the cluster
             return []
         status = AgentStatus(self._name, os.getpid(), self._supervisor.tick(self._cluster, info))
         if status != self._status:
-            status.save(self._cluster.dir)
+            status.save(self._cluster.paths.agent_status)
             self._status = status
         self._cluster.start_agent_again(next(name for name in AGENTS if name != self._name))
         return [service.pid for service in status.services.values() if service.pid]
 
     def _read_settings(self) -> None:
         try:
-            found = self._settings_file.stat()
+            found = self._cluster.paths.settings.stat()
         except FileNotFoundError:
             return
         version = (found.st_ino, found.st_mtime_ns)  # a change replaces the file
         if version != self._settings_version:
             location = {"job": self._cluster.cfg.job, "run_dir": str(self._cluster.cfg.run_dir)}
-            self._cluster = Cluster(cluster_settings.on_top(self._cluster.dir, location))
+            self._cluster = Cluster(cluster_settings.on_top(self._cluster.paths.settings, location))
             self._settings_version = version
 
 

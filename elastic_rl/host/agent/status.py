@@ -10,8 +10,6 @@ from pathlib import Path
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.runtime.files import replace_file
 
-FILE = "agent.json"
-
 
 @dataclass(frozen=True)
 class ServiceStatus:
@@ -39,15 +37,15 @@ class AgentStatus:
         """The services that do not run, and why, by name."""
         return {name: s.reason for name, s in self.services.items() if s.reason}
 
-    def save(self, cluster_dir: Path) -> None:
+    def save(self, path: Path) -> None:
         """Raises OSError."""
-        replace_file(cluster_dir / FILE, json.dumps(asdict(self)))
+        replace_file(path, json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, cluster_dir: Path) -> AgentStatus | None:
+    def load(cls, path: Path) -> AgentStatus | None:
         """None where no agent has written it, and for a damaged file, which the next pass replaces."""
         try:
-            values = json.loads((cluster_dir / FILE).read_text())
+            values = json.loads(path.read_text())
             services = {name: ServiceStatus(**value) for name, value in values.pop("services").items()}
             return cls(services=services, **values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -58,5 +56,5 @@ def waiting_services(cluster: Cluster) -> Mapping[str, str]:
     """What a cluster of this host waits for, by the name of the service that does not run."""
     if not cluster.agents.running():
         return {"host agent": "does not run, so what ends stays down; `elastic-rl up` starts it"}
-    status = AgentStatus.load(cluster.dir)
+    status = AgentStatus.load(cluster.paths.agent_status)
     return status.waiting if status is not None else {}

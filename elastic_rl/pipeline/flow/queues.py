@@ -9,7 +9,7 @@ from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue, GroupQueue
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 
 
-def make_queue(cfg: Config, capacity: int, host: str = "127.0.0.1") -> GroupQueue:
+def make_queue(cfg: Config, capacity: int, host: str) -> GroupQueue:
     """The queue that ``train.queue`` names, of so many groups. ``host``: IP address at which the processes of the run
     reach this host; a loopback address says that all are on it. Raises ConfigError."""
     if cfg.train.queue == "transfer_queue":

@@ -11,7 +11,6 @@ from typing import Any
 
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource, make_source
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -19,6 +18,8 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.records.reporting import SampleWriter
 from elastic_rl.pipeline.records.run_events import PRODUCER, RunEvents, emitter
 from elastic_rl.pipeline.records.run_log import JobStatusWriter, RunLog
@@ -57,11 +58,12 @@ class ActorTerm:
         self.waits = Waits(self._show_wait, stopping)
         self.emit = emitter(writer, self.waits)
         self.events = RunEvents(etcd, ctx.keys, self.emit)
-        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.from_names(
-            self.cfg.telemetry.trackers, self.cfg.job_dir, self.cfg.job, self._tracker_failed,
+        paths = JobPaths.of(self.cfg)
+        self.run_log = RunLog(paths.steps, Trackers.from_names(
+            self.cfg.telemetry.trackers, paths.folder, self.cfg.job, self._tracker_failed,
             wandb_mode=self.cfg.telemetry.wandb_mode))
         self.samples = SampleWriter(SampleRing(etcd, ctx.keys, writer), ctx.model_dir)
-        self.security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
+        self.security = dcs_security(self.cfg)
 
     @classmethod
     def begin(cls, ctx: RunContext, etcd: EtcdClient, member: Membership, stopping: threading.Event) -> ActorTerm:

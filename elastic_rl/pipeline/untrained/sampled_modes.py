@@ -18,6 +18,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.data.tokenizer import Tokenizer
 from elastic_rl.errors import ConfigError
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.sampling.evaluation import generated_sets
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling.sampler import Sampler
@@ -67,7 +68,7 @@ class EvaluationMode:
         self._all = Concatenated([source.evals[name] for name in self._names])
         self.prompts: Sequence[Prompt] = self._all
         self.groups = len(self._all)
-        self.file = cfg.job_dir / "eval.jsonl"
+        self.file = JobPaths.of(cfg).evaluated
 
     def generate(self, ordinals: Sequence[int], min_version: int) -> list[tuple[Group, str]]:
         """See ``SampledMode``."""
@@ -108,7 +109,7 @@ class RejectionMode:
         self._texts = _Texts(source, model_dir)
         self.prompts = source.train
         self.groups = rejection_groups(cfg, source)
-        self.file = cfg.job_dir / "kept.jsonl"
+        self.file = JobPaths.of(cfg).kept
 
     def generate(self, ordinals: Sequence[int], min_version: int) -> list[tuple[Group, str]]:
         """See ``SampledMode``."""

@@ -29,12 +29,12 @@ from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.part_writer import LocalArena
 from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Severity, Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.telemetry import traces
 from elastic_rl.trainer.broadcast import broadcast_numbers
@@ -90,7 +90,7 @@ class Checkpoints:
         self._names_reference = ctx.config.uses_reference_group and ctx.group is ACTOR
         self._reference = reference
         self._cfg, keys = ctx.config.dcs, ctx.keys
-        dcs, security = self._cfg, Security.from_config(self._cfg, ctx.config.cluster_dir / TOKEN_FILE)
+        dcs, security = self._cfg, dcs_security(ctx.config)
         self._publishers: dict[str, Publisher] = {stream: Publisher(
             etcd, keys, stream, epoch=ctx.epoch, owner=f"{ctx.group.name}-{incarnation}", chunk_bytes=dcs.chunk_bytes,
             replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,

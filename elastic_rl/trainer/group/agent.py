@@ -25,7 +25,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import TAG_ENV, file_tag
+from elastic_rl.host.leftovers import TAG_ENV
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if ctx.config.deterministic:
         os.environ.update(DETERMINISTIC_CUDA)
-    os.environ[TAG_ENV] = tag = file_tag(ctx.config.cluster_dir, ctx.group.name)  # of what the ranks leave
+    os.environ[TAG_ENV] = tag = JobPaths.of(ctx.config).file_tag(ctx.group.name)  # of what the ranks leave
     with own_temp_folder(tag), ctx.connect() as etcd:
         _watch_epoch(ctx, etcd)
         return _run(ctx, etcd, args.context)

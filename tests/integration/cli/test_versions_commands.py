@@ -31,6 +31,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import DcsNode
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.processes import stop
 
 
@@ -67,9 +68,9 @@ class VersionsCommand:
 def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
          ) -> Iterator[VersionsCommand]:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs")})
-    cfg.cluster_dir.mkdir(parents=True)
-    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", str(cfg.cluster_dir)).save()
-    model_dir = make_model_dir(cfg.job_dir / "model", cfg)
+    JobPaths.of(cfg).private.mkdir(parents=True)
+    ClusterInfo(keys.job, etcd_servers.endpoints, [], "").save(ClusterPaths.of(cfg).info)
+    model_dir = make_model_dir(JobPaths.of(cfg).model, cfg)
     process = spawn_node(etcd_servers.endpoints, keys, "node-0", tmp_path)
     try:
         node = await_node(etcd, keys, process)

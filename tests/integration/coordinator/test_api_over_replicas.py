@@ -46,7 +46,7 @@ def build(etcd_servers: EtcdServers, tmp_path: Path) -> Iterator[Build]:
 
 def client_of(cluster: ApiCluster, ca_file: str = "", **options: float) -> AdminClient:
     urls = list(cluster.replicas.urls.values())
-    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", ca_file),
+    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), ca_file),
                        **options)
 
 

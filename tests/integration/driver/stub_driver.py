@@ -16,6 +16,7 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 
 if __name__ == "__main__":
@@ -26,7 +27,7 @@ if __name__ == "__main__":
     parser.add_argument("--id", required=True)
     args = parser.parse_args()
     ctx = RunContext.load(args.context)
-    with (ctx.config.cluster_dir / "starts").open("a") as starts:
+    with (JobPaths.of(ctx.config).private / "starts").open("a") as starts:
         starts.write(f"{args.id}\n")
     if args.behaviour == "crashes":
         sys.exit(1)

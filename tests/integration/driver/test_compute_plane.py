@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.stub_actors import FAIL, StubEngine, StubRole, StubTrainer
 from support.tiers import full
@@ -31,7 +32,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.net.engine_key import create_key
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.roles.base import RoleSpec
 
 
@@ -45,9 +47,9 @@ class Plane:
         (model / "config.json").write_text("{}")
         cfg = config.parse({"job": keys.job, "run_dir": str(folder), "device": {"type": "cpu"},
                             "rollout": {"engines": 2}, "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
-        create_key(cfg.engine_key_file)
+        make_secret(cfg)
         self.ctx = RunContext(config=cfg, etcd_endpoints=self.servers.endpoints, job=keys.job, epoch=0,
-                              model_dir=str(model))
+                              model_dir=str(model), host=LOOPBACK)
         self.stop, self.code = threading.Event(), []
         self.thread = threading.Thread(target=self._drive, daemon=True)
         self.planes: list[compute.ComputePlane] = []
@@ -106,8 +108,8 @@ def plane(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     # A role that cannot start, and an etcd that stops while the plane starts.
-    plane.ctx.config.cluster_dir.mkdir(parents=True, exist_ok=True)
-    broken = plane.ctx.config.cluster_dir / FAIL
+    JobPaths.of(plane.ctx.config).private.mkdir(parents=True, exist_ok=True)
+    broken = JobPaths.of(plane.ctx.config).private / FAIL
     plane.thread.start()
     wait_until(lambda: plane.planes, what="the plane's start")
     plane.servers.stop(0)

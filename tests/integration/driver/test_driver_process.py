@@ -20,6 +20,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import JobStatus, Member
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.addresses import LOOPBACK
 
 
 class StubPlane:
@@ -59,7 +60,8 @@ class RunningDriver:
         self.keys, self.servers = keys, EtcdServers(folder, 1).start()
         cfg = config.parse({"job": keys.job, "run_dir": str(folder),
                             "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
-        self.ctx = RunContext(config=cfg, etcd_endpoints=self.servers.endpoints, job=keys.job, epoch=0, model_dir="")
+        self.ctx = RunContext(config=cfg, etcd_endpoints=self.servers.endpoints, job=keys.job, epoch=0,
+                              model_dir="", host=LOOPBACK)
         self.code: list[int] = []
         self.stop = threading.Event()
         self.thread = threading.Thread(

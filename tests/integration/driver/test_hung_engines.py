@@ -19,6 +19,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.addresses import LOOPBACK
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path,
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"},
                         "rollout": {"engines": 1}, "engine": {"drain_timeout_s": 77.0}})
     return RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
-                      epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+                      epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
 
 
 def test_drained_engine_of_a_pool_that_hangs_is_killed_once_its_time_is_over(ctx: RunContext, etcd: EtcdClient,

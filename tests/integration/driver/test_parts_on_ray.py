@@ -37,6 +37,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec, PoolStatus, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 
 pytestmark = pytest.mark.usefixtures("on_ray")
 POOL = "rollout"
@@ -94,8 +96,8 @@ def two(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"},
                         "rollout": {"engines": 2}})
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
-                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
-    cfg.cluster_dir.mkdir(parents=True)
+                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
+    JobPaths.of(cfg).private.mkdir(parents=True)
     made = PoolOfTwo(ctx, etcd)
     yield made
     made.pool.close()
@@ -151,7 +153,7 @@ def test_engine_without_room_is_cancelled_when_fewer_are_desired(two: PoolOfTwo,
 
 @full(proved_in="tests/unit/driver/test_driver_plan.py", why="the rule with real actors of Ray")
 def test_starts_that_fail_are_repeated_with_backoff_until_one_succeeds(two: PoolOfTwo) -> None:
-    fail = two.ctx.config.cluster_dir / FAIL
+    fail = JobPaths.of(two.ctx.config).private / FAIL
     fail.touch()
     two.until(lambda: "3 starts failed, the last: RuntimeError: no weights" in two.status().message, "three failures")
     assert two.events("engine.replaced") <= 2 * 3, "two at a time, and none without a wait"
@@ -257,8 +259,8 @@ class ExternalOnes:
 def external(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[ExternalOnes]:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}})
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
-                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
-    cfg.cluster_dir.mkdir(parents=True)
+                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
+    JobPaths.of(cfg).private.mkdir(parents=True)
     with contextlib.closing(ExternalOnes(ctx, etcd)) as made:
         yield made
 
@@ -304,7 +306,8 @@ def make_group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path
     def make(body: type) -> TrainerGroup:
         cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}})
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job,
-                         model_dir=str(tmp_path / "none"), epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+                         model_dir=str(tmp_path / "none"), host=LOOPBACK,
+                         epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
         made.append(TrainerGroup(ctx, etcd, ctx.save(tmp_path / "context.json"), body))
         return made[-1]
 
@@ -426,8 +429,8 @@ class ColocatedPlane:
             "engine": {"request_timeout_s": 0.2, "drain_timeout_s": 0.5, "apply_timeout_s": 0.5,
                        "release_timeout_s": 1.0}})
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
-                         epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
-        cfg.cluster_dir.mkdir(parents=True)
+                         epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
+        JobPaths.of(cfg).private.mkdir(parents=True)
         self.shared = SharedGpus(RANKS)
         self.pool = EnginePool(ctx, etcd, body=StubEngine, shared=self.shared)
         self.pool.take_over()

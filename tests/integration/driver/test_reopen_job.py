@@ -14,12 +14,14 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.addresses import LOOPBACK
 
 
 @pytest.fixture
 def ctx(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> RunContext:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "train": {"steps": 10}})
-    return RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, epoch=0, model_dir="")
+    return RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, epoch=0,
+                      model_dir="", host=LOOPBACK)
 
 
 def put(etcd: EtcdClient, keys: Keys, status: JobStatus) -> None:

@@ -18,7 +18,6 @@ from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import EngineFailed
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.net.engine_key import create_key, read_key
 
 EPOCH = 3
 
@@ -54,9 +53,10 @@ class Supervised:
     """The supervisor, and the engines that etcd would list. Each poll of ``until`` is another reading of etcd."""
 
     def __init__(self, folder: Path) -> None:
-        create_key(folder / "engine.key")
-        key = read_key(folder / "engine.key")
-        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log", key_file=folder / "engine.key",
+        key, file = "0" * 64, folder / "engine.key"
+        file.write_text(key)
+        file.chmod(0o600)
+        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log", key_file=lambda: file,
                                      request_timeout_s=60.0)
         self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key)
         self.client = RouterClient(self.supervisor.url, key=key)

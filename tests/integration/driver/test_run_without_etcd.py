@@ -19,6 +19,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus
+from elastic_rl.host.paths import JobPaths
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 _STEPS = [{"kind": "step", "at": 1.0 + n, "step": n, "reward_mean": 0.5, "samples": 8, "policy_version": n + 1,
@@ -33,7 +34,7 @@ class Run:
         self.servers.start()
         self.cfg = config.parse({"job": keys.job, "run_dir": str(folder), "train": {"prompts_per_step": 4},
                                  "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
-        self.info = ClusterInfo(keys.job, self.servers.endpoints, [], "", str(self.cfg.cluster_dir))
+        self.info = ClusterInfo(keys.job, self.servers.endpoints, [], "")
         self.ticks, self.interrupt = 0, False
         self.ended: Any = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -42,7 +43,7 @@ class Run:
         self._thread.start()
         with self.servers.connect() as etcd:
             wait_until(lambda: self._driver_holds(etcd), what="the driver")
-        self.cfg.job_dir.joinpath("steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in _STEPS))
+        JobPaths.of(self.cfg).steps.write_text("".join(json.dumps(r) + "\n" for r in _STEPS))
 
     def _driver_holds(self, etcd: EtcdClient) -> bool:
         found = etcd.get(self.keys.epoch())
@@ -73,7 +74,7 @@ class Run:
         return self.ended
 
     def report(self) -> dict[str, Any]:
-        return json.loads((self.cfg.job_dir / "report.json").read_text())
+        return json.loads(JobPaths.of(self.cfg).report.read_text())
 
     def close(self) -> None:
         self.interrupt = True
@@ -111,7 +112,7 @@ def test_run_that_is_interrupted_without_etcd_has_a_report_that_says_so(run: Run
     report = run.report()
     assert report["status"] == "interrupted" and report["note"].startswith("Made without etcd")
     assert (report["steps"], report["groups_lost"], report["versions_committed"]) == (2, 0, 2)
-    assert "Made without etcd" in (run.cfg.job_dir / "report.html").read_text()
+    assert "Made without etcd" in JobPaths.of(run.cfg).report_page.read_text()
 
 
 @parametrize(("code", "status"), [(0, "finished"), (1, "failed")],
@@ -119,7 +120,7 @@ def test_run_that_is_interrupted_without_etcd_has_a_report_that_says_so(run: Run
              why="each further end of a run")
 def test_report_of_a_run_that_ended_is_written_without_etcd(run: Run, code: int, status: str) -> None:
     ctx = train.prepare(run.cfg, run.info)
-    run.cfg.job_dir.joinpath("steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in _STEPS))
+    JobPaths.of(run.cfg).steps.write_text("".join(json.dumps(r) + "\n" for r in _STEPS))
     run.servers.kill(0)
     train.write_report(ctx, code, wall_s=3.0)
     assert run.report()["status"] == status and "Made without etcd" in run.report()["note"]
@@ -127,7 +128,7 @@ def test_report_of_a_run_that_ended_is_written_without_etcd(run: Run, code: int,
 
 def test_group_without_a_record_is_lost_in_a_report_without_etcd(run: Run) -> None:
     ctx = train.prepare(run.cfg, run.info)
-    run.cfg.job_dir.joinpath("steps.jsonl").write_text(json.dumps(_STEPS[1]) + "\n")
+    JobPaths.of(run.cfg).steps.write_text(json.dumps(_STEPS[1]) + "\n")
     run.servers.kill(0)
     train.write_report(ctx, 0, wall_s=3.0)
     assert run.report()["groups_lost"] == 4

@@ -23,6 +23,8 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 
@@ -33,13 +35,13 @@ class SupervisedJob:
     def __init__(self, endpoints: list[str], keys: Keys, etcd: EtcdClient, folder: Path) -> None:
         cfg = config.parse({"job": keys.job, "run_dir": str(folder),
                             "etcd": {"call_timeout_s": 2.0, "retry_budget_s": 1.0}})
-        self.ctx = RunContext(config=cfg, etcd_endpoints=endpoints, job=keys.job, epoch=0, model_dir="")
+        self.ctx = RunContext(config=cfg, etcd_endpoints=endpoints, job=keys.job, epoch=0, model_dir="", host=LOOPBACK)
         self.etcd, self.keys = etcd, keys
         self.code: int | None = None
         self._stopping = False
 
     def start(self, behaviour: str) -> None:
-        context = self.ctx.save(self.ctx.config.cluster_dir / "run.json")
+        context = self.ctx.save(JobPaths.of(self.ctx.config).context())
         self._client = self.ctx.connect()
         self._supervisor = DriverSupervisor(
             self.ctx, self._client, [sys.executable, str(_STUB), behaviour, "--context", str(context)], env={},
@@ -59,7 +61,7 @@ class SupervisedJob:
 
     def starts(self) -> list[str]:
         """Ids of the drivers that were started."""
-        path = self.ctx.config.cluster_dir / "starts"
+        path = JobPaths.of(self.ctx.config).private / "starts"
         return path.read_text().split() if path.exists() else []
 
     def await_driver(self, number: int) -> int:

@@ -20,7 +20,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import RestartRequest
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pat
     stand_in_for_ray(monkeypatch, trainer_group)
     ctx = RunContext(config=config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}}),
                      etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
-                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
+                     epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
     return TrainerGroup(ctx, etcd, tmp_path / "context.json")
 
 
@@ -66,7 +67,7 @@ def test_requested_restart_of_a_hung_group_is_carried_out_once_it_was_killed(gro
 
 def test_files_that_a_killed_agent_leaves_are_removed_and_its_end_is_reported(group: TrainerGroup) -> None:
     group.reconcile()
-    tag = file_tag(group.ctx.config.cluster_dir, ACTOR.name)
+    tag = JobPaths.of(group.ctx.config).file_tag(ACTOR.name)
     left, of_another = (Path(tempfile.mkdtemp(prefix=prefix)) for prefix in (tag, f"another-{ACTOR.name}"))
     StandInActor.made[0].is_over = True
     group.reconcile()

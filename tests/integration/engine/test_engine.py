@@ -29,6 +29,7 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
 from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.engine_key import key_headers
 from elastic_rl.telemetry import traces
 
@@ -73,7 +74,7 @@ def test_engine_and_router_answer_no_request_without_the_key_of_the_job(testbed:
     assert testbed.key not in " ".join(testbed.runners[engine.id]._server._process.args)
     for process in (server, *server.children(recursive=True), psutil.Process(testbed.router.pid)):
         assert not any(testbed.key in argument for argument in process.cmdline()), "every user can see it"
-    log = testbed.ctx.config.log_dir / f"engine-{engine.id}.log"
+    log = JobPaths.of(testbed.ctx.config).logs / f"engine-{engine.id}.log"
     assert testbed.key not in log.read_text()
 
 
@@ -83,7 +84,7 @@ def tracing(testbed: EngineTestbed) -> Iterator[Collector]:
     with collecting() as collector:
         telemetry = testbed.ctx.config.telemetry.model_copy(update={"otlp_endpoint": collector.endpoint})
         config = testbed.ctx.config.model_copy(update={"telemetry": telemetry})
-        testbed.ctx.model_copy(update={"config": config}).save(config.job_dir / "traced.json")
+        testbed.ctx.model_copy(update={"config": config}).save(JobPaths.of(config).folder / "traced.json")
         traces.setup(collector.endpoint, "elastic-rl.engine")
         try:
             yield collector
@@ -93,7 +94,7 @@ def tracing(testbed: EngineTestbed) -> Iterator[Collector]:
 
 def run_traced(testbed: EngineTestbed, command: str) -> str:
     done = subprocess.run([sys.executable, Path(__file__).with_name("traced_process.py"), command,
-                           testbed.ctx.config.job_dir / "traced.json"], capture_output=True, text=True,
+                           JobPaths.of(testbed.ctx.config).folder / "traced.json"], capture_output=True, text=True,
                           timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

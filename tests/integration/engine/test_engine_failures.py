@@ -16,7 +16,8 @@ from support.waiting import wait_until
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.dcs import failpoints
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.host.leftovers import file_tag, remove_files, sweep, tagged_files
+from elastic_rl.host.leftovers import remove_files, sweep, tagged_files
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import spawn
 
 
@@ -92,15 +93,15 @@ def test_files_of_engine_killed_with_its_runner_are_swept_by_its_tag(testbed: En
     await_gone(pids)
     assert [f for f in files if f.exists()], "every file is gone already: this test shows nothing"
 
-    cluster_dir = testbed.ctx.config.cluster_dir
+    paths = JobPaths.of(testbed.ctx.config)
     alive = testbed.serving_engine()
     assert testbed.wait_ready(alive).pid
-    living = tagged_files(file_tag(cluster_dir, alive))
-    sweep(tmp_path / "another cluster")
-    remove_files(file_tag(cluster_dir, "los"))
+    living = tagged_files(paths.file_tag(alive))
+    sweep(JobPaths(tmp_path / "another job"))
+    remove_files(paths.file_tag("los"))
     assert any(f.exists() for f in files), "the files of another owner were removed"
-    remove_files(file_tag(cluster_dir, "lost"))
-    assert not [f for f in files if f.exists()] and not tagged_files(file_tag(cluster_dir, "lost"))
-    assert living and sorted(tagged_files(file_tag(cluster_dir, alive))) == sorted(living)
+    remove_files(paths.file_tag("lost"))
+    assert not [f for f in files if f.exists()] and not tagged_files(paths.file_tag("lost"))
+    assert living and sorted(tagged_files(paths.file_tag(alive))) == sorted(living)
     wait_until(lambda: not testbed.workers().get(engine.url), what="the router to see the death")
     testbed.assert_serves()

@@ -28,7 +28,9 @@ from elastic_rl.engine.runner import FOLDER_VERSION, EngineRunner
 from elastic_rl.engine.scoring import ScoreRequest
 from elastic_rl.errors import EngineFailed, PluginFailed
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.host.leftovers import file_tag, tagged_files
+from elastic_rl.host.job_secrets import engine_key_file
+from elastic_rl.host.leftovers import tagged_files
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.rewards.judging import Judgement, JudgeOptions, JudgeRequest
 from elastic_rl.roles.genrm import GenRmRole
 from elastic_rl.roles.teacher import TeacherRole
@@ -43,7 +45,7 @@ class Judges:
         self.testbed = testbed
         self.model_dir = make_model_dir(folder / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
         self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log", request_timeout_s=60.0,
-                                    key_file=testbed.ctx.config.engine_key_file)
+                                    key_file=engine_key_file(testbed.ctx.config))
         self.router.start()
         ctx, pools = testbed.ctx, {POOL: PoolConfig(model=str(self.model_dir), engine={"max_total_tokens": 2048})}
         self.ctx = ctx.model_copy(update={
@@ -215,7 +217,7 @@ def test_engine_whose_server_dies_is_dead_and_the_other_one_serves(testbed: Engi
 
 def test_drained_engine_finishes_its_requests_and_leaves_nothing(testbed: EngineTestbed, judges: Judges) -> None:
     engine, runner = testbed.wait_ready("judge-a", FOLDER_VERSION), judges.runners["judge-a"]
-    pids, tag = runner._server.pids, file_tag(testbed.ctx.config.cluster_dir, "judge-a")
+    pids, tag = runner._server.pids, JobPaths.of(testbed.ctx.config).file_tag("judge-a")
     files = sglang_files(pids)
     assert files and files <= set(tagged_files(tag)), "SGLang made files that no sweep would find"
     with ThreadPoolExecutor(1) as thread:

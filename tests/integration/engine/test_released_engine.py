@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.waiting import PATIENCE_S, wait_until
 
@@ -25,7 +26,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.net.engine_key import create_key
+from elastic_rl.net.addresses import LOOPBACK
 
 
 class Server(EngineServer):
@@ -108,9 +109,9 @@ def engine(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pa
     monkeypatch.setattr(runner_module, "SGLangServer", Server)
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"},
                         "placement": "colocated", "etcd": {"call_timeout_s": 2.0}})
-    create_key(cfg.engine_key_file)
+    make_secret(cfg)
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
-                     epoch=fencing.raise_epoch(etcd, keys, "test").number)
+                     epoch=fencing.raise_epoch(etcd, keys, "test").number, host=LOOPBACK)
     made = ReleasedEngine(ctx, etcd)
     yield made
     made.close()

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def endpoint(folder: Path) -> Iterator[str]:
     port = free_port()
-    process = spawn(etcd_server.command(etcd_server.find_binary(), folder / "data", port, free_port()),
+    process = spawn(etcd_server.command(etcd_server.find_binary(), folder / "data", "127.0.0.1", port, free_port()),
                     log=folder / "log")
     try:
         wait_until(lambda: etcd_server.healthy(f"127.0.0.1:{port}"), what="etcd",

@@ -27,14 +27,15 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobSpec, JobStatus, PoolSpec
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, local_cluster, processes
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.job import check as job_check
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
@@ -101,7 +102,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     first = _pids(cluster)
     assert sorted(first) == ["coordinator-0", "coordinator-1", "dcs-node-0", "etcd-0"]
     for name in first:  # services write little; this stands for weeks of it
-        with (cluster.cfg.log_dir / f"{name}.log").open("ab") as log:
+        with (JobPaths.of(cluster.cfg).log(name)).open("ab") as log:
             log.write(b"a line of a log\n" * 300)
     assert len(cluster.segments()) == 1
     assert Path(info.tokens_file).stat().st_mode & 0o777 == 0o600
@@ -123,7 +124,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
                for url in repaired.coordinators)
 
     for name in first:
-        rotated = cluster.cfg.log_dir / f"{name}.log.1"
+        rotated = JobPaths.of(cluster.cfg).logs / f"{name}.log.1"
         wait_until(rotated.exists, what=f"the rotation of {name}'s log")
     assert set(cluster.down()) >= set(second)
     _assert_nothing_is_left(cluster, repaired, {**first, **second})
@@ -154,7 +155,7 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
     tensor = torch.arange(1000.0)
-    security = Security.from_config(cluster.cfg.dcs, cluster.dir / TOKEN_FILE)
+    security = dcs_security(cluster.cfg)
     with EtcdClient(info.etcd_endpoints) as etcd:
         keys = Keys(info.job)
         epoch = fencing.raise_epoch(etcd, keys, "test").number
@@ -175,7 +176,7 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
     cluster.down(purge=True)
     assert not list((cluster.dir / "disk").rglob("??/*"))
     cluster.up()
-    with EtcdClient(ClusterInfo.load(cluster.dir).etcd_endpoints) as etcd:  # type: ignore[union-attr]
+    with EtcdClient(ClusterInfo.load(cluster.paths.info).etcd_endpoints) as etcd:  # type: ignore[union-attr]
         assert reads.head(etcd, keys, "policy") is None, "after a purge a job starts afresh"
 
 
@@ -185,7 +186,7 @@ def test_interrupted_train_keeps_its_versions_and_the_next_one_resumes_with_them
     keys, tensor, found = Keys(cluster.cfg.job), torch.arange(1000.0), []
 
     def first(cfg: Config, info: ClusterInfo, **_: object) -> int:
-        security = Security.from_config(cfg.dcs, cluster.dir / TOKEN_FILE)
+        security = dcs_security(cluster.cfg)
         with EtcdClient(info.etcd_endpoints) as etcd:
             epoch = fencing.raise_epoch(etcd, keys, "test").number
             with Publisher(etcd, keys, "policy", epoch=epoch, owner="test", chunk_bytes=4096, staging_ttl_s=5,
@@ -195,7 +196,7 @@ def test_interrupted_train_keeps_its_versions_and_the_next_one_resumes_with_them
         return 0
 
     def second(cfg: Config, info: ClusterInfo, **_: object) -> int:
-        security = Security.from_config(cfg.dcs, cluster.dir / TOKEN_FILE)
+        security = dcs_security(cluster.cfg)
         with EtcdClient(info.etcd_endpoints) as etcd, Puller(
                 etcd, keys, "test", io_timeout_s=10, security=security) as puller, puller.pull("policy") as pulled:
             found.append(dict(pulled.tensors())["w"].clone())
@@ -269,7 +270,7 @@ def test_commands_bring_up_list_scale_and_take_down(tmp_path: Path, capsys: pyte
         code, _, said = run("scale", "3")
         assert code == Exit.REFUSED
         assert "no pool" in said, "no run has made it yet"
-        info = ClusterInfo.load(next(tmp_path.glob("*/cluster")))
+        info = ClusterInfo.load(next(tmp_path.glob("*/cluster/cluster.json")))
         assert info
         _make_pool(info)
         assert run("scale", "3")[0] == 0
@@ -296,23 +297,23 @@ def test_running_cluster_keeps_its_settings_and_data(tmp_path: Path, capsys: pyt
     try:
         code, said = _run(capsys, "up", "-c", str(file), *job)
         assert code == 0 and "elastic-rl scale 3" in said
-        info = ClusterInfo.load(folder)
+        info = ClusterInfo.load(folder / "cluster.json")
         assert info is not None
         private = [folder / "config.yaml", *(folder / "logs").iterdir()]
         assert {p.stat().st_mode & 0o777 for p in private} == {0o600} and folder.stat().st_mode & 0o777 == 0o700
 
         assert _run(capsys, "up", *job)[0] == 0  # without -c
-        assert ClusterInfo.load(folder) == info, "one coordinator, on the same etcd"
+        assert ClusterInfo.load(folder / "cluster.json") == info, "one coordinator, on the same etcd"
         stored = parse(yaml.safe_load((folder / "config.yaml").read_text()))
         assert (stored.train.steps, stored.coordinator.replicas) == (7, 1)
 
         code, said = _run(capsys, "up", "--etcd.endpoints=[127.0.0.1:1]", *job)
         assert code == Exit.USAGE and "etcd.endpoints" in said and "elastic-rl down" in said
-        assert ClusterInfo.load(folder) == info
+        assert ClusterInfo.load(folder / "cluster.json") == info
 
         (folder / "cluster.json").unlink()  # as if the first `up` had been interrupted
         assert _run(capsys, "up", *job)[0] == 0
-        assert ClusterInfo.load(folder) == info, "the etcd that runs is found by its record"
+        assert ClusterInfo.load(folder / "cluster.json") == info, "the etcd that runs is found by its record"
 
         shutil.rmtree(folder / "services")
         code, said = _run(capsys, "up", *job)
@@ -333,9 +334,9 @@ def test_cluster_on_an_external_etcd_needs_no_settings_again(
     folder = tmp_path / job[1].removeprefix("--job=") / "cluster"
     try:
         assert _run(capsys, "up", "-c", str(file), *job)[0] == 0
-        info = ClusterInfo.load(folder)
+        info = ClusterInfo.load(folder / "cluster.json")
         assert _run(capsys, "up", *job)[0] == 0
-        assert ClusterInfo.load(folder) == info and not (folder / "etcd").exists()
+        assert ClusterInfo.load(folder / "cluster.json") == info and not (folder / "etcd").exists()
         assert _run(capsys, "status", *job)[0] == 0
         chunk = folder / "disk" / "node-0" / "ab" / "chunk"
         chunk.parent.mkdir(parents=True, exist_ok=True)
@@ -364,7 +365,7 @@ def test_train_that_is_refused_leaves_the_cluster_that_was_there(make: Make, tmp
     job = [f"--job={cluster.cfg.job}", f"--run_dir={tmp_path}"]
     code, said = _run(capsys, "train", "--with-cluster", "--seed=1", *job)
     assert code == Exit.USAGE and "seed was 0 and is now 1" in said and "--from-job" in said
-    assert cluster_settings.stored(cluster.dir)["seed"] == 0, "the next start would be refused too"
+    assert cluster_settings.stored(cluster.paths.settings)["seed"] == 0, "the next start would be refused too"
     assert _pids(cluster) == pids, "the cluster was taken down"
 
 
@@ -375,12 +376,12 @@ def test_another_command_is_waited_for_and_down_goes_on_without_it(make: Make, m
     cluster._make_folder()
     monkeypatch.setattr(local_cluster, "_LOCK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(local_cluster, "_DOWN_LOCK_TIMEOUT_S", 0.2)
-    with cluster_lock.held(cluster.dir, timeout_s=0.0):
+    with cluster_lock.held(cluster.paths.services_lock, timeout_s=0.0):
         with pytest.raises(DeadlineExceeded, match="another command is starting or stopping the services"):
             cluster.up()
         assert not _pids(cluster) and not (cluster.dir / "config.yaml").exists()
         assert cluster.down() == [] and "another command" in said[0]
-    with cluster_lock.held(cluster.dir, timeout_s=0.0):
+    with cluster_lock.held(cluster.paths.services_lock, timeout_s=0.0):
         pass
 
 

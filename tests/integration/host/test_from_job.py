@@ -26,6 +26,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobSpec, JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import model_folder
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.processes import stop
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128}
@@ -59,9 +60,9 @@ class Jobs:
 @pytest.fixture
 def jobs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Jobs]:
     old = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs"), "model": SHAPE})
-    old.cluster_dir.mkdir(parents=True)
-    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", str(old.cluster_dir)).save()
-    model_dir = make_model_dir(old.job_dir / "model", old)
+    JobPaths.of(old).private.mkdir(parents=True)
+    ClusterInfo(keys.job, etcd_servers.endpoints, [], "").save(ClusterPaths.of(old).info)
+    model_dir = make_model_dir(JobPaths.of(old).model, old)
     new = Keys(f"{keys.job}-new")
     process = spawn_node(etcd_servers.endpoints, keys, "node-0", tmp_path)
     try:
@@ -73,7 +74,7 @@ def jobs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
             publisher.publish(weights.items(), meta={"step": 0})
             weights = {name: tensor + 0.25 for name, tensor in weights.items()}
             publisher.publish(weights.items(), meta={"step": 1})
-        info = ClusterInfo(new.job, etcd_servers.endpoints, [], "", str(tmp_path / "runs" / new.job / "cluster"))
+        info = ClusterInfo(new.job, etcd_servers.endpoints, [], "")
         yield Jobs(keys, new, info, tmp_path / "runs", weights, etcd)
     finally:
         stop(process.pid)
@@ -155,8 +156,8 @@ def test_what_there_is_no_policy_of_is_named(jobs: Jobs) -> None:
     with pytest.raises(ConfigError, match="its own policy"):
         jobs.start(jobs.new.job)
     empty = config.parse({"job": "empty", "run_dir": str(jobs.run_dir)})
-    empty.cluster_dir.mkdir(parents=True)
-    ClusterInfo("empty", jobs.info.etcd_endpoints, [], "", str(empty.cluster_dir)).save()
+    JobPaths.of(empty).private.mkdir(parents=True)
+    ClusterInfo("empty", jobs.info.etcd_endpoints, [], "").save(ClusterPaths.of(empty).info)
     with pytest.raises(VersionNotFound, match="job empty has no committed policy"):
         jobs.start("empty")
     with pytest.raises(ConfigError, match="no cluster of job nowhere is up") as e:

@@ -22,13 +22,14 @@ from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus, waiting_services
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.net import http_client
 
@@ -48,7 +49,7 @@ class Up:
 
     @property
     def security(self) -> Security:
-        return Security.from_config(self.cluster.cfg.dcs, self.cluster.dir / TOKEN_FILE)
+        return dcs_security(self.cluster.cfg)
 
     def publish(self) -> None:
         epoch = fencing.raise_epoch(self.etcd, self.keys, "test").number
@@ -77,7 +78,7 @@ class Up:
     def active_agent(self) -> int:
         """Pid of the active process of the agent, once it has a standby."""
         def found() -> int:
-            status = AgentStatus.load(self.cluster.dir)
+            status = AgentStatus.load(self.cluster.paths.agent_status)
             agents = [r.pid for r in self.cluster.agents.running()]
             return status.pid if status is not None and len(agents) == 2 and status.pid in agents else 0
         return wait_until(found, what="an active agent with its standby")

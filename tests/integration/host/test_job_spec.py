@@ -21,6 +21,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobSpec, JobStatus
 from elastic_rl.host import job_spec
+from elastic_rl.host.paths import JobPaths
 
 
 class Job:
@@ -28,7 +29,7 @@ class Job:
 
     def __init__(self, servers: EtcdServers, keys: Keys, folder: Path) -> None:
         self.keys, self._folder = keys, folder
-        self.info = ClusterInfo(keys.job, servers.endpoints, [], "", str(folder))
+        self.info = ClusterInfo(keys.job, servers.endpoints, [], "")
 
     def cfg(self, **settings: Any) -> Config:
         return config.parse({"job": self.keys.job, "run_dir": str(self._folder), "train": {"steps": 10},
@@ -69,7 +70,7 @@ def test_first_start_records_the_settings_and_later_ones_keep_the_record(job: Jo
 
 def test_stored_settings_of_a_run_are_readable_by_their_owner_only(job: Job) -> None:
     """They hold secrets; an earlier release left them readable by everybody."""
-    file = job.cfg().job_dir / "config.yaml"
+    file = JobPaths.of(job.cfg()).settings
     file.parent.mkdir(parents=True)
     file.write_text("of an earlier release")
     cfg = job.start(alerts={"urls": ["json://user:password@host/"]})
@@ -94,7 +95,7 @@ def test_resumed_job_with_other_settings_is_refused_with_each_of_them(job: Job, 
 
 
 def test_job_that_has_committed_nothing_may_still_change(job: Job, etcd: EtcdClient) -> None:
-    model = job.start().job_dir / "model"
+    model = JobPaths.of(job.start()).model
     model.mkdir()
     (model / "config.json").write_text("{}")
     job.start(train={"steps": 20})
@@ -122,7 +123,7 @@ def test_job_keeps_the_date_that_its_chat_templates_write(
     commit_steps(etcd, job.keys)
     cfg = job.start()
     assert cfg.data.template_date == datetime.date(2026, 11, 1)
-    assert config.load(cfg.job_dir / "config.yaml").data.template_date == datetime.date(2026, 11, 1)
+    assert config.load(JobPaths.of(cfg).settings).data.template_date == datetime.date(2026, 11, 1)
     with pytest.raises(ConfigError, match=r'data.template_date was "2026-11-01" and is now "2026-11-26"'):
         job.start(data={"template_date": "2026-11-26"})
 

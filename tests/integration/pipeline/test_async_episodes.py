@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.actor_runs import WAIT_S
+from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.scripted_engine import Engine
 from support.simulated_job import Roles, SimulatedJob
@@ -25,7 +26,6 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics, Version, VersionState
-from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
 
 MODULE = '''
@@ -92,7 +92,7 @@ def job(engine: Engine, etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
         return version.number
 
     engine.version = serves
-    create_key(made.cfg.engine_key_file)
+    make_secret(made.cfg)
     roles.rollout = RolloutRole(made.ctx.model_copy(update={
         "router_urls": {ROLLOUT_POOL: engine.url}, "model_dir": str(tmp_path / "model")}))
     roles.loop = asyncio.new_event_loop()

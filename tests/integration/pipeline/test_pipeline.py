@@ -27,6 +27,7 @@ from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import read_records
 from elastic_rl.trainer.progress import Progress
 
@@ -166,7 +167,7 @@ def test_each_evaluation_set_is_evaluated_and_shown_by_name(make_job: MakeJob, e
     assert job.status().eval_accuracy == 1.0 and job.status().eval_sets == {"small": 1.0, "large": 1.0}
     last = StepMetrics.decode(etcd.get(keys.step_metrics(STEPS)).value)  # type: ignore[union-attr]
     assert last.eval_sets == {"small": 1.0, "large": 1.0}
-    found = [r for r in read_records(job.cfg.job_dir / "steps.jsonl") if r["kind"] == "eval"]
+    found = [r for r in read_records(JobPaths.of(job.cfg).steps) if r["kind"] == "eval"]
     assert [r["step"] for r in found] == [0, 3, 6] and all(len(r["eval_sets"]) == 2 for r in found)
 
 
@@ -235,7 +236,7 @@ def test_divergence_from_the_reference_lowers_rewards_before_advantages_are_made
     assert audit([(s.step, s.consumed) for s in job.trainer.saved if s.phase == "rl"], groups_per_step=8).clean
     metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
     assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
-    lines = [json.loads(line) for line in (job.cfg.job_dir / "steps.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in JobPaths.of(job.cfg).steps.read_text().splitlines()]
     steps = [(line["step"], line["algorithm"]["kl_reference"]) for line in lines if line["kind"] == "step"]
     assert len(steps) >= STEPS and all(step in found for step in steps)
 

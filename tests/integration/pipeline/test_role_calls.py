@@ -16,6 +16,7 @@ import pytest
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.waiting import wait_until
@@ -31,7 +32,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.net.engine_key import create_key
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.roles.role_clients import RoleClients
 from elastic_rl.roles.rollout import RolloutRole
 
@@ -109,11 +110,12 @@ def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router,
     """Of a run whose rollout role is deployed as the driver does, but for the number of requests."""
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "engine": {
         "request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}, "etcd": {"call_timeout_s": 2.0}})
-    create_key(cfg.engine_key_file)
+    make_secret(cfg)
     etcd.put(keys.stream_head(Stream.POLICY), Version(
         stream=Stream.POLICY, number=1, state=VersionState.COMMITTED, epoch=1).encode())
     made = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
-                      epoch=fencing.raise_epoch(etcd, keys, "test").number, router_urls={"rollout": router.url})
+                      epoch=fencing.raise_epoch(etcd, keys, "test").number, host=LOOPBACK,
+                      router_urls={"rollout": router.url})
     serve.run(serve.deployment(RolloutRole).options(
         name="rollout", max_ongoing_requests=_AT_ONCE, ray_actor_options={"num_cpus": 0.25}).bind(made), name="rollout",
         route_prefix=None)

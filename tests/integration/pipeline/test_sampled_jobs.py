@@ -26,6 +26,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 
 WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
@@ -71,10 +73,10 @@ class Job(ThreadedJob):
         self.model = make_model_dir(folder / "model", self.cfg)
         super().__init__(dcs.etcd, RunContext(
             config=self.cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=dcs.keys.job, epoch=dcs.epoch,
-            model_dir=str(self.model)), Engines())
+            model_dir=str(self.model), host=LOOPBACK), Engines())
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.cfg.job_dir / name).read_bytes().splitlines()]
+        return [json.loads(line) for line in (JobPaths.of(self.cfg).folder / name).read_bytes().splitlines()]
 
     def close(self) -> None:
         for run in self.runs:
@@ -109,10 +111,10 @@ def test_rejection_sampling_loses_no_prompt_when_its_actor_is_replaced(dcs: DcsC
         assert [row["ordinal"] for row in rows] == list(range(40)), "each prompt once, in order"
         assert all((row["reward"], row["response"], row["versions"]) == (1.0, row["answer"], [1]) for row in rows)
         assert len(job.roles.asked) > 40, "the step that was under way was sampled again"
-        summary = json.loads((job.cfg.job_dir / "kept.json").read_text())
+        summary = json.loads((JobPaths.of(job.cfg).folder / "kept.json").read_text())
         assert (summary["prompts"], summary["samples"], summary["kept"]) == (40, 120, 40)
         assert summary["reward_mean"] == pytest.approx(1 / 3) and summary["kept_reward_mean"] == 1.0
-        assert not (job.cfg.job_dir / "kept").exists()
+        assert not (JobPaths.of(job.cfg).folder / "kept").exists()
         state = OutputState.decode(job.etcd.get(job.keys.output()).value)  # type: ignore[union-attr]
         assert state.complete and state.consumed["groups"] == [[0, 40]] and len(state.pieces) == 2
         assert len(state.model_dump_json()) < 2000
@@ -141,7 +143,7 @@ def test_filtered_prompts_are_dropped_on_the_record_and_no_other_takes_their_pla
         job.start_actor()
         job.finish()
         assert job.rows("kept.jsonl") == [] and len(job.roles.asked) == 16
-        assert sum(json.loads((job.cfg.job_dir / "kept.json").read_text())["dropped"].values()) == 16
+        assert sum(json.loads((JobPaths.of(job.cfg).folder / "kept.json").read_text())["dropped"].values()) == 16
         assert sum(job.status().dropped_groups.values()) == 16
     finally:
         job.close()
@@ -164,7 +166,7 @@ def test_evaluation_goes_on_where_its_actor_was_replaced_and_waits_for_engines(d
         job.roles.open(1000)
         job.finish()
         assert not second
-        result = json.loads((job.cfg.job_dir / "eval.json").read_text())
+        result = json.loads((JobPaths.of(job.cfg).folder / "eval.json").read_text())
         small, large = (result["sets"][name]["prompts"] for name in ("small", "large"))
         assert (result["reward"], result["reward_options"]) == (job.cfg.rollout.reward, job.cfg.rollout.reward_options)
         assert list(result["sets"]) == ["eval", "small", "large"] and result["sets"]["eval"]["prompts"] == small + large
@@ -173,15 +175,15 @@ def test_evaluation_goes_on_where_its_actor_was_replaced_and_waits_for_engines(d
         for found in result["sets"].values():
             assert (found["reward_mean"], found["pass_at"]) == (0.5, {"1": 0.5, "2": 1.0})
         assert job.status().eval_accuracy == 0.5 and job.status().eval_sets == {"small": 0.5, "large": 0.5}
-        assert job.status().phase == "finished" and not (job.cfg.job_dir / "eval").exists()
+        assert job.status().phase == "finished" and not (JobPaths.of(job.cfg).folder / "eval").exists()
     finally:
         job.close()
 
 
 def test_disk_without_room_is_waited_for(dcs: DcsCluster, tmp_path: Path) -> None:
     job = Job(dcs, tmp_path, mode="eval")
-    job.cfg.job_dir.mkdir(parents=True, exist_ok=True)
-    in_the_way = job.cfg.job_dir / "eval"
+    JobPaths.of(job.cfg).folder.mkdir(parents=True, exist_ok=True)
+    in_the_way = JobPaths.of(job.cfg).folder / "eval"
     in_the_way.write_text("")
     try:
         job.roles.open(1000)
@@ -190,6 +192,6 @@ def test_disk_without_room_is_waited_for(dcs: DcsCluster, tmp_path: Path) -> Non
         assert "make room" in job.status().waiting_for
         in_the_way.unlink()
         job.finish()
-        assert json.loads((job.cfg.job_dir / "eval.json").read_text())["sets"]["eval"]["reward_mean"] == 1.0
+        assert json.loads((JobPaths.of(job.cfg).folder / "eval.json").read_text())["sets"]["eval"]["reward_mean"] == 1.0
     finally:
         job.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.etcd_server import EtcdServers
 from support.tiers import full
-from support.trainer_groups import TOKEN, Engines, Groups, running_groups
+from support.trainer_groups import Engines, Groups, running_groups
 from support.waiting import wait_until
 
 from elastic_rl.algorithms.ppo import PpoOptions, sample_rewards
@@ -19,9 +19,9 @@ from elastic_rl.config.groups import ACTOR, CRITIC, TrainerGroupSpec
 from elastic_rl.data.ledger import ConsumedGroups, audit
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.security import Security
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import StepMetrics, Version
+from elastic_rl.host.job_secrets import dcs_security
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,6 +91,6 @@ def assert_at_the_last_step(groups: Groups) -> None:
     assert [m.step for m in metrics] == list(range(1, STEPS + 1))
     assert {"critic_loss", "explained_variance", "value_mean", "kl_reference"} <= set(metrics[-1].update)
     assert metrics[0].update["lr"] == 0 and metrics[1].update["lr"] > 0, "the policy waits for the critic"
-    with Puller(job.etcd, job.keys, "test", io_timeout_s=30, security=Security(TOKEN)) as puller:
+    with Puller(job.etcd, job.keys, "test", io_timeout_s=30, security=dcs_security(job.ctx.config)) as puller:
         head = puller.head(CRITIC.weights)
         assert head is not None and head.meta["step"] == STEPS

@@ -13,14 +13,14 @@ import torch
 from support.actor_runs import ThreadedJob
 from support.etcd_server import EtcdServers
 from support.tiers import full
-from support.trainer_groups import TOKEN, running_groups
+from support.trainer_groups import running_groups
 
 from elastic_rl.config.groups import ACTOR, ACTOR_FWD, REFERENCE
 from elastic_rl.data.batch import Batch
-from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.trainer.service.client import TrainerClient
 
 pytestmark = pytest.mark.timeout(900)
@@ -34,7 +34,8 @@ def require_fenced(job: ThreadedJob) -> None:
     lengths = torch.tensor([3])
     batch = Batch({"tokens": torch.tensor([[1, 2, 3]]), "lengths": lengths,
                    "loss_mask": torch.tensor([[False, True, True]])})
-    client = TrainerClient(job.etcd, job.keys, Security(TOKEN), epoch=job.ctx.epoch, term=term, group=ACTOR_FWD)
+    client = TrainerClient(job.etcd, job.keys, dcs_security(job.ctx.config), epoch=job.ctx.epoch, term=term,
+                           group=ACTOR_FWD)
     try:
         used, found = client.forward_version(batch, STEPS)
         assert used["step"] == STEPS and used["version"] >= STEPS

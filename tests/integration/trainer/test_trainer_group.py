@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from safetensors import safe_open
-from support.elastic_group import TOKEN, Group, elastic_group
+from support.elastic_group import Group, elastic_group
 from support.etcd_server import EtcdServers
 from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
 from support.otlp_collector import Span
@@ -37,7 +37,9 @@ from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, Severity
-from elastic_rl.host.leftovers import file_tag, remove_files, tagged_files
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.leftovers import remove_files, tagged_files
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime.process import runs
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
@@ -131,7 +133,7 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     assert [bool(m["state_version"]) for m in metrics] == [False, True, False]
     assert all(m["tokens"] == batch.loss_tokens and m["grad_norm"] > 0 for m in metrics)
 
-    with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=Security(TOKEN)) as puller:
+    with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=dcs_security(group.ctx.config)) as puller:
         # The step is done once its policy is being published.
         wait_until(lambda: puller.head("policy").number == start.policy_version + 3, what="its commit")
         with puller.pull("policy", start.policy_version + 3) as pulled:
@@ -292,7 +294,8 @@ def test_group_restores_its_state_when_the_loss_fails_after_an_update(group: Gro
     assert "after an update" in event.message and event.severity is Severity.ERROR
     term = fencing.begin_term(group.etcd, group.keys, group.ctx.epoch, "a restarted actor")
     group.client.close()
-    group.client = TrainerClient(group.etcd, group.keys, Security(TOKEN), epoch=group.ctx.epoch, term=term)
+    group.client = TrainerClient(group.etcd, group.keys, dcs_security(group.ctx.config), epoch=group.ctx.epoch,
+                                 term=term)
     assert train(group, before.step + 1)["policy_version"] > before.policy_version
 
 
@@ -302,7 +305,8 @@ def test_actor_that_was_replaced_can_change_nothing_any_more(group: Group) -> No
     term = fencing.begin_term(group.etcd, group.keys, group.ctx.epoch, "another replica")
     with pytest.raises(Fenced):  # although the new one has not spoken to the trainer yet
         train(group, before.step + 1)
-    group.client = TrainerClient(group.etcd, group.keys, Security(TOKEN), epoch=group.ctx.epoch, term=term)
+    group.client = TrainerClient(group.etcd, group.keys, dcs_security(group.ctx.config), epoch=group.ctx.epoch,
+                                 term=term)
     assert group.client.wait_ready().step == before.step
     old.close()
 
@@ -319,7 +323,7 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
         train(group, step)
     before = group.client.wait_ready()
     ranks = group.ranks()
-    made = tagged_files(tag := file_tag(group.ctx.config.cluster_dir, "trainer"))
+    made = tagged_files(tag := JobPaths.of(group.ctx.config).file_tag("trainer"))
     assert len(ranks) == 2 and any(list(folder.glob("torchelastic_*")) for folder in made)
     os.kill(group.agent.pid, signal.SIGKILL)
     group.agent.wait(timeout=60)
@@ -339,7 +343,7 @@ def test_reference_policy_is_stored_once_for_all_states_that_have_it(group: Grou
     train(group, before.step + 1)
     assert group.client.save("rl", before.step + 1)["committed"]
     numbers = before.state_version, group.client.wait_ready().state_version
-    with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=Security(TOKEN)) as puller:
+    with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=dcs_security(group.ctx.config)) as puller:
         stored = []
         for number in numbers:
             with puller.pull("trainer_state", number) as pulled:

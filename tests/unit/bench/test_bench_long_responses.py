@@ -27,6 +27,7 @@ from elastic_rl.data.order import sft_order
 from elastic_rl.data.samples import Prompt, Sample, Segment, demonstration
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError
+from elastic_rl.host.paths import JobPaths
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +132,8 @@ def test_rows_are_measured_on_one_run_with_its_parts(tmp_path: Path, monkeypatch
     def run(cfg: Config, **_: object) -> None:
         asked.append("run")
         assert (cfg.train.steps, cfg.train.prompts_per_step) == (5, 2)
-        cfg.job_dir.mkdir(parents=True)
-        (cfg.job_dir / "steps.jsonl").write_text("".join(json.dumps(step(n, 10.0 * n)) + "\n" for n in range(1, 6)))
+        JobPaths.of(cfg).folder.mkdir(parents=True)
+        JobPaths.of(cfg).steps.write_text("".join(json.dumps(step(n, 10.0 * n)) + "\n" for n in range(1, 6)))
 
     def engines(cfg: Config, model: Path, folder: Path, rounds: int) -> EngineRounds:
         asked.append("engines")

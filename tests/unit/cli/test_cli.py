@@ -112,7 +112,7 @@ def test_missing_cluster_is_code_3_and_names_up(tmp_path: Path, capsys: pytest.C
 def test_several_clusters_need_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in ("a", "b"):
         (tmp_path / job / "cluster").mkdir(parents=True)
-        ClusterInfo(job, [], [], "", str(tmp_path / job / "cluster")).save()
+        ClusterInfo(job, [], [], "").save(tmp_path / job / "cluster" / "cluster.json")
     assert run("status", f"--run_dir={tmp_path}") == 2
     assert "a, b" in capsys.readouterr().err
 
@@ -154,9 +154,6 @@ def test_token_file_holds_one_token_or_those_of_a_cluster(tmp_path: Path) -> Non
     assert (read_token(path, "operator"), read_token(path, "viewer")) == ("o", "v")
     path.write_text('{"viewer": "v"}')
     assert read_token(path, "operator") == "v"
-    written = auth.create_tokens(tmp_path)
-    assert read_token(written, "viewer") == read_token(tmp_path / auth.VIEWER_TOKEN, "operator") != read_token(
-        written, "operator")
 
 
 @pytest.mark.parametrize(("content", "says"), [
@@ -173,9 +170,9 @@ def test_file_without_a_token_is_refused(tmp_path: Path, content: str, says: str
 
 
 def test_table_of_digests_is_refused_as_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    auth.create_tokens(tmp_path)
-    assert run("pools", "--url=http://127.0.0.1:9", f"--token-file={tmp_path / auth.TABLE}") == 2
-    assert f"use {tmp_path / auth.CREDENTIALS}" in capsys.readouterr().err
+    auth.write_table(tmp_path / "tokens.json", {"operator": auth.new_token()})
+    assert run("pools", "--url=http://127.0.0.1:9", f"--token-file={tmp_path / 'tokens.json'}") == 2
+    assert "use the credentials.json beside it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("environment", "terminal", "opened"), [
@@ -303,7 +300,7 @@ def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | ht
             raise answer
         return answer
     monkeypatch.setattr(httpx, "request", request)
-    return AdminClient(ClusterInfo("j", [], list(answers), "", ""))
+    return AdminClient(ClusterInfo("j", [], list(answers), ""))
 
 
 def test_client_tries_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.model_folder import require_critic
 from elastic_rl.models.arch import VALUE_HEAD
+from elastic_rl.net.addresses import LOOPBACK
 
 PPO = {"algorithm": {"name": "ppo"}}
 
@@ -39,7 +40,7 @@ def test_settings_that_a_critic_cannot_have_are_refused(critic: dict[str, Any], 
 def test_ranks_of_the_critic_get_its_settings_and_model(tmp_path: Path) -> None:
     cfg = config.parse({**PPO, "trainer": {"data_parallel": 4, "packing": False}, "train": {"lr": 1e-3, "steps": 7},
                         "critic": {"model": "/critic", "trainer": {"data_parallel": 2}, "train": {"lr": 5e-3}}})
-    ctx = RunContext(config=cfg, etcd_endpoints=["a:1"], job=cfg.job, epoch=1, model_dir="/policy")
+    ctx = RunContext(config=cfg, etcd_endpoints=["a:1"], job=cfg.job, epoch=1, model_dir="/policy", host=LOOPBACK)
     own = RunContext.load(ctx.of_group(CRITIC).save(tmp_path / "context.json"))
     assert (own.group, own.model_dir, own.config.trainer.data_parallel, own.config.train.lr) == (
         CRITIC, "/critic", 2, 5e-3)

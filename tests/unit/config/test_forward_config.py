@@ -14,6 +14,7 @@ from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.model_folder import require
+from elastic_rl.net.addresses import LOOPBACK
 
 TIS: dict[str, Any] = {"algorithm": {"tis_cap": 2.0, "kl_coef": 0.1}, "train": {"updates_per_step": 2}}
 ON: dict[str, Any] = {"enabled": True}
@@ -41,7 +42,7 @@ def test_ranks_of_a_group_get_its_settings() -> None:
     cfg = config.parse({**TIS, "actor_fwd": {**ON, "trainer": {"data_parallel": 3}}, "reference": ON,
                         "trainer": {"data_parallel": 2}})
     assert cfg.trainer_groups == (ACTOR, ACTOR_FWD, REFERENCE)
-    ctx = RunContext(config=cfg, etcd_endpoints=["x:1"], job="j", epoch=1, model_dir="/model")
+    ctx = RunContext(config=cfg, etcd_endpoints=["x:1"], job="j", epoch=1, model_dir="/model", host=LOOPBACK)
     own = ctx.of_group(ACTOR_FWD)
     assert (own.group, own.model_dir, own.config.trainer.data_parallel) == (ACTOR_FWD, "/model", 3)
     assert ctx.of_group(REFERENCE).config.trainer.data_parallel == 2

@@ -70,13 +70,11 @@ def test_missing_token_table_is_refused(tmp_path: Path) -> None:
     assert "elastic-rl up" in refused.value.hint
 
 
-def test_created_tokens_fit_their_table_and_only_the_owner_may_read_them(tmp_path: Path) -> None:
-    credentials = auth.create_tokens(tmp_path)
-    table, tokens = TokenTable(tmp_path / auth.TABLE), json.loads(credentials.read_text())
+def test_written_table_holds_digests_and_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "table", {role.value: auth.new_token() for role in Role}
+    auth.write_table(path, tokens)
     for role in Role:
-        found = table.find(tokens[role])
+        found = TokenTable(path).find(tokens[role])
         assert found is not None and found.role is role
-    assert (tmp_path / auth.VIEWER_TOKEN).read_text() == tokens["viewer"]
-    assert {p.name for p in tmp_path.iterdir()} == {auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN}
-    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o600}
-    assert not set(tokens.values()) & set((tmp_path / auth.TABLE).read_text().split('"'))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not set(tokens.values()) & set(path.read_text().split('"'))

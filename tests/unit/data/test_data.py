@@ -25,6 +25,7 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import model_folder
 from elastic_rl.models.arch import ModelArch
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.rewards.filters import make_filter, uniform_reward
 from elastic_rl.rewards.registry import make_reward
 
@@ -320,7 +321,7 @@ def test_order_rejects_negative_ordinals_and_an_empty_problem_list() -> None:
 
 def _context() -> RunContext:
     return RunContext(config=Config(job="ctx", seed=7), etcd_endpoints=["127.0.0.1:1"], job="ctx", epoch=3,
-                      model_dir="/m")
+                      model_dir="/m", host=LOOPBACK)
 
 
 def test_run_context_round_trips_through_a_private_file(tmp_path: Path) -> None:

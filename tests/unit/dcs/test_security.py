@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import ssl
-import threading
 from pathlib import Path
 
 import pytest
 from support.certificates import Authority
 
-from elastic_rl.config import DcsConfig, parse
+from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.node import service
-from elastic_rl.dcs.security import TOKEN_FILE, Security, new_token
+from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError
-from elastic_rl.host.local_cluster import Cluster
 
 
-def test_no_files_mean_no_token_and_no_tls(tmp_path: Path) -> None:
-    for security in (Security.from_config(DcsConfig()), Security.from_config(DcsConfig(), tmp_path / "none")):
-        assert security == Security() and security.admits("") and security.admits("anything")
+def test_no_files_mean_no_token_and_no_tls() -> None:
+    security = Security.from_config(DcsConfig())
+    assert security == Security() and security.admits("") and security.admits("anything")
 
 
-def test_missing_token_of_a_cluster_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dcs\.token") as raised:
-        Security.from_config(DcsConfig(), tmp_path / TOKEN_FILE, required=True)
-    assert "elastic-rl up" in raised.value.hint
-    (tmp_path / "named").write_text("named")
-    assert Security.from_config(DcsConfig(token_file=str(tmp_path / "named")), tmp_path / TOKEN_FILE, required=True
-                                ).token == "named"
-
-
-def test_node_does_not_serve_without_the_clusters_token(tmp_path: Path) -> None:
-    cfg = parse({"job": "j", "run_dir": str(tmp_path)})
-    cfg.cluster_dir.mkdir(parents=True)
-    Cluster(cfg)._secrets()
-    (cfg.cluster_dir / TOKEN_FILE).unlink()
-    with pytest.raises(ConfigError, match=TOKEN_FILE):
-        service.run(cfg, ["http://127.0.0.1:1"], "a", threading.Event())
+def test_node_does_not_serve_without_the_clusters_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--etcd", "127.0.0.1:1", "--id", "a", "--secret", str(tmp_path / "secret")]
+    assert service.main(options) == 2 and f"the secret of the cluster, {tmp_path}/secret" in capsys.readouterr().err
 
 
 def test_only_the_token_is_admitted(tmp_path: Path) -> None:
-    (tmp_path / "default").write_text("by default\n")
-    (tmp_path / "named").write_text(f" {new_token()}\n")
-    security = Security.from_config(DcsConfig(), tmp_path / "default")
+    (tmp_path / "named").write_text(f" {'0' * 64}\n")
+    security = Security.from_config(DcsConfig(), "by default")
     assert security.token == "by default" and security.admits("by default")
     for wrong in ("", "by defaul", "by default\n", None, 5, "é", "\ud800"):
         assert not security.admits(wrong)
-    named = Security.from_config(DcsConfig(token_file=str(tmp_path / "named")), tmp_path / "default")
+    named = Security.from_config(DcsConfig(token_file=str(tmp_path / "named")), "by default")
     assert len(named.token) == 64 and not named.admits("by default")
 
 
@@ -72,21 +56,6 @@ def test_both_sides_of_tls_require_a_certificate_of_the_authority(tmp_path: Path
                    cfg.model_copy(update={"tls_cert": "/nonexistent"})):
         with pytest.raises(ConfigError, match=r"dcs\.tls_cert"):
             Security.from_config(broken)
-
-
-def test_cluster_makes_one_token_that_only_its_owner_may_read(tmp_path: Path) -> None:
-    cfg = parse({"job": "j", "run_dir": str(tmp_path)})
-    path = cfg.cluster_dir / TOKEN_FILE
-    path.parent.mkdir(parents=True)
-    Cluster(cfg)._secrets()
-    token = Security.from_config(cfg.dcs, path).token
-    assert path.stat().st_mode & 0o777 == 0o600 and len(token) == 64
-    Cluster(cfg)._secrets()  # services that run already know the first one
-    assert Security.from_config(cfg.dcs, path).token == token
-    named = parse({"job": "k", "run_dir": str(tmp_path), "dcs": {"token_file": "/etc/secret"}})
-    named.cluster_dir.mkdir(parents=True)
-    Cluster(named)._secrets()
-    assert not (named.cluster_dir / TOKEN_FILE).exists()
 
 
 @pytest.mark.parametrize("address", ["10.0.0.5", "0.0.0.0", "192.168.1.1", "::"])

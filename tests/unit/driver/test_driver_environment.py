@@ -9,6 +9,7 @@ import pytest
 
 from elastic_rl import config, train
 from elastic_rl.host import processes
+from elastic_rl.host.paths import JobPaths
 
 
 def test_driver_has_nothing_of_another_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,5 +21,5 @@ def test_driver_has_nothing_of_another_ray_cluster(tmp_path: Path, monkeypatch: 
     assert processes.spawn(["env"], log=log, env=train._driver_environment(cfg)).wait(timeout=60) == 0
     found = dict(line.partition("=")[::2] for line in log.read_text().splitlines())
     assert not {"RAY_AUTH_TOKEN", "RAY_ADDRESS"} & found.keys() and found["KEPT"] == "of the user"
-    assert found["RAY_AUTH_MODE"] == "token" and found["RAY_AUTH_TOKEN_PATH"] == str(cfg.ray_token_file)
+    assert found["RAY_AUTH_MODE"] == "token" and found["RAY_AUTH_TOKEN_PATH"] == str(JobPaths.of(cfg).ray_token)
     assert os.environ["RAY_AUTH_TOKEN"] == "of the user"

@@ -10,7 +10,7 @@ from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped
 from elastic_rl.driver.parts import PartRunner
 from elastic_rl.errors import EtcdFull, EtcdUnavailable, Fenced, PreflightFailed
-from elastic_rl.host.leftovers import temp_folder
+from elastic_rl.host.paths import JobPaths
 
 
 class Passes:
@@ -105,5 +105,5 @@ def test_fault_of_the_folder_of_ray_says_what_to_do(monkeypatch):
     monkeypatch.setattr(compute, "shutil", SimpleNamespace(rmtree=lambda path, ignore_errors: None))
     with pytest.raises(Stopped):
         plane._start_ray()
-    folder = temp_folder(plane.ctx.config.cluster_dir)
+    folder = JobPaths.of(plane.ctx.config).temp
     assert said == [f"it does not start: {folder} is not a folder of this user (have it removed)"]

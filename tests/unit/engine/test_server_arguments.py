@@ -13,19 +13,20 @@ from elastic_rl.config.engine import OWN_OPTIONS
 from elastic_rl.engine.server.device_memory import CUDA_GRAPH, KV_CACHE, WEIGHTS, DeviceMemory
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import ConfigError, EngineFailed
+from elastic_rl.net.addresses import LOOPBACK
 
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_memory_saver_is_on_where_device_memory_is_shared_on_a_gpu(tmp_path: Path, shares: bool) -> None:
-    server = SGLangServer("model", cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1, tag="args",
-                          shares_devices=shares)
+    server = SGLangServer("model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log",
+                          seed=1, tag="args", shares_devices=shares)
     assert ("--enable-memory-saver" in server.arguments(cuda=True)) == shares
     assert "--enable-memory-saver" not in server.arguments(cuda=False), "there is nothing to save on a CPU"
 
 
 def test_engine_that_is_given_gpus_uses_them_where_its_runner_sees_none(tmp_path: Path) -> None:
     def uses_cuda(device: str, gpus: str) -> bool:
-        return SGLangServer("model", cfg=EngineConfig(), device=DeviceConfig(type=device),  # type: ignore[arg-type]
+        return SGLangServer("model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(type=device),  # type: ignore[arg-type]
                             log=tmp_path / "log", seed=1, tag="args", gpus=gpus).uses_cuda()
 
     assert uses_cuda("auto", "2,3") and not uses_cuda("cpu", "2,3")
@@ -78,8 +79,8 @@ _OPEN = {"--log-level", "--sleep-on-idle", "--attention-backend", "--disable-ove
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_check_of_extra_args_knows_the_engines_own_options(tmp_path: Path, cuda: bool) -> None:
-    server = SGLangServer("model", cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1, tag="args",
-                          shares_devices=True, folder_version=3)
+    server = SGLangServer("model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log",
+                          seed=1, tag="args", shares_devices=True, folder_version=3)
     found = {word for word in server.arguments(cuda=cuda) if word.startswith("--")}
     assert found - _OPEN <= OWN_OPTIONS.keys() and "--weight-version" in found
 

@@ -14,6 +14,7 @@ from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.server import sglang_server as server_module
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import EngineFailed
+from elastic_rl.net.addresses import LOOPBACK
 
 LIMIT_S = 3.0
 SLOW = """
@@ -39,7 +40,7 @@ SAYS_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))"
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> SGLangServer:
     monkeypatch.setattr(server_module, "python", lambda _, *args: ["python", "-c", request.param, *args])
     cfg = EngineConfig(start_timeout_s=LIMIT_S)
-    return SGLangServer("model", cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
+    return SGLangServer("model", host=LOOPBACK, cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
                         tag="test-start")
 
 

@@ -16,6 +16,7 @@ from elastic_rl import config
 from elastic_rl.data.samples import Group, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.job import check as job_check
 from elastic_rl.pipeline.untrained.sampled_modes import RejectionMode
 from elastic_rl.rewards.sandbox import find_bubblewrap
@@ -53,7 +54,7 @@ def test_example_is_sound(example: Path, assets: Path, monkeypatch: pytest.Monke
     if example.stem in run_examples.MODEL_OF:  # what another example makes
         of, _ = run_examples.MODEL_OF[example.stem]
         made = config.load(EXAMPLES / f"{of}.yaml")
-        shutil.copytree(made.model.path, assets / made.job_dir / "policy", dirs_exist_ok=True)
+        shutil.copytree(made.model.path, assets / JobPaths.of(made).policy, dirs_exist_ok=True)
     if example.stem == "tool_use":  # it needs SGLang, for which it has a process, as all examples do in a run
         monkeypatch.syspath_prepend(EXAMPLES)
         found = list(job_check.check(config.load(example)))
@@ -244,7 +245,7 @@ def test_cluster_that_stays_for_another_example_ends_however_the_runs_end(
 
     def interrupted(name: str, seed: int, job: str, *_: object) -> None:
         jobs.append(job)
-        config.load(EXAMPLES / "sft.yaml", [f"--job={job}"]).job_dir.mkdir(parents=True)
+        JobPaths.of(config.load(EXAMPLES / "sft.yaml", [f"--job={job}"])).folder.mkdir(parents=True)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

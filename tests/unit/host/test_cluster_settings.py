@@ -13,13 +13,11 @@ import yaml
 
 from elastic_rl.cli import common
 from elastic_rl.config import Config, parse
-from elastic_rl.coordinator.api import auth
-from elastic_rl.coordinator.api.auth import TokenTable
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.errors import ConfigError, PreflightFailed
 from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 EXTERNAL = ["10.0.0.1:2379"]
 
@@ -30,13 +28,13 @@ def _config(tmp_path: Path, **more: object) -> Config:
 
 def _started(cfg: Config) -> Path:
     """What `up` leaves in the folder, without its processes. Returns the chunk on the node's disk."""
-    chunk = cfg.cluster_dir / "disk" / "node-0" / "ab" / "chunk"
+    chunk = JobPaths.of(cfg).disk / "node-0" / "ab" / "chunk"
     chunk.parent.mkdir(parents=True)
     chunk.touch()
-    (cfg.cluster_dir / "etcd" / "member").mkdir(parents=True)
-    cluster_settings.save(cfg, cfg.cluster_dir)
-    ClusterInfo(cfg.job, cfg.etcd.endpoints or ["127.0.0.1:1"], [], "", str(cfg.cluster_dir),
-                own_etcd=not cfg.etcd.endpoints).save()
+    (ClusterPaths.of(cfg).etcd / "member").mkdir(parents=True)
+    cluster_settings.save(cfg, ClusterPaths.of(cfg).settings)
+    ClusterInfo(cfg.job, cfg.etcd.endpoints or ["127.0.0.1:1"], [], "",
+                own_etcd=not cfg.etcd.endpoints).save(ClusterPaths.of(cfg).info)
     return chunk
 
 
@@ -49,11 +47,12 @@ def _cluster(tmp_path: Path, *args: str, file: Path | None = None) -> Cluster:
 
 def test_settings_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     cfg = _config(tmp_path, alerts={"urls": ["json://user:secret@host"]})
-    cfg.cluster_dir.mkdir(parents=True)
-    path = cluster_settings.save(cfg, cfg.cluster_dir)
+    JobPaths.of(cfg).private.mkdir(parents=True)
+    path = ClusterPaths.of(cfg).settings
+    cluster_settings.save(cfg, path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert "secret" in path.read_text(), "the services read it"
-    assert parse(cluster_settings.stored(cfg.cluster_dir)) == cfg
+    assert parse(cluster_settings.stored(ClusterPaths.of(cfg).settings)) == cfg
 
 
 def test_fault_of_stored_settings_names_their_file(tmp_path: Path) -> None:
@@ -61,8 +60,9 @@ def test_fault_of_stored_settings_names_their_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         _cluster(tmp_path, "--job=prod", "--train.stepz=7")
     assert "unknown key 'train.stepz'" in raised.value.message and "stored" not in str(raised.value)
-    stored = cluster_settings.stored(cfg.cluster_dir)
-    path = cluster_settings.restore({**stored, "algorithm": {"kl_kind": "k3"}}, cfg.cluster_dir)
+    stored = cluster_settings.stored(ClusterPaths.of(cfg).settings)
+    path = ClusterPaths.of(cfg).settings
+    cluster_settings.restore({**stored, "algorithm": {"kl_kind": "k3"}}, path)
     with pytest.raises(ConfigError, match="unknown key 'algorithm.kl_kind'") as raised:
         _cluster(tmp_path, "--job=prod")
     assert str(path) in raised.value.message
@@ -100,14 +100,14 @@ def test_mappings_of_a_file_take_the_place_of_those_that_are_known(tmp_path: Pat
 def test_down_works_with_damaged_files(tmp_path: Path) -> None:
     cfg = _config(tmp_path)
     chunk = _started(cfg)
-    (cfg.cluster_dir / "cluster.json").write_text("{")
-    (cfg.cluster_dir / "config.yaml").write_bytes(b"\xff: [")
-    (cfg.cluster_dir / "services").mkdir()
-    (cfg.cluster_dir / "services" / "etcd-0.json").touch()
-    stray = processes.spawn(["sleep", "600"], log=tmp_path / "log", env={OWNER_ENV: str(cfg.cluster_dir)})
+    ClusterPaths.of(cfg).info.write_text("{")
+    ClusterPaths.of(cfg).settings.write_bytes(b"\xff: [")
+    ClusterPaths.of(cfg).services.mkdir()
+    (ClusterPaths.of(cfg).services / "etcd-0.json").touch()
+    stray = processes.spawn(["sleep", "600"], log=tmp_path / "log", env={OWNER_ENV: str(JobPaths.of(cfg).private)})
     assert Cluster(cfg).down() == [f"stray {stray.pid}"]
     assert chunk.exists()
-    assert not list((cfg.cluster_dir / "services").iterdir()) and not (cfg.cluster_dir / "cluster.json").exists()
+    assert not list(ClusterPaths.of(cfg).services.iterdir()) and not ClusterPaths.of(cfg).info.exists()
 
 
 def test_up_refuses_another_etcd(tmp_path: Path) -> None:
@@ -127,17 +127,17 @@ def test_folder_that_others_may_have_put_there_is_refused(
     cfg = _config(tmp_path)
     chunk = _started(cfg)
     if theirs == "link":
-        cfg.cluster_dir.rename(tmp_path / "theirs")
-        cfg.cluster_dir.symlink_to(tmp_path / "theirs")
+        JobPaths.of(cfg).private.rename(tmp_path / "theirs")
+        JobPaths.of(cfg).private.symlink_to(tmp_path / "theirs")
     else:
         monkeypatch.setattr("os.getuid", lambda: 12345)
     cluster = Cluster(cfg)
     for refused in (cluster.down, partial(cluster.down, purge=True), cluster.connect, cluster.up,
-                    partial(cluster_settings.stored, cfg.cluster_dir)):
+                    partial(cluster_settings.stored, ClusterPaths.of(cfg).settings)):
         with pytest.raises(PreflightFailed, match="is not a folder of this user") as e:
             refused()
         assert "run_dir" in e.value.hint
-    assert chunk.exists() and (cfg.cluster_dir / "cluster.json").exists()
+    assert chunk.exists() and ClusterPaths.of(cfg).info.exists()
 
 
 def test_no_group_may_write_to_the_folders_around_the_cluster(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_up_starts_nothing_beside_services_without_a_record(tmp_path: Path, monk
     monkeypatch.setattr("elastic_rl.host.local_cluster._EXIT_GRACE_S", 0.2)
     cfg = _config(tmp_path)
     _started(cfg)
-    stray = processes.spawn(["sleep", "600"], log=tmp_path / "log", env={OWNER_ENV: str(cfg.cluster_dir)})
+    stray = processes.spawn(["sleep", "600"], log=tmp_path / "log", env={OWNER_ENV: str(JobPaths.of(cfg).private)})
     with pytest.raises(PreflightFailed, match=rf"processes {stray.pid} of this cluster run without a record") as e:
         Cluster(cfg).up()
     assert "elastic-rl down" in e.value.hint
-    assert (cfg.cluster_dir / "etcd" / "member").is_dir(), "the data that it may use"
+    assert (ClusterPaths.of(cfg).etcd / "member").is_dir(), "the data that it may use"
     assert Cluster(cfg).down() == [f"stray {stray.pid}"]
 
 
@@ -177,32 +177,3 @@ def test_up_into_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="run_dir|cannot create"):
         Cluster(_config(tmp_path / "file")).up()
-
-
-# -- tokens -----------------------------------------------------------------------------------------------------------
-FILES = (auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN)
-
-
-def test_missing_files_of_tokens_are_made_from_the_others(tmp_path: Path) -> None:
-    cluster = Cluster(_config(tmp_path))
-    cluster.dir.mkdir(parents=True)
-    assert cluster._tokens() == cluster.dir / auth.CREDENTIALS
-    before = {name: (cluster.dir / name).read_text() for name in FILES}
-    for name in (auth.TABLE, auth.VIEWER_TOKEN):
-        (cluster.dir / name).unlink()
-        cluster._tokens()
-        assert {n: (cluster.dir / n).read_text() for n in FILES} == before
-        assert (cluster.dir / name).stat().st_mode & 0o777 == 0o600
-
-
-def test_table_is_never_replaced(tmp_path: Path) -> None:
-    said: list[str] = []
-    cluster = Cluster(_config(tmp_path), say=said.append)
-    cluster.dir.mkdir(parents=True)
-    token, table = read_token(cluster._tokens(), "operator"), (cluster.dir / auth.TABLE).read_bytes()
-    (cluster.dir / auth.CREDENTIALS).unlink()
-    cluster._tokens()
-    assert (cluster.dir / auth.TABLE).read_bytes() == table
-    assert not (cluster.dir / auth.CREDENTIALS).exists() and "credentials.json is missing" in said[0]
-    entry = TokenTable(cluster.dir / auth.TABLE).find(token)
-    assert entry is not None and entry.role == "operator"

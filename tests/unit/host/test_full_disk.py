@@ -12,9 +12,12 @@ import pytest
 from elastic_rl import config, train
 from elastic_rl.cli import main
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.etcd import run_context
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.runtime.files import preflight_writes
 
 
@@ -42,9 +45,9 @@ def test_cluster_does_not_start_on_a_full_disk(tmp_path: Path, monkeypatch: pyte
 
 def test_driver_does_not_start_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config.parse({"run_dir": str(tmp_path)})
-    ctx = RunContext(config=cfg, etcd_endpoints=["127.0.0.1:1"], job=cfg.job, epoch=0, model_dir="")
-    monkeypatch.setattr(train, "replace_file", full)
-    with pytest.raises(PreflightFailed, match=f"{cfg.cluster_dir}: No space left on device"):
+    ctx = RunContext(config=cfg, etcd_endpoints=["127.0.0.1:1"], job=cfg.job, epoch=0, model_dir="", host=LOOPBACK)
+    monkeypatch.setattr(run_context, "replace_file", full)
+    with pytest.raises(PreflightFailed, match=f"{JobPaths.of(cfg).private}: No space left on device"):
         train._supervise_driver(ctx, None, lambda: None)  # type: ignore[arg-type]
 
 

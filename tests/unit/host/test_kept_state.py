@@ -17,18 +17,19 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 
 def _started(tmp_path: Path, **more: object) -> Config:
     """The settings of a cluster, and what `up` and a run have left in its folders, without their processes."""
     cfg = parse({"job": "prod", "run_dir": str(tmp_path), **more})
-    for path in (kept_state.chunks(cfg) / "ab" / "chunk", cfg.cluster_dir / "etcd" / "member" / "snap" / "db"):
+    for path in (kept_state.chunks(cfg) / "ab" / "chunk", ClusterPaths.of(cfg).etcd / "member" / "snap" / "db"):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x" * 5000)
     (kept_state.chunks(cfg) / "lock").write_text("prod")
-    (cfg.job_dir / "steps.jsonl").write_text("{}\n")
-    cluster_settings.save(cfg, cfg.cluster_dir)
-    ClusterInfo(cfg.job, ["127.0.0.1:1"], [], "", str(cfg.cluster_dir), own_etcd=True).save()
+    JobPaths.of(cfg).steps.write_text("{}\n")
+    cluster_settings.save(cfg, ClusterPaths.of(cfg).settings)
+    ClusterInfo(cfg.job, ["127.0.0.1:1"], [], "", own_etcd=True).save(ClusterPaths.of(cfg).info)
     return cfg
 
 
@@ -36,7 +37,7 @@ def _start_node(cfg: Config, program: str) -> None:
     """Starts a process in the place of the DCS node, and waits until its shell runs ``program``."""
     log = cfg.run_dir / "node.log"
     Cluster(cfg).services.start(f"dcs-{kept_state.NODE}", ["sh", "-c", f"echo up; {program}"], log=log,
-                                env={OWNER_ENV: str(cfg.cluster_dir)})
+                                env={OWNER_ENV: str(JobPaths.of(cfg).private)})
     wait_until(lambda: "up" in log.read_text(), what="the node")
 
 
@@ -47,7 +48,7 @@ def _run(*args: str) -> int:
 
 
 def _files(cfg: Config) -> set[Path]:
-    return {p for p in cfg.job_dir.rglob("*") if p.is_file() and p.parent.name != "services"
+    return {p for p in JobPaths.of(cfg).folder.rglob("*") if p.is_file() and p.parent.name != "services"
             and p.name not in ("services.lock", "train.lock")}
 
 
@@ -58,9 +59,9 @@ def test_down_keeps_everything_and_says_what_and_how_to_go_on(
     _start_node(cfg, "sleep 600")
     for _ in range(2):
         assert _run("down", "--job=prod", f"--run_dir={tmp_path}") == 0
-        assert _files(cfg) == before - {cfg.cluster_dir / "cluster.json"} | {cfg.cluster_dir / kept_state.STOPPED}
+        assert _files(cfg) == before - {ClusterPaths.of(cfg).info} | {ClusterPaths.of(cfg).stopped}
         said = capsys.readouterr().out
-        assert str(cfg.cluster_dir / "etcd") in said and str(kept_state.chunks(cfg)) in said
+        assert str(ClusterPaths.of(cfg).etcd) in said and str(kept_state.chunks(cfg)) in said
         for command in ("train --with-cluster", "versions export policy OUT", "down --purge"):
             line = next(line for line in said.splitlines() if command in line)
             assert "--job=prod" in line and f"--run_dir={tmp_path}" in line
@@ -72,11 +73,11 @@ def test_purge_without_a_terminal_needs_yes_and_names_what_goes(
     before = _files(cfg)
     assert _run("down", "--purge", "--job=prod", f"--run_dir={tmp_path}") == 2
     said = capsys.readouterr().err
-    assert f"{cfg.cluster_dir / 'etcd'}  " in said and f"{kept_state.chunks(cfg)}  " in said and "KiB" in said
+    assert f"{JobPaths.of(cfg).private / 'etcd'}  " in said and f"{kept_state.chunks(cfg)}  " in said and "KiB" in said
     assert "--yes" in said and _files(cfg) == before
     assert _run("down", "--purge", "--yes", "--job=prod", f"--run_dir={tmp_path}") == 0
     assert not kept_state.folders(cfg) and not Cluster(cfg).known
-    assert (cfg.job_dir / "steps.jsonl").exists(), "what is no state of the cluster"
+    assert JobPaths.of(cfg).steps.exists(), "what is no state of the cluster"
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n\n", 1), ("y\n", 0)])
@@ -97,9 +98,9 @@ def test_purge_follows_stored_settings_and_leaves_other_jobs_chunks(tmp_path: Pa
     assert kept_state.chunks(bare) == tmp_path / "chunks" / kept_state.NODE
     (kept_state.chunks(cfg) / "lock").write_text("another")
     Cluster(bare).down(purge=True)
-    assert kept_state.chunks(cfg).exists() and not (cfg.cluster_dir / "etcd").exists()
+    assert kept_state.chunks(cfg).exists() and not ClusterPaths.of(cfg).etcd.exists()
     (kept_state.chunks(cfg) / "lock").write_text("prod")
-    cluster_settings.save(cfg, cfg.cluster_dir)
+    cluster_settings.save(cfg, ClusterPaths.of(cfg).settings)
     Cluster(bare).down(purge=True)
     assert not kept_state.chunks(cfg).exists()
 
@@ -189,9 +190,9 @@ def test_purge_names_what_it_deleted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"job typo has no state in {tmp_path}" in said and "deleted" not in said
     assert _run("down", "--purge", "--yes", "--job=prod", f"--run_dir={tmp_path}") == 0
     out, asked = capsys.readouterr()
-    for path in (cfg.cluster_dir / "etcd", kept_state.chunks(cfg)):
+    for path in (ClusterPaths.of(cfg).etcd, kept_state.chunks(cfg)):
         assert f"deleted     {path}" in out and f"delete  {path}  " in asked
-    assert "KiB" in asked and not cluster_settings.stored(cfg.cluster_dir), "they hold passwords"
+    assert "KiB" in asked and not cluster_settings.stored(ClusterPaths.of(cfg).settings), "they hold passwords"
 
 
 class _Killed(BaseException):
@@ -217,7 +218,7 @@ def test_killed_purge_is_completed_by_the_next_one(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["etcd", "disk/node-0"])
 def test_purge_refuses_links_before_it_deletes_anything(tmp_path: Path, name: str) -> None:
     cfg = _started(tmp_path)
-    link = cfg.cluster_dir / name
+    link = JobPaths.of(cfg).private / name
     link.rename(tmp_path / "elsewhere")
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ElasticRLError, match=f"{link} is a link to {tmp_path / 'elsewhere'}"):
@@ -230,9 +231,9 @@ def test_purge_refuses_links_before_it_deletes_anything(tmp_path: Path, name: st
 def test_down_and_purge_work_with_invalid_stored_settings(tmp_path: Path, stored: dict[str, object]) -> None:
     cfg = _started(tmp_path)
     for purge in ([], ["--purge", "--yes"]):
-        cluster_settings.restore(stored, cfg.cluster_dir)
+        cluster_settings.restore(stored, ClusterPaths.of(cfg).settings)
         assert _run("down", "--job=prod", f"--run_dir={tmp_path}", *purge) == 0
-    assert not (cfg.cluster_dir / "etcd").exists()
+    assert not ClusterPaths.of(cfg).etcd.exists()
 
 
 def test_what_is_set_aside_never_replaces_anything(tmp_path: Path) -> None:
@@ -258,6 +259,6 @@ def test_hints_to_stop_a_job_name_its_run_dir(tmp_path: Path, capsys: pytest.Cap
             Cluster(other).up()
         assert f"{command} --job=prod --run_dir={tmp_path}" in e.value.hint
         Cluster(cfg).down()
-    info = ClusterInfo("prod", [], [], "", str(cfg.cluster_dir))
+    info = ClusterInfo("prod", [], [], "")
     run._print_access(cfg, info)
     assert f"elastic-rl down --job=prod --run_dir={tmp_path}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Files and processes of a killed compute plane: a sweep removes those of its cluster, and no others."""
+"""Files and processes of a killed compute plane: a sweep removes those of its job, and no others."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from hypothesis import strategies as st
 
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import leftovers, processes
+from elastic_rl.host.paths import JobPaths
 
 names = st.text(st.sampled_from("ab.-_/ é"), min_size=1, max_size=4)
 
 
 @given(names, names, names)
 def test_tag_of_a_part_never_matches_files_of_another_part(part: str, other: str, start: str) -> None:
-    cluster = Path("/runs/job/cluster")
-    tag, narrower = leftovers.file_tag(cluster, part), leftovers.file_tag(cluster, other, start)
-    assert narrower.startswith(leftovers.file_tag(cluster))
-    same = leftovers.file_tag(cluster, other) == tag
+    job = JobPaths(Path("/runs/job"))
+    tag, narrower = job.file_tag(part), job.file_tag(other, start)
+    assert narrower.startswith(job.file_tag())
+    same = job.file_tag(other) == tag
     assert (tag in narrower) == same
 
 
-def test_tag_is_a_file_name_and_differs_between_clusters() -> None:
-    tag = leftovers.file_tag(Path("/runs/job/cluster"), "engines/a b", "1")
+def test_tag_is_a_file_name_and_differs_between_jobs() -> None:
+    tag = JobPaths(Path("/runs/job")).file_tag("engines/a b", "1")
     assert "/" not in tag and " " not in tag
-    assert leftovers.file_tag(Path("/other/job/cluster"), "engines/a b", "1") != tag
+    assert JobPaths(Path("/other/job")).file_tag("engines/a b", "1") != tag
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Two clusters, each with a process and files in both folders."""
-    clusters = tmp_path / "one", tmp_path / "two"
-    yield clusters
-    for cluster in clusters:
-        leftovers.sweep(cluster)
+def jobs(tmp_path: Path) -> Iterator[tuple[JobPaths, JobPaths]]:
+    """Two jobs, each with a process and files in both folders."""
+    both = JobPaths(tmp_path / "one"), JobPaths(tmp_path / "two")
+    yield both
+    for job in both:
+        leftovers.sweep(job)
 
 
-def test_sweep_removes_processes_and_files_of_its_cluster_only(folders: tuple[Path, Path]) -> None:
+def test_sweep_removes_processes_and_files_of_its_job_only(jobs: tuple[JobPaths, JobPaths]) -> None:
     running, files = {}, {}
-    for cluster in folders:
-        running[cluster] = processes.spawn([sys.executable, "-c", "import time; time.sleep(600)"],
-                                           log=cluster / "log", env={processes.RUN_MARK: str(cluster)})
-        tag = leftovers.file_tag(cluster, "engine", secrets.token_hex(4))
-        files[cluster] = [leftovers.SHM / f"sgl_{tag}_x", Path(tempfile.gettempdir()) / f"{tag}tmpx"]
-        for file in files[cluster]:
+    for job in jobs:
+        running[job] = processes.spawn([sys.executable, "-c", "import time; time.sleep(600)"],
+                                           log=job.log("engine"), env={processes.RUN_MARK: str(job.private)})
+        tag = job.file_tag("engine", secrets.token_hex(4))
+        files[job] = [leftovers.SHM / f"sgl_{tag}_x", Path(tempfile.gettempdir()) / f"{tag}tmpx"]
+        for file in files[job]:
             file.touch()
-    swept, kept = folders
+    swept, kept = jobs
     assert leftovers.sweep(swept) == [running[swept].pid]
     assert running[swept].poll() is not None and not any(f.exists() for f in files[swept])
     assert running[kept].poll() is None and all(f.exists() for f in files[kept])
@@ -63,16 +64,16 @@ def test_temp_folder_is_private_and_shared_and_a_sweep_deletes_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    cluster = tmp_path / "cluster"
-    leftovers.make_temp_folder(cluster)
-    folder, compiled = map(Path, leftovers.temp_environment(cluster).values())
+    job = JobPaths(tmp_path / "job")
+    leftovers.make_temp_folder(job)
+    folder, compiled = map(Path, leftovers.temp_environment(job).values())
     assert {stat.S_IMODE(f.stat().st_mode) for f in (folder, compiled)} == {0o700}
-    assert folder == leftovers.temp_folder(cluster) != leftovers.temp_folder(tmp_path / "other")
+    assert folder == job.temp != JobPaths(tmp_path / "other").temp
     (folder / "r").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert leftovers.temp_folder(cluster) == folder, "a process of the cluster finds it elsewhere"
+    assert job.temp == folder, "a process of the job finds it elsewhere"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    leftovers.sweep(cluster)
+    leftovers.sweep(job)
     assert not folder.exists() and compiled.exists()
 
 
@@ -80,21 +81,21 @@ def test_cache_of_the_compiler_that_the_user_names_is_left_alone(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    leftovers.make_temp_folder(tmp_path / "cluster")
-    assert [*tmp_path.iterdir()] == [leftovers.temp_folder(tmp_path / "cluster")]
+    leftovers.make_temp_folder(JobPaths(tmp_path / "job"))
+    assert [*tmp_path.iterdir()] == [JobPaths(tmp_path / "job").temp]
 
 
 def test_temp_folder_that_cannot_be_made_is_a_fault_of_the_machine(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(PreflightFailed, match="none.*No such file"):
-        leftovers.make_temp_folder(tmp_path / "cluster")
+        leftovers.make_temp_folder(JobPaths(tmp_path / "job"))
 
 
 def test_entries_that_others_made_do_not_stop_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tag = leftovers.file_tag(tmp_path / "cluster")
+    tag = JobPaths(tmp_path / "job").file_tag()
     pipe, ours, link = (tmp_path / f"{name}{tag}" for name in ("b", "y", "z"))
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -109,7 +110,7 @@ def test_entries_that_others_made_do_not_stop_the_removal(tmp_path: Path, monkey
 def test_folder_is_removed_whole_without_following_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tag, other = (leftovers.file_tag(tmp_path / "cluster", name) for name in ("engine", "other"))
+    tag, other = (JobPaths(tmp_path / "job").file_tag(name) for name in ("engine", "other"))
     folder, kept, of_other = (tmp_path / name for name in (f"{tag}tmpx-media", "kept", f"{other}tmpx"))
     for made in (folder, folder / "logs", kept, of_other):
         made.mkdir()
@@ -125,7 +126,7 @@ def test_file_that_cannot_be_unlinked_does_not_stop_the_removal(tmp_path: Path, 
     """As a file of this user in a folder that it may not write to."""
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tag = leftovers.file_tag(tmp_path / "cluster")
+    tag = JobPaths(tmp_path / "job").file_tag()
     kept, removed = tmp_path / f"{tag}a", tmp_path / f"{tag}b"
     kept.touch()
     removed.touch()
@@ -143,7 +144,7 @@ def test_file_that_cannot_be_unlinked_does_not_stop_the_removal(tmp_path: Path, 
 def test_files_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tag = leftovers.file_tag(tmp_path / "cluster")
+    tag = JobPaths(tmp_path / "job").file_tag()
     theirs, folder = tmp_path / f"{tag}a", tmp_path / f"{tag}b"
     theirs.touch()
     folder.mkdir()

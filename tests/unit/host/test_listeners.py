@@ -22,6 +22,7 @@ from elastic_rl.errors import EngineFailed, PortTaken, RouterUnavailable
 from elastic_rl.host import listeners
 from elastic_rl.host.listeners import check_connections, listener_uids, require_own_listener
 from elastic_rl.net import http_client
+from elastic_rl.net.addresses import LOOPBACK
 
 KEY = "0123456789abcdef" * 4
 
@@ -138,8 +139,8 @@ def test_start_of_an_engine_on_a_taken_port_ends_its_process(
     monkeypatch.setattr(f"{module}.read_key", lambda _: KEY)
     monkeypatch.setattr(f"{module}.free_port", lambda _: foreign.server_port)
     monkeypatch.setattr(f"{module}.python", lambda *_: ["python", "-c", "import time; time.sleep(600)"])
-    server = SGLangServer("model", cfg=EngineConfig(), device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
-                          tag="test-listeners", key_file=tmp_path / "engine.key")
+    server = SGLangServer("model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(type="cpu"),
+                          log=tmp_path / "log", seed=1, tag="test-listeners", key_file=tmp_path / "engine.key")
     with pytest.raises(EngineFailed, match="were not sent"):
         server.start()
     assert server.pid == 0 and not foreign.asked

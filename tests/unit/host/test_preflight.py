@@ -14,7 +14,7 @@ from elastic_rl.cli.main import app
 from elastic_rl.config import parse
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import preflight
-from elastic_rl.host.leftovers import temp_folder
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.preflight import Verdict
 
 
@@ -40,7 +40,7 @@ def test_temporary_folder_must_leave_room_for_the_sockets_of_ray(monkeypatch: py
     for length, verdict in ((28, Verdict.OK), (29, Verdict.FAILED)):
         monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (length - 1))
         cfg = parse({})
-        socket = temp_folder(cfg.cluster_dir) / preflight._LONGEST_SOCKET
+        socket = JobPaths.of(cfg).temp / preflight._LONGEST_SOCKET
         assert (len(str(socket)) <= 107) is (verdict is Verdict.OK)
         (finding,) = preflight._temporary(cfg)
         assert finding.verdict is verdict

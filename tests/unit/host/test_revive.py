@@ -26,11 +26,11 @@ class Ended:
         self.cluster = Cluster(config.parse({"job": "j", "run_dir": str(folder), "coordinator": {"replicas": 1}}))
         self.cluster.dir.mkdir(parents=True)
         (self.cluster.dir / "etcd" / "member").mkdir(parents=True)
-        cluster_settings.save(self.cluster.cfg, self.cluster.dir)
+        cluster_settings.save(self.cluster.cfg, self.cluster.paths.settings)
         self.port = free_port()
         self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{free_port()}"], "",
-                                str(self.cluster.dir), own_etcd=True)
-        self.info.save()
+                                own_etcd=True)
+        self.info.save(self.cluster.paths.info)
         for name, url in (("etcd-0", self.info.etcd_endpoints[0]), ("coordinator-0", self.info.coordinators[0]),
                           ("dcs-node-0", f"127.0.0.1:{free_port()}")):
             self._start(name, url, ["true"])
@@ -43,7 +43,7 @@ class Ended:
         return self._start(name, url, ["sleep", "600"])
 
     def _start(self, name: str, url: str, cmd: list[str]) -> int:
-        return self.cluster.services.start(name, cmd, log=self.cluster.cfg.log_dir / "log", url=url)
+        return self.cluster.services.start(name, cmd, log=self.cluster.paths.logs / "log", url=url)
 
     def tick(self, supervisor: ServiceSupervisor) -> Mapping[str, str]:
         """One pass; returns what the services that do not run wait for."""
@@ -70,11 +70,11 @@ def test_ended_service_is_started_once_at_its_address(ended: Ended, name: str) -
     assert ended.cluster.revive(name)
     assert ended.started == [(name, url)]
     assert not ended.cluster.revive(name), "it runs now"
-    assert len(ended.started) == 1 and ClusterInfo.load(ended.cluster.dir) == ended.info
+    assert len(ended.started) == 1 and ClusterInfo.load(ended.cluster.paths.info) == ended.info
 
 
 def test_nothing_is_started_beside_a_command_that_holds_the_lock(ended: Ended) -> None:
-    with cluster_lock.held(ended.cluster.dir, timeout_s=0.0):
+    with cluster_lock.held(ended.cluster.paths.services_lock, timeout_s=0.0):
         assert not ended.cluster.revive("dcs-node-0")
     assert ended.started == []
 
@@ -98,7 +98,7 @@ def test_coordinator_whose_port_was_taken_gets_another_one_that_clients_find(end
         taken.bind(("127.0.0.1", int(ended.info.coordinators[0].rpartition(":")[2])))
         taken.listen()
         assert ended.cluster.revive("coordinator-0")
-    found = ClusterInfo.load(ended.cluster.dir)
+    found = ClusterInfo.load(ended.cluster.paths.info)
     assert found is not None and found.coordinators == [ended.started[0][1]] != ended.info.coordinators
 
 
@@ -122,7 +122,7 @@ def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkey
     limits = RestartLimits()
     supervisor = ServiceSupervisor(limits=limits, clock=lambda: 5.0)
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
-    with cluster_lock.held(ended.cluster.dir, timeout_s=0.0):
+    with cluster_lock.held(ended.cluster.paths.services_lock, timeout_s=0.0):
         ended.tick(supervisor)
     assert ended.started == [] and supervisor._unreported == {}
     assert supervisor._states["etcd-0"] == ServiceState.ended(5.0, limits), "no start was counted"

@@ -21,6 +21,7 @@ from elastic_rl.data.queue.group_codec import decode_group, encode_group
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import IllegalTransition, PluginFailed, QueueUnavailable
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
 from elastic_rl.pipeline.flow.queues import make_queue
@@ -148,7 +149,7 @@ def test_metadata_that_is_no_json_is_no_fault_of_the_queue(value: Any, monkeypat
 
 
 def test_embedded_queue_keeps_groups_until_dropped_within_its_capacity() -> None:
-    queue = make_queue(config.parse({}), 2)
+    queue = make_queue(config.parse({}), 2, LOOPBACK)
     assert isinstance(queue, EmbeddedQueue)
     first, second = (Group(ordinal, Prompt((ordinal,)), _GROUP.samples) for ordinal in (4, 7))
     queue.put(first)

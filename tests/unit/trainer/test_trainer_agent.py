@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from elastic_rl import config
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.trainer.group import agent
 
 
@@ -23,7 +24,7 @@ def no_parent_death_signal(monkeypatch: pytest.MonkeyPatch) -> None:
 def context(folder: Path, model: dict, **values: dict) -> str:
     (folder / "config.json").write_text(json.dumps(model))
     ctx = RunContext(config=config.parse(values), etcd_endpoints=["127.0.0.1:1"], job="j", epoch=1,
-                     model_dir=str(folder))
+                     model_dir=str(folder), host=LOOPBACK)
     return str(ctx.save(folder / "context.json"))
 
 

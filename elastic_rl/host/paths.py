@@ -1,0 +1,247 @@
+"""Where everything is that this project keeps on a host: the only module that knows the layout of folders and files.
+
+What is of the cluster is apart from what is of a job, by what a file is about and not by who writes it. Both are made
+from the settings, which name one folder, ``run_dir``. Who may not import this module (the coordinator, the DCS and what
+is below them) is given the paths that it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from elastic_rl.config import Config
+
+
+@dataclass(frozen=True)
+class ClusterPaths:
+    """What belongs to the cluster: its services, their data, and the secret. Nobody but the owner may enter the folder.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        return cls(JobPaths.of(cfg).private)
+
+    @property
+    def info(self) -> Path:
+        """How to connect to the cluster (``ClusterInfo``), from its start until it is stopped."""
+        return self.folder / "cluster.json"
+
+    @property
+    def stopped(self) -> Path:
+        """What ``info`` is called while the cluster is stopped: its settings hold, and ``up`` continues with its data.
+        """
+        return self.folder / "stopped.json"
+
+    @property
+    def unsaved(self) -> Path:
+        """A file beside ``stopped`` where the DCS node did not end in order: only the chunks on its disk are kept."""
+        return self.folder / "unsaved"
+
+    @property
+    def settings(self) -> Path:
+        """The settings that the services were started with."""
+        return self.folder / "config.yaml"
+
+    @property
+    def etcd(self) -> Path:
+        """Data of the etcd that ``up`` starts."""
+        return self.folder / "etcd"
+
+    @property
+    def services(self) -> Path:
+        """Folder of the services' files (``ServiceFiles``)."""
+        return self.folder / "services"
+
+    @property
+    def agents(self) -> Path:
+        """Folder of the files of the host agent, which keeps the services running, and its standby."""
+        return self.folder / "agents"
+
+    @property
+    def active_agent_lock(self) -> Path:
+        """Lock of the process of the agent that is not the standby."""
+        return self.agents / "active.lock"
+
+    @property
+    def agent_status(self) -> Path:
+        """What the host agent says of itself and the services (``AgentStatus``)."""
+        return self.folder / "agent.json"
+
+    @property
+    def owner_lock(self) -> Path:
+        """A file that the owner of a cluster, if it has one, holds locked (``Cluster.owned``)."""
+        return self.folder / "owner.lock"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the services' logs."""
+        return self.folder / "logs"
+
+    def log(self, service: str) -> Path:
+        """Log of a service."""
+        return self.logs / f"{service}.log"
+
+    @property
+    def services_lock(self) -> Path:
+        """See ``cluster_lock``."""
+        return self.folder / "services.lock"
+
+    @property
+    def secret(self) -> Path:
+        """The secret that all others are derived from (``net.cluster_secret``)."""
+        return self.folder / "secret"
+
+    @property
+    def tokens(self) -> Path:
+        """Digests of the admin API's tokens, which users may extend (``auth.TokenTable``)."""
+        return self.folder / "tokens.json"
+
+    @property
+    def credentials(self) -> Path:
+        """Tokens of the admin API by role, for the command line."""
+        return self.folder / "credentials.json"
+
+    @property
+    def viewer_token(self) -> Path:
+        """The viewer's token alone, for Prometheus."""
+        return self.folder / "viewer.token"
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    """What belongs to one job."""
+
+    folder: Path
+    """What the job has for its users: settings, records, report, model. They may let others read it."""
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        return cls(cfg.run_dir / cfg.job)
+
+    # -- for its users --------------------------------------------------------------------------------------------
+    @property
+    def settings(self) -> Path:
+        """The settings of the run."""
+        return self.folder / "config.yaml"
+
+    @property
+    def steps(self) -> Path:
+        """Records of the run, a JSON object a line (``RunLog``)."""
+        return self.folder / "steps.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.json"
+
+    @property
+    def report_page(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def model(self) -> Path:
+        """The model that the job begins with, where the settings name none."""
+        return self.folder / "model"
+
+    @property
+    def policy(self) -> Path:
+        """The policy of a job that is done, as a model folder."""
+        return self.folder / "policy"
+
+    @property
+    def data(self) -> Path:
+        """Folder of the files that are derived from the data."""
+        return self.folder / "data"
+
+    @property
+    def evaluated(self) -> Path:
+        """The samples of ``mode: eval``, a JSON object a line; the result has the suffix ``.json`` instead."""
+        return self.folder / "eval.jsonl"
+
+    @property
+    def kept(self) -> Path:
+        """The samples that ``mode: rejection_sampling`` has kept; the result has the suffix ``.json`` instead."""
+        return self.folder / "kept.jsonl"
+
+    # -- for its processes ----------------------------------------------------------------------------------------
+    @property
+    def private(self) -> Path:
+        """Folder for the owner only. Its path is the mark of the job's processes (``processes.RUN_MARK``), and its
+        digest is in the names of what the job has elsewhere on the host."""
+        return self.folder / "cluster"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs of the job's processes."""
+        return self.private / "logs"
+
+    def log(self, process: str) -> Path:
+        """Log of a process: driver, train, model, a role, a trainer group, router-POOL, engine-ID (the server),
+        runner-ID (what runs the server)."""
+        return self.logs / f"{process}.log"
+
+    def context(self, group: str = "") -> Path:
+        """The context of the run (``RunContext``), or that of a trainer group."""
+        return self.private / (f"context-{group}.json" if group else "run.json")
+
+    @property
+    def train_lock(self) -> Path:
+        """See ``train_lock``."""
+        return self.private / "train.lock"
+
+    @property
+    def engine_key(self) -> Path:
+        """File of the key that engines and routers ask for (``job_secrets``)."""
+        return self.private / "engine.key"
+
+    @property
+    def ray_token(self) -> Path:
+        """File of the token that the job's Ray asks for (``job_secrets``)."""
+        return self.private / "ray.token"
+
+    @property
+    def disk(self) -> Path:
+        """The DCS nodes' folder with the job's chunks, one subfolder a node, where ``dcs.disk_dir`` names none."""
+        return self.private / "disk"
+
+    # -- temporary files ------------------------------------------------------------------------------------------
+    @property
+    def temp(self) -> Path:
+        """The job's own temp folder, which only its user may enter: Ray's folder is open to all users, and who connects
+        to a socket of SGLang runs code. It is TMPDIR of the compute plane, whose processes find it under the same path.
+        The path is short: those of sockets are limited to 107 bytes."""
+        name, folder = f"erl-{self._digest[:8]}", Path(tempfile.gettempdir())
+        return folder if folder.name == name else folder / name
+
+    @property
+    def ray(self) -> Path:
+        """Ray's own folder."""
+        return self.temp / "r"
+
+    @property
+    def compiled(self) -> Path:
+        """Cache of Torch's compiler, of all jobs of the user: it is beside the temp folder, and outlives it."""
+        return self.temp.parent / f"torchinductor_{os.getuid()}"
+
+    def file_tag(self, part: str = "", start: str = "") -> str:
+        """Tag in the names of all files that the job has in /dev/shm and the temp folder, or of one part of it (an
+        engine's id), or of one start of that part. Each tag is a prefix of the narrower ones and of no other."""
+        names = (f"erl-{self._digest[:12]}", part, start)
+        return "".join(f"{re.sub('[^A-Za-z0-9_-]', '_', name)}." for name in names if name)
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(str(self.private.resolve()).encode()).hexdigest()
+
+
+def jobs_with_cluster(run_dir: Path) -> list[str]:
+    """The jobs below ``run_dir`` whose cluster was started and not stopped."""
+    found = (JobPaths(folder) for folder in run_dir.glob("*"))
+    return sorted(job.folder.name for job in found if ClusterPaths(job.private).info.exists())
