@@ -42,6 +42,7 @@ from elastic_rl.errors import (
     PreflightFailed,
 )
 from elastic_rl.host import etcd_server
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.net.addresses import free_port
 
 
@@ -386,13 +387,16 @@ def test_down_below_a_file_says_what_is_in_the_way(tmp_path: Path, capsys: pytes
 
 
 def test_failed_start_of_a_cluster_is_the_error_if_stopping_fails_too(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    assert run("train", "--with-cluster", f"--run_dir={file / 'x'}", "--job=nobody") == 2
-    said = capsys.readouterr().err.replace("\n", "")
-    assert "error: cannot create" in said and "the cluster cannot be stopped" in said
-    assert "error: " + str(file) not in said, "that of stopping is not the error of the command"
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(cluster: Cluster) -> None:
+        raise ConfigError("it cannot be ended")
+
+    monkeypatch.setattr(Cluster, "down", fail)
+    assert run("train", "--with-cluster", f"--run_dir={tmp_path}", "--job=nobody",
+               "--coordinator.host=a.invalid") == Exit.PREFLIGHT
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert re.search("error: .*coordinator.host", said)
+    assert "the cluster cannot be stopped: it cannot be ended" in said and "error: it cannot" not in said
 
 
 def test_command_line_dashboard_and_api_know_every_trainer_group() -> None:
