@@ -14,7 +14,6 @@ from elastic_rl import config, train
 from elastic_rl.config import Config
 from elastic_rl.config.fixed_settings import fixed_settings
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -53,7 +52,7 @@ def spec(etcd: EtcdClient, keys: Keys) -> JobSpec:
 
 
 def test_start_removes_what_was_derived_from_data_that_it_does_not_use(job: Job) -> None:
-    (folder := derived.folder(job.cfg())).mkdir(parents=True)
+    (folder := JobPaths.of(job.cfg()).data).mkdir(parents=True)
     (copy := folder / f"a-{'0' * 16}.arrow").touch()
     job.start()
     assert not copy.exists()

@@ -95,6 +95,7 @@ def test_fault_of_the_folder_of_ray_says_what_to_do(monkeypatch):
     said = []
     plane = ComputePlane.__new__(ComputePlane)
     plane.ctx = SimpleNamespace(config=config.parse({}))
+    plane._paths = JobPaths.of(plane.ctx.config)
     plane._parts = PartRunner(lambda part, message, failed: said.append(message))
     plane._report_phase, plane._pause = lambda phase: None, lambda seconds: True
 

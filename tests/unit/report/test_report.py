@@ -14,6 +14,7 @@ from support.synthetic_run import records
 
 from elastic_rl.cli.live_view import _of_output
 from elastic_rl.data.ledger import Audit, ConsumedGroups
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.untrained.eval_summary import summarise_rows
 from elastic_rl.pipeline.untrained.keeping import kept_summary
 from elastic_rl.report import build, charts, curves, html
@@ -114,7 +115,7 @@ def test_torn_last_line_is_skipped(tmp_path: Path) -> None:
 
 def test_page_is_self_contained_and_beside_its_numbers(tmp_path: Path) -> None:
     rows = records()
-    page = html.write(_report(rows, status="finished"), rows, tmp_path)
+    page = html.write(_report(rows, status="finished"), rows, JobPaths(tmp_path))
     text = page.read_text()
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 200
     assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://""", text)
