@@ -11,7 +11,7 @@ from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.api.auth import Role, TokenTable, write_table
 from elastic_rl.errors import ConfigError
 from elastic_rl.host import kept_state
-from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.job_secrets import dcs_security, ray_token_file
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -88,6 +88,15 @@ def test_key_file_with_another_key_or_open_to_others_is_replaced(tmp_path: Path)
     path.chmod(0o644)
     cluster._secrets()
     assert read_key(path) == key
+
+
+def test_token_of_ray_is_another_one_in_each_epoch(tmp_path: Path) -> None:
+    cluster = _cluster(tmp_path)
+    cluster._secrets()
+    first = ray_token_file(cluster.cfg, 1).read_text()
+    path = ray_token_file(cluster.cfg, 2)
+    assert path.read_text() != first and path.stat().st_mode & 0o777 == 0o600
+    assert ray_token_file(cluster.cfg, 1).read_text() == first
 
 
 def test_damaged_secret_stops_the_start_and_is_kept(tmp_path: Path) -> None:
