@@ -15,7 +15,6 @@ from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
-from elastic_rl.host.job_secrets import engine_key_file
 from elastic_rl.net.engine_key import read_key
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
@@ -177,6 +176,7 @@ def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str)
     rollout = cfg.rollout
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
+    from elastic_rl.host.job_secrets import engine_key_file  # imports pydantic, which the function's process is spared
     return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.plays_episodes else rollout.generate,
                        ClientOptions(router_url, cfg.engine.request_timeout_s, rollout.max_attempts, vocabulary,
                                      str(engine_key_file(cfg)) if router_url else ""))
