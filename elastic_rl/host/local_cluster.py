@@ -375,18 +375,16 @@ class Cluster:
         kill -9, the host agent takes the cluster down. Raises ConfigError while another process owns it."""
         self._make_folder()
         path = self.paths.owner_lock
-        with path.with_suffix(f".{os.getpid()}").open("w") as lock:
-            taken(lock)
+        with contextlib.ExitStack() as held:
             with cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
                 if path.exists() and not self.abandoned:
-                    Path(lock.name).unlink()
                     raise ConfigError(f"job {self.cfg.job} is already being trained by another process",
                                       hint="wait for it, or name another job with --job=NAME")
-                Path(lock.name).rename(path)
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+                unlocked = path.with_suffix(".partial")  # the agent never sees the owner's file without its lock
+                taken(held.enter_context(unlocked.open("w")))
+                unlocked.rename(path)
+            held.callback(path.unlink, missing_ok=True)
+            yield
 
     @property
     def abandoned(self) -> bool:

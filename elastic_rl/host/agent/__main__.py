@@ -1,21 +1,20 @@
 """``python -m elastic_rl.host.agent --name NAME --run_dir=DIR --job=JOB``: one of the two processes of a host agent.
 
 The active one holds the agent's lock, keeps the services of the cluster running and starts the other one, its standby,
-which waits for the lock. The kernel gives it the lock the moment the active one ends, however that ends; the services
-run on meanwhile. Exit codes: 0 after SIGTERM, which leaves the services running, and when the cluster was taken down;
-2 for damaged settings.
+which takes the lock the moment the active one ends, however that ends; the services run on meanwhile. Exit codes: 0
+after SIGTERM, which leaves the services running, and when the cluster was taken down; 2 for damaged settings.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,12 +24,16 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings
 from elastic_rl.host.agent.status import AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
+from elastic_rl.host.cluster_lock import taken
 from elastic_rl.host.local_cluster import AGENTS, Cluster
+from elastic_rl.host.processes import StoppedProcesses, is_stopped
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
+_STOPPED_LIMIT_S = 10.0
+"""Time after which a stopped active agent counts as lost."""
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
 
@@ -65,9 +68,15 @@ class HostAgent:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Waits until this process is the active one, which it is within the block. Any signal ends it until then: it
-        has nothing to clean up."""
+        has nothing to clean up. An active one that is stopped (SIGSTOP) would keep the lock and restart nothing, so it
+        is killed."""
+        stopped = StoppedProcesses(_STOPPED_LIMIT_S)
         with self._cluster.paths.active_agent_lock.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while not taken(lock):
+                _await_end(pids := [r.pid for r in self._cluster.agents.running() if r.pid not in (0, os.getpid())])
+                for pid in stopped.lost(time.monotonic(), list(filter(is_stopped, pids))):
+                    log.warning("the active agent %d is stopped: it is killed", pid)
+                    os.kill(pid, signal.SIGKILL)
             log.info("%s (pid %d) is the active agent", self._name, os.getpid())
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._on_signal)

@@ -149,6 +149,15 @@ def test_services_keep_their_pids_when_their_agent_is_killed_at_random_moments(u
     up.await_new("etcd-0", before["etcd-0"])
 
 
+def test_stopped_agent_is_replaced_by_its_standby(up: Up) -> None:
+    """It holds its lock, and would start nothing again."""
+    stopped = up.active_agent()
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: not psutil.pid_exists(stopped) or psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE,
+               what="the end of the stopped agent")
+    assert up.active_agent() != stopped
+
+
 @full(proved_in="tests/unit/host/test_revive.py tests/integration/host/test_host_agent.py",
       why="real services that all end at once")
 def test_everything_killed_at_once_comes_back_in_order(up: Up) -> None:
