@@ -1,4 +1,4 @@
-"""The whole etcd keyspace of a job, in one place. No other module builds a key itself."""
+"""The whole etcd keyspace of a cluster and its jobs, in one place. No other module builds a key itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,95 @@ def write_token(client: str, slot: int) -> str:
     return f"{ROOT}/_tokens/{client}/{slot}"
 
 
+class LeaderKeys:
+    """Keys of what has a leader: a job, or the cluster. A method ending in ``_prefix`` names a range, every other one a
+    single key."""
+
+    @property
+    def root(self) -> str:
+        """Prefix of all its keys."""
+        raise NotImplementedError
+
+    def leader_prefix(self) -> str:
+        """Candidates for leadership, one key per replica; the lowest create revision leads."""
+        return f"{self.root}leader/"
+
+    def leader(self, replica: str) -> str:
+        return self.leader_prefix() + replica
+
+    def leader_clock(self) -> str:
+        """Key of how long there has been a leader, as last written."""
+        return f"{self.root}leader_clock"
+
+    def events_prefix(self) -> str:
+        return f"{self.root}events/"
+
+    def event(self, event_id: str) -> str:
+        return self.events_prefix() + event_id
+
+
 @dataclass(frozen=True)
-class Keys:
-    """Keys of one job. A method ending in ``_prefix`` names a range, every other one a single key."""
+class ClusterKeys(LeaderKeys):
+    """Keys of the cluster, which outlives its jobs. No job may be named ``_cluster``, so no job's key is among them."""
+
+    @property
+    def root(self) -> str:
+        return f"{ROOT}/_cluster/"
+
+    def hosts_prefix(self) -> str:
+        """The registration of each host, written by its agent under its lease."""
+        return f"{self.root}hosts/"
+
+    def host(self, host_id: str) -> str:
+        return self.hosts_prefix() + host_id
+
+    def host_statuses_prefix(self) -> str:
+        """What each host's agent reports, under the same lease."""
+        return f"{self.root}host_status/"
+
+    def host_status(self, host_id: str) -> str:
+        return self.host_statuses_prefix() + host_id
+
+    def host_specs_prefix(self) -> str:
+        """What operators want of hosts."""
+        return f"{self.root}host_specs/"
+
+    def host_spec(self, host_id: str) -> str:
+        return self.host_specs_prefix() + host_id
+
+    def host_states_prefix(self) -> str:
+        """What the leader concluded about each host. Without a lease: it outlasts the registration."""
+        return f"{self.root}host_states/"
+
+    def host_state(self, host_id: str) -> str:
+        return self.host_states_prefix() + host_id
+
+    def assignments_prefix(self) -> str:
+        """Which host holds each singleton. A key's version is the assignment's generation."""
+        return f"{self.root}assignments/"
+
+    def assignment(self, singleton: str) -> str:
+        """The assignment of ``ray-head`` or ``driver/<job>``."""
+        return self.assignments_prefix() + singleton
+
+    def jobs_prefix(self) -> str:
+        """Jobs as they were submitted."""
+        return f"{self.root}jobs/"
+
+    def job(self, job: str) -> str:
+        return self.jobs_prefix() + job
+
+    def job_states_prefix(self) -> str:
+        """What the leader made of each job."""
+        return f"{self.root}job_states/"
+
+    def job_state(self, job: str) -> str:
+        return self.job_states_prefix() + job
+
+
+@dataclass(frozen=True)
+class Keys(LeaderKeys):
+    """Keys of one job."""
 
     job: str
 
@@ -25,13 +111,6 @@ class Keys:
         return f"{ROOT}/{self.job}/"
 
     # -- control -----------------------------------------------------------------------------------------------
-    def leader_prefix(self) -> str:
-        """Candidates for leadership, one key per replica; the lowest create revision leads."""
-        return f"{self.root}leader/"
-
-    def leader(self, replica: str) -> str:
-        return self.leader_prefix() + replica
-
     def epoch(self) -> str:
         """Fencing epoch of the run; raised by each driver start and global restart."""
         return f"{self.root}epoch"
@@ -168,12 +247,6 @@ class Keys:
     def silence(self, silence_id: str) -> str:
         return self.silences_prefix() + silence_id
 
-    def events_prefix(self) -> str:
-        return f"{self.root}events/"
-
-    def event(self, event_id: str) -> str:
-        return self.events_prefix() + event_id
-
     def alerts_prefix(self) -> str:
         return f"{self.root}alerts/"
 
@@ -190,10 +263,6 @@ class Keys:
     def leader_heartbeat(self) -> str:
         """The leader's last heartbeat, from which the next leader knows how long there was none."""
         return f"{self.root}leader_heartbeat"
-
-    def leader_clock(self) -> str:
-        """Key of how long the job has had a leader, as last written."""
-        return f"{self.root}leader_clock"
 
     def registry_prefix(self) -> str:
         """The member registry. A member that has an entry here and no key under ``members`` has died; one that closes

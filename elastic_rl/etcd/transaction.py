@@ -90,6 +90,11 @@ class Compare:
         return cls(prefix, "create", "<", revision + 1, prefix=True)
 
     @classmethod
+    def none_changed_since(cls, prefix: str, revision: int) -> Compare:
+        """No key of the range was put after ``revision``. One comparison; a key that was deleted is not seen."""
+        return cls(prefix, "mod", "<", revision + 1, prefix=True)
+
+    @classmethod
     def exists(cls, key: str) -> Compare:
         return cls.create(key, ">", 0)
 

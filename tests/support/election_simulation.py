@@ -1,17 +1,18 @@
 """A simulation for the election protocol: a model of etcd, replicas with clocks of their own, and a network that loses,
-delays and partitions, all under one virtual clock and one seed. The protocol itself is the product's own code."""
+delays and partitions, all under one virtual clock and one seed. The protocol itself is the product's own code. Without
+the election's own writers and faults it is the world in which other simulations live (``ElectionWorld``)."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol, ReadCandidates, Wait, leading
-from elastic_rl.etcd.transaction import KeyValue
+from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 
 TTL_S = 3.0
 CALL_S = 0.5
@@ -50,23 +51,44 @@ class Model:
                 self.revision += 1
                 del self.keys[key]
 
-    def enter(self, key: str, lease: int) -> int:
-        if key in self.keys or lease not in self.leases:
+    def range(self, prefix: str) -> list[KeyValue]:
+        return [kv for key, kv in self.keys.items() if key.startswith(prefix)]
+
+    def txn(self, compares: Sequence[Compare], ops: Sequence[Op]) -> int:
+        """Puts and deletes if the conditions hold and the leases exist: the revision; 0 if they do not."""
+        if not all(self._holds(c) for c in compares) or any(op.lease and op.lease not in self.leases for op in ops):
             return 0
         self.revision += 1
-        self.keys[key] = KeyValue(key, b"", self.revision, self.revision, 1, lease)
+        for op in ops:
+            old = self.keys.pop(op.key, None)
+            if op.kind == "put":
+                self.keys[op.key] = KeyValue(op.key, op.data, old.create_revision if old else self.revision,
+                                             self.revision, old.version + 1 if old else 1, op.lease)
         return self.revision
 
+    def _holds(self, compare: Compare) -> bool:
+        if compare.prefix:
+            return all(compare.holds(kv) for kv in self.range(compare.key))
+        return compare.holds(self.keys.get(compare.key))
 
-@dataclass
-class Replica:
-    """One process and its host."""
+
+@dataclass(eq=False)
+class Node:
+    """One process, with its clock and its way to etcd."""
 
     name: str
     rate: float
     """Seconds that its clock counts in one second of the simulation."""
     paused_until: float = 0.0
     cut_until: float = 0.0
+    ended: bool = False
+    """Whether it was killed: nothing of it goes on but messages on their way."""
+
+
+@dataclass(eq=False)
+class Replica(Node):
+    """A replica of the coordinator."""
+
     protocol: ElectionProtocol | None = None
     alive_at: float = -1e9
     """By its own clock: when the last answered keep-alive was sent."""
@@ -86,62 +108,59 @@ class History:
     terms: set[int] = field(default_factory=set)
 
 
-class Simulation:
-    """``quiet_at``: from then on nothing fails."""
+class ElectionWorld:
+    """A virtual clock, a model of etcd, a network, and replicas that take part in an election. ``quiet_at``: from then
+    on no message is lost or slow."""
 
-    def __init__(self, seed: int, replicas: int, quiet_at: float) -> None:
-        self.now, self.quiet_at, self.rng, self.seen, self.etcd = 0.0, quiet_at, random.Random(seed), History(), Model()
-        self._queue: list[tuple[float, int, Process, Replica | None]] = []
+    def __init__(self, seed: int, quiet_at: float, candidates: str = "") -> None:
+        """``candidates``: prefix of the candidates' keys."""
+        self.now, self.quiet_at, self.rng, self.etcd = 0.0, quiet_at, random.Random(seed), Model()
+        self.candidates = candidates
+        self._queue: list[tuple[float, int, Process, Node | None]] = []
         self._order = itertools.count()
-        # Clocks that run up to a quarter too slow believe in a lease longer than etcd does.
-        self.replicas = [Replica(f"r{i}", self.rng.uniform(0.75, 1.25)) for i in range(replicas)]
-        for r in self.replicas:
-            self.spawn(self._replica(r), r)
-            self.spawn(self._writer(r), r)
-            self.spawn(self._faults(r))
-        self.spawn(self._count_double_leaders())
 
-    def run(self, until: float) -> History:
+    def advance(self, until: float) -> None:
         while self._queue and self._queue[0][0] <= until:
-            self.now, _, process, host = heapq.heappop(self._queue)
-            if host is not None and host.paused_until > self.now:
-                self._at(host.paused_until, process, host)
+            self.now, _, process, node = heapq.heappop(self._queue)
+            if node is not None and node.ended:
+                continue
+            if node is not None and node.paused_until > self.now:
+                self._at(node.paused_until, process, node)
                 continue
             self.etcd.expire(self.now)
             delay = next(process, None)
             if delay is not None:
-                self._at(self.now + delay, process, host)
-        return self.seen
+                self._at(self.now + delay, process, node)
 
-    def spawn(self, process: Process, host: Replica | None = None) -> None:
-        self._at(self.now, process, host)
+    def spawn(self, process: Process, node: Node | None = None) -> None:
+        self._at(self.now, process, node)
 
-    def _at(self, when: float, process: Process, host: Replica | None) -> None:
-        heapq.heappush(self._queue, (when, next(self._order), process, host))
+    def _at(self, when: float, process: Process, node: Node | None) -> None:
+        heapq.heappush(self._queue, (when, next(self._order), process, node))
 
     # -- the network ---------------------------------------------------------------------------------------------------
-    def _call(self, r: Replica, what: Callable[[], Any]) -> Generator[float, None, list[Any]]:
+    def _call(self, node: Node, what: Callable[[], Any]) -> Generator[float, None, list[Any]]:
         """One attempt: [answer], or [] after the deadline. The request may still arrive later."""
         box: list[Any] = []
 
         def carry() -> Process:
-            yield self._latency(r)
+            yield self._latency(node)
             if self.rng.random() < self._loss():
                 return
             answer = what()
-            yield self._latency(r)
+            yield self._latency(node)
             box.append(answer)
 
         self.spawn(carry())
-        end = self.now + CALL_S / r.rate
+        end = self.now + CALL_S / node.rate
         yield 0.02
         while not box and self.now < end:
             yield 0.1
         return box
 
-    def _latency(self, r: Replica) -> float:
+    def _latency(self, node: Node) -> float:
         """Seconds until a message arrives. During a partition it stays in a buffer until that heals."""
-        held = max(0.0, r.cut_until - self.now)
+        held = max(0.0, node.cut_until - self.now)
         slow = self.now < self.quiet_at and self.rng.random() < 0.02
         return held + (self.rng.uniform(0.5, 6.0) if slow else self.rng.uniform(0.0005, 0.01))
 
@@ -149,8 +168,8 @@ class Simulation:
         return 0.03 if self.now < self.quiet_at else 0.0
 
     # -- what a replica does -------------------------------------------------------------------------------------------
-    def _clock(self, r: Replica) -> float:
-        return self.now * r.rate
+    def _clock(self, node: Node) -> float:
+        return self.now * node.rate
 
     def _alive(self, r: Replica) -> bool:
         return self._clock(r) - r.alive_at < TTL_S
@@ -161,7 +180,7 @@ class Simulation:
             granted = yield from self._call(r, lambda: self.etcd.grant(self.now))
             if granted:
                 lease, r.alive_at = granted[0], asked
-                r.protocol = protocol = ElectionProtocol(r.name, TTL_S, lambda: self._alive(r))
+                r.protocol = protocol = ElectionProtocol(self.candidates + r.name, TTL_S, lambda: self._alive(r))
                 self.spawn(self._keep(r, protocol, lease), r)
                 yield from self._take_part(r, protocol, lease)
                 r.protocol = None
@@ -177,12 +196,13 @@ class Simulation:
                 return
             match step:
                 case Campaign():
-                    entered = yield from self._call(r, lambda: self.etcd.enter(protocol.key, lease))
+                    entered = yield from self._call(r, lambda: self.etcd.txn(
+                        [Compare.absent(protocol.key)], [Op.put(protocol.key, b"", lease)]))
                     if not entered:
                         return  # the outcome is unknown: the lease is revoked, and the key with it
                     answer = entered[0]
                 case ReadCandidates():
-                    found = yield from self._call(r, lambda: list(self.etcd.keys.values()))
+                    found = yield from self._call(r, lambda: self.etcd.range(self.candidates))
                     answer = found[0] if found else None
                 case Wait(max_s):
                     answer = yield self.rng.uniform(0, max_s) / r.rate
@@ -198,6 +218,25 @@ class Simulation:
             elif kept:
                 r.alive_at = sent
             yield (TTL_S / 3 if kept else 0.05) / r.rate
+
+
+class Simulation(ElectionWorld):
+    """Replicas that write whenever they believe that they lead. ``quiet_at``: from then on nothing fails."""
+
+    def __init__(self, seed: int, replicas: int, quiet_at: float) -> None:
+        super().__init__(seed, quiet_at)
+        self.seen = History()
+        # Clocks that run up to a quarter too slow believe in a lease longer than etcd does.
+        self.replicas = [Replica(f"r{i}", self.rng.uniform(0.75, 1.25)) for i in range(replicas)]
+        for r in self.replicas:
+            self.spawn(self._replica(r), r)
+            self.spawn(self._writer(r), r)
+            self.spawn(self._faults(r))
+        self.spawn(self._count_double_leaders())
+
+    def run(self, until: float) -> History:
+        self.advance(until)
+        return self.seen
 
     def _writer(self, r: Replica) -> Process:
         """Writes under the fencing token whenever the replica believes that it leads."""

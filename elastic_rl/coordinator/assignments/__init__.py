@@ -1,0 +1,1 @@
+"""Assignments: which host holds each singleton of the cluster."""

@@ -1,0 +1,246 @@
+"""One pass of the cluster's leader: from what etcd says to what is to be written. Pure.
+
+The leader reads the whole cluster at one revision, asks the state machines of hosts, jobs and assignments, and writes
+each record that differs, under its fencing token and the conditions that ``ClusterWrite`` names. It keeps nothing in
+memory, so the next leader goes on from the records.
+
+The conditions are needed although only the leader writes these records: its own write may arrive late, after a later
+pass has decided by other facts, while it leads all the time. So each write names everything that it was decided by. The
+transition that must NOT exist is a write whose reasons no longer hold: a host LOST that has registered meanwhile, a
+singleton on a host that was just cordoned, one more job than may run at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from elastic_rl.coordinator.assignments import state_machine as assignments
+from elastic_rl.coordinator.assignments.state_machine import AssignableHost, AssignmentLimits, Decision, Singleton
+from elastic_rl.coordinator.hosts import state_machine as hosts
+from elastic_rl.coordinator.hosts.state_machine import SeenHost
+from elastic_rl.coordinator.hosts.times import HostTimes
+from elastic_rl.coordinator.jobs import state_machine as jobs
+from elastic_rl.coordinator.jobs.state_machine import Driver, JobOutcome, SeenJob
+from elastic_rl.etcd.cluster_records import (
+    RAY_HEAD,
+    Assignment,
+    Host,
+    HostPhase,
+    HostSpec,
+    HostState,
+    HostStatus,
+    JobRecord,
+    JobState,
+    RunState,
+    driver_of,
+)
+from elastic_rl.etcd.decoding import decode
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.record import Record
+from elastic_rl.etcd.transaction import Compare, KeyValue, Op
+
+R = TypeVar("R", bound=Record)
+KEYS = ClusterKeys()
+
+
+@dataclass(frozen=True)
+class Stored(Generic[R]):
+    """A record with the revision of its last change and the number of puts since its key was created."""
+
+    record: R
+    mod_revision: int
+    version: int
+
+
+@dataclass(frozen=True)
+class ClusterLimits:
+    times: HostTimes = HostTimes()
+    assignments: AssignmentLimits = AssignmentLimits()
+    parallel_jobs: int = 1
+
+
+@dataclass(frozen=True)
+class ClusterWrite:
+    """One record that is to be written, and the conditions under which it is right."""
+
+    key: str
+    record: Record
+    compares: tuple[Compare, ...]
+
+    @property
+    def op(self) -> Op:
+        return Op.put(self.key, self.record.encode())
+
+
+@dataclass(frozen=True)
+class ClusterReading:
+    """What etcd said about the cluster at one revision. Every mapping is by the name in the key."""
+
+    revision: int
+    leader_s: float
+    """Seconds of the leader clock."""
+    hosts: Mapping[str, Stored[Host]] = field(default_factory=dict)
+    host_statuses: Mapping[str, Stored[HostStatus]] = field(default_factory=dict)
+    host_specs: Mapping[str, Stored[HostSpec]] = field(default_factory=dict)
+    host_states: Mapping[str, Stored[HostState]] = field(default_factory=dict)
+    assignments: Mapping[str, Stored[Assignment]] = field(default_factory=dict)
+    jobs: Mapping[str, Stored[JobRecord]] = field(default_factory=dict)
+    job_states: Mapping[str, Stored[JobState]] = field(default_factory=dict)
+    outcomes: Mapping[str, JobOutcome] = field(default_factory=dict)
+    """What the drivers of jobs wrote about their end, of those that did."""
+    movable: frozenset[str] = frozenset()
+    """Singletons whose holders lose nothing when they move now."""
+
+    @classmethod
+    def of(cls, kvs: Sequence[KeyValue], revision: int, leader_s: float, outcomes: Mapping[str, JobOutcome],
+           unreadable: MutableMapping[str, str]) -> ClusterReading:
+        """The reading of all keys of the cluster. A record that cannot be read is left out and reported in
+        ``unreadable``, by key."""
+
+        def stored(prefix: str, kind: type[R]) -> dict[str, Stored[R]]:
+            found = ((kv, decode(kv, kind, unreadable)) for kv in kvs if kv.key.startswith(prefix))
+            return {kv.key[len(prefix):]: Stored(record, kv.mod_revision, kv.version)
+                    for kv, record in found if record is not None}
+
+        return cls(revision, leader_s, stored(KEYS.hosts_prefix(), Host),
+                   stored(KEYS.host_statuses_prefix(), HostStatus), stored(KEYS.host_specs_prefix(), HostSpec),
+                   stored(KEYS.host_states_prefix(), HostState), stored(KEYS.assignments_prefix(), Assignment),
+                   stored(KEYS.jobs_prefix(), JobRecord), stored(KEYS.job_states_prefix(), JobState), outcomes)
+
+    @cached_property
+    def seen_hosts(self) -> Mapping[str, SeenHost]:
+        """All hosts that are registered or were."""
+        return {name: self._seen_host(name) for name in sorted({*self.hosts, *self.host_states})}
+
+    def _seen_host(self, name: str) -> SeenHost:
+        registered, status, spec = self.hosts.get(name), self.host_statuses.get(name), self.host_specs.get(name)
+        current = (status.record if registered is not None and status is not None
+                   and status.record.registration == registered.mod_revision else None)
+        holds = self.assigned[name] > 0 or current is not None and any(
+            service.generation and service.state is RunState.RUNNING for service in current.services.values())
+        return SeenHost(registered.record if registered else None, current, spec.record if spec else HostSpec(), holds)
+
+    @cached_property
+    def assigned(self) -> Counter[str]:
+        """Number of singletons that each host holds."""
+        return Counter(a.record.host for a in self.assignments.values() if a.record.host)
+
+    def driver(self, job: str, waits_for: str) -> Driver:
+        """The driver of a job, as assignments and agents have it. ``waits_for``: what its assignment waits for."""
+        name = driver_of(job)
+        stored = self.assignments.get(name)
+        if stored is None:
+            return Driver(waits_for=waits_for or "its driver is about to be assigned")
+        now, where = stored.record, self.seen_hosts.get(stored.record.host)
+        if not now.host:
+            return Driver(gone=all(self._is_gone(name, stored.mod_revision, host) for host in self.seen_hosts),
+                          waits_for=waits_for)
+        service = where.status.services.get(name) if where is not None and where.status is not None else None
+        if service is None or service.generation != stored.version:
+            return Driver(gone=False, waits_for=waits_for or f"host {now.host} is about to start its driver")
+        return Driver(service.state is RunState.RUNNING, gone=False, waits_for=waits_for or service.reason)
+
+    def _is_gone(self, singleton: str, released_revision: int, host: str) -> bool:
+        """Whether a host runs nothing of a singleton that was released, or is not heard for good."""
+        state, seen = self.host_states.get(host), self.seen_hosts[host]
+        if state is not None and state.record.phase in (HostPhase.LOST, HostPhase.LEFT):
+            return True
+        if seen.status is None or seen.status.observed_revision < released_revision:
+            return False
+        service = seen.status.services.get(singleton)
+        return service is None or service.state is not RunState.RUNNING
+
+
+def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[ClusterWrite]:
+    """What the leader is to write now; nothing while the cluster is as it is to be."""
+    seen_jobs = {name: SeenJob(job.record, job.mod_revision, _record(reading.job_states, name),
+                               reading.outcomes.get(name)) for name, job in reading.jobs.items()}
+    decisions = _decisions(reading, seen_jobs, limits)
+    seen_jobs = {name: replace(job, driver=reading.driver(name, decisions.get(driver_of(name), Decision()).waits_for))
+                 for name, job in seen_jobs.items()}
+    return [*_host_writes(reading, limits), *_job_writes(reading, seen_jobs, limits),
+            *_assignment_writes(reading, decisions)]
+
+
+def _host_writes(reading: ClusterReading, limits: ClusterLimits) -> Iterable[ClusterWrite]:
+    for name, seen in reading.seen_hosts.items():
+        before = _record(reading.host_states, name)
+        after = hosts.advance(before, seen, reading.leader_s, limits.times)
+        if after is not None and after != before:
+            yield ClusterWrite(KEYS.host_state(name), after, _host_unchanged(reading, name))
+
+
+def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits
+                ) -> Iterable[ClusterWrite]:
+    for name, after in jobs.advance(seen_jobs, limits.parallel_jobs).items():
+        if after != _record(reading.job_states, name):
+            # Of all jobs, since each state depends on those of the others: which are live, and which come first.
+            yield ClusterWrite(KEYS.job_state(name), after, (
+                _unchanged(KEYS.job(name), reading.jobs.get(name)),
+                Compare.none_changed_since(KEYS.job_states_prefix(), reading.revision)))
+
+
+def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits) -> dict[str, Decision]:
+    """What is to become of each assignment, by the singleton's name."""
+    wanted: dict[str, dict[str, Any]] = {RAY_HEAD: {}}
+    for name, job in seen_jobs.items():
+        if job.wants_driver:
+            wanted[driver_of(name)] = {"job": name, "submission": job.record.submission}
+    decisions = {}
+    for name in sorted({*wanted, *reading.assignments}):
+        stored = reading.assignments.get(name)
+        now, generation = (stored.record, stored.version) if stored else (Assignment(), 0)
+        if name in wanted:
+            singleton = Singleton(name, wanted[name], movable=name in reading.movable)
+            decisions[name] = assignments.decide(singleton, now, generation, _assignable(reading, name),
+                                                 reading.leader_s, limits.assignments)
+        elif now.host:
+            decisions[name] = Decision(assignments.released(now, "no job wants it"))
+    return decisions
+
+
+def _assignment_writes(reading: ClusterReading, decisions: Mapping[str, Decision]) -> Iterable[ClusterWrite]:
+    job_of = {driver_of(name): name for name in reading.jobs}
+    for name, decision in decisions.items():
+        if (after := decision.assignment) is not None:
+            stored = reading.assignments.get(name)
+            concerned = sorted({after.host, stored.record.host if stored else ""} - {""})
+            yield ClusterWrite(KEYS.assignment(name), after, (
+                Compare.version(KEYS.assignment(name), "==", stored.version if stored else 0),
+                *_job_unchanged(reading, job_of.get(name)),
+                *(compare for host in concerned for compare in _host_unchanged(reading, host))))
+
+
+def _assignable(reading: ClusterReading, singleton: str) -> dict[str, AssignableHost]:
+    found = {}
+    for name, stored in reading.host_states.items():
+        seen = reading.seen_hosts[name]
+        service = seen.status.services.get(singleton) if seen.status is not None else None
+        found[name] = AssignableHost(stored.record, hosts.is_fit(stored.record, seen), reading.assigned[name], service)
+    return found
+
+
+def _host_unchanged(reading: ClusterReading, name: str) -> tuple[Compare, ...]:
+    return (_unchanged(KEYS.host(name), reading.hosts.get(name)),
+            _unchanged(KEYS.host_spec(name), reading.host_specs.get(name)),
+            _unchanged(KEYS.host_state(name), reading.host_states.get(name)))
+
+
+def _job_unchanged(reading: ClusterReading, name: str | None) -> tuple[Compare, ...]:
+    if name is None:
+        return ()
+    return (_unchanged(KEYS.job(name), reading.jobs.get(name)),
+            _unchanged(KEYS.job_state(name), reading.job_states.get(name)))
+
+
+def _unchanged(key: str, stored: Stored[R] | None) -> Compare:
+    return Compare.mod(key, "==", stored.mod_revision if stored is not None else 0)
+
+
+def _record(stored: Mapping[str, Stored[R]], name: str) -> R | None:
+    found = stored.get(name)
+    return found.record if found is not None else None

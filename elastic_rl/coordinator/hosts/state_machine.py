@@ -1,0 +1,100 @@
+"""Hosts: a pure state machine over the leader's record of each one. No I/O; the time is that of the leader clock.
+
+                        evidence            lease ends            lost_s later
+    (new) ──▶ JOINING ───────────▶ READY ─────────────▶ SUSPECTED ────────────▶ LOST
+                 ▲                  ▲ │ cordon           │ back, as its spec says  │
+                 │         uncordon │ ▼                  ▼                         │ registers again
+                 │               CORDONED      JOINING, READY, CORDONED, DRAINING  │
+                 └─────────────────────────────────────────────────────────────────┘
+    any registered host ──drain──▶ DRAINING ──holds nothing──▶ LEFT ──drain is withdrawn──▶ JOINING
+    any registered host ──another incarnation──▶ JOINING
+
+The transition that must NOT exist: from registered to READY without *evidence*, the report of the agent's present
+registration that it follows the assignments and that no process of an older generation is left. So there is no edge
+LOST → READY. A host that was cut off for minutes may come back with the driver that it held, while the leader has
+assigned the driver elsewhere. Given the next singleton at once, it would run two on the same devices and ports.
+
+There is no edge READY → LOST either. A lease ends for a stalled etcd, an agent without a core or a cable that was
+pulled for a second; what the host holds would be moved, and a moved driver costs minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_rl.coordinator.hosts.times import HostTimes
+from elastic_rl.etcd.cluster_records import Host, HostPhase, HostSpec, HostState, HostStatus
+
+
+@dataclass(frozen=True)
+class SeenHost:
+    """What etcd says about a host at one reading."""
+
+    registered: Host | None
+    """None: its lease has ended, or it has never registered."""
+    status: HostStatus | None
+    """The report of that registration; None while there is none."""
+    spec: HostSpec
+    holds: bool
+    """Whether a singleton is assigned to the host, or runs there."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is evidence that the host can take work."""
+        return self.registered is not None and self.status is not None and not self.status.not_ready
+
+
+def is_fit(state: HostState | None, seen: SeenHost) -> bool:
+    """Whether a singleton may be assigned to the host. ``state`` may lag behind what is seen."""
+    return (state is not None and state.phase is HostPhase.READY and seen.ready
+            and seen.registered is not None and seen.registered.incarnation == state.incarnation
+            and not seen.spec.cordoned and seen.spec.drain is None)
+
+
+def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: HostTimes) -> HostState | None:
+    """The host as it is now; an equal record where nothing has changed. None for one that has never registered."""
+    if before is not None and not before.phase.known:  # a newer release's
+        return before
+    if seen.registered is None:
+        return _absent(before, leader_s, times)
+    incarnation = seen.registered.incarnation
+    if before is None:
+        return HostState(phase=HostPhase.JOINING, incarnation=incarnation, since_s=leader_s, reason="has registered")
+    if before.incarnation != incarnation:
+        return _entered(before, HostPhase.JOINING, leader_s, "has booted").replace(incarnation=incarnation)
+    if before.phase is HostPhase.LOST:
+        return _entered(before, HostPhase.JOINING, leader_s, "has registered again after it was lost")
+    return _present(before, seen, leader_s)
+
+
+def _absent(before: HostState | None, leader_s: float, times: HostTimes) -> HostState | None:
+    if before is None or before.phase in (HostPhase.LOST, HostPhase.LEFT):
+        return before
+    if before.phase is not HostPhase.SUSPECTED:
+        return _entered(before, HostPhase.SUSPECTED, leader_s, "the lease of its agent has ended")
+    if leader_s - before.since_s < times.lost_s:
+        return before
+    return _entered(before, HostPhase.LOST, leader_s, f"not heard for {times.lost_s:.0f} s after the end of its lease")
+
+
+def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
+    phase, reason = _wanted_phase(before, seen)
+    deadline_s = before.drain_deadline_s if seen.spec.drain is not None else 0.0
+    if seen.spec.drain is not None and not deadline_s:
+        deadline_s = leader_s + seen.spec.drain.timeout_s
+    since_s = before.since_s if phase is before.phase else leader_s
+    return before.replace(phase=phase, reason=reason, since_s=since_s, drain_deadline_s=deadline_s)
+
+
+def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:
+    """Phase and reason of a host that is registered under the incarnation of ``before``, which is not LOST."""
+    if seen.spec.drain is not None:
+        return (HostPhase.DRAINING, seen.spec.drain.reason) if seen.holds else (HostPhase.LEFT, "drained")
+    if before.phase not in (HostPhase.READY, HostPhase.CORDONED) and not seen.ready:
+        waits_for = seen.status.not_ready if seen.status is not None else ""
+        return HostPhase.JOINING, waits_for or "its agent has not reported yet"
+    return (HostPhase.CORDONED, "cordoned") if seen.spec.cordoned else (HostPhase.READY, "")
+
+
+def _entered(before: HostState, phase: HostPhase, leader_s: float, reason: str) -> HostState:
+    return before.replace(phase=phase, since_s=leader_s, reason=reason)

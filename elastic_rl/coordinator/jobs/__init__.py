@@ -1,0 +1,1 @@
+"""Jobs of the cluster: their queue and their phases."""

@@ -1,0 +1,108 @@
+"""Jobs: their queue and their phases, as a pure state machine over the leader's record of each one. No I/O, no clock.
+
+    (submitted) ──▶ QUEUED ──its turn──▶ STARTING ──driver runs──▶ RUNNING ──▶ FINISHED | FAILED | STOPPED
+                      └───stop─────────────────────────────────────────────────────────────▶ STOPPED
+
+The queue is ordered by priority, then by the order of submissions; ``parallel`` jobs are live at once. A live job keeps
+its place until its driver is gone, however it ended, so that the next one finds the devices free. A job whose driver,
+host or engines are away stays RUNNING, since it goes on where it was: there is no edge RUNNING → QUEUED.
+
+The transition that must NOT exist: out of an ended phase without a new submission. A leader that reads the last status
+of a driver late would start a finished job again, which would write over its results while the next job trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the driver of a submission says that the job ended, under its fencing token."""
+
+    submission: int
+    failed: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver of a job as assignments and agents have it."""
+
+    runs: bool = False
+    """Whether the present generation runs on the host that it is assigned to."""
+    gone: bool = True
+    """Whether it is assigned to no host, and none that is heard runs one of any generation."""
+    waits_for: str = ""
+    """What it waits for before it can run."""
+
+
+@dataclass(frozen=True)
+class SeenJob:
+    """What etcd says about a job at one reading. ``revision``: the one at which ``record`` was written."""
+
+    record: JobRecord
+    revision: int
+    state: JobState | None = None
+    outcome: JobOutcome | None = None
+    driver: Driver = Driver()
+
+    @property
+    def ending(self) -> tuple[JobPhase, str] | None:
+        """The phase in which the submission ends that is live or waits, and why; None while it is to go on."""
+        submission = self.record.submission if self.state is None else self.state.submission
+        if self.outcome is not None and self.outcome.submission == submission:
+            return JobPhase.FAILED if self.outcome.failed else JobPhase.FINISHED, self.outcome.reason
+        if self.record.submission != submission:
+            return JobPhase.STOPPED, "it was submitted once more"
+        return (JobPhase.STOPPED, "stopped by its operator") if self.record.stopped else None
+
+    @property
+    def wants_driver(self) -> bool:
+        """Whether a host is to run the job's driver."""
+        return self.state is not None and self.state.phase.live and self.ending is None
+
+
+def advance(jobs: Mapping[str, SeenJob], parallel: int) -> dict[str, JobState]:
+    """All jobs as they are now, by name; a state equal to the one before where nothing has changed."""
+    states = {name: _advance(job) for name, job in jobs.items()}
+    # A job that ends in this pass has its place until the next one, so that its end is written before another begins.
+    live = [name for name, job in jobs.items() if job.state is not None and job.state.phase.live]
+    queue = sorted((name for name, state in states.items() if state.phase is JobPhase.QUEUED),
+                   key=lambda name: (-jobs[name].record.priority, states[name].order, name))
+    free = max(0, parallel - len(live))
+    for place, name in enumerate(queue):
+        if place < free:
+            states[name] = states[name].replace(phase=JobPhase.STARTING, reason="its driver is about to be assigned")
+        else:
+            states[name] = states[name].replace(reason=_waits_behind([*live, *queue[:place]], parallel))
+    return states
+
+
+def _advance(job: SeenJob) -> JobState:
+    state, submission = job.state, job.record.submission
+    if state is not None and not state.phase.known:  # a newer release's
+        return state
+    if state is None or not state.phase.live and submission > state.submission:
+        return JobState(phase=JobPhase.QUEUED, submission=submission, order=job.revision)
+    if state.phase.ended:
+        return state
+    if (ending := job.ending) is not None:
+        phase, reason = ending
+        if state.phase is JobPhase.QUEUED or job.driver.gone:
+            return state.replace(phase=phase, reason=reason)
+        return state.replace(reason=f"is about to be {phase}: waits for the end of its driver")
+    if state.phase is JobPhase.STARTING and job.driver.runs:
+        return state.replace(phase=JobPhase.RUNNING, reason="")
+    if state.phase.live:
+        return state.replace(reason="" if job.driver.runs else job.driver.waits_for or "waits for its driver to run")
+    return state
+
+
+def _waits_behind(ahead: Sequence[str], parallel: int) -> str:
+    shown = ", ".join(ahead[:3]) + (f" and {len(ahead) - 3} more" if len(ahead) > 3 else "")
+    limit = "one job runs at a time" if parallel == 1 else f"{parallel} jobs run at a time"
+    return f"waits for {shown}: {limit}"

@@ -1,0 +1,206 @@
+"""Records of the cluster: its hosts, the singletons that they hold, its jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_rl.etcd.record import OpenEnum, Record
+
+RAY_HEAD = "ray-head"
+_DRIVER = "driver/"
+
+
+def driver_of(job: str) -> str:
+    """Name of the singleton that is the driver of a job."""
+    return _DRIVER + job
+
+
+# -- hosts -------------------------------------------------------------------------------------------------------------
+class Host(Record):
+    """The registration of a host. Its agent writes it once, under its lease.
+
+    The mod revision of the key names the registration: it is the fencing token of what the agent writes about its host,
+    so that a late write of an agent's process that was replaced is refused.
+    """
+
+    id: str
+    incarnation: str
+    """Random; differs after each boot of the host, so that no process of an earlier one can be alive. An agent that is
+    restarted keeps it, because what it started before runs on."""
+    address: str = ""
+    """Address under which other hosts reach this one."""
+    machine: str = ""
+    """Names the machine's boot and the pid namespace (``process_state.machine_id``)."""
+    cpus: int = 0
+    gpus: int = 0
+    memory_bytes: int = 0
+    shm_bytes: int = 0
+    labels: dict[str, str] = {}
+    release: str = ""
+    """Release of elastic-rl that its agent runs."""
+
+
+class RunState(OpenEnum):
+    """State of a service on a host."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    """It is restarted when the restart policy allows it."""
+    COMPLETED = "completed"
+    """It has done its work and is not restarted."""
+
+
+class ServiceStatus(Record):
+    """A service as the agent of its host reports it."""
+
+    state: RunState
+    pid: int = 0
+    """Its process; 0 while it does not run."""
+    generation: int = 0
+    """Generation of the assignment that it was started for; 0 for what every host runs."""
+    restarts: int = 0
+    """Restarts in place of this generation, without a stable run in between."""
+    reason: str = ""
+    """What it waits for; empty while it runs."""
+
+
+class HostStatus(Record):
+    """What the agent reports about its host, under the lease and the fencing token of its registration."""
+
+    registration: int
+    """Mod revision of the registration under which it was written."""
+    observed_revision: int = 0
+    """Revision of etcd at which the assignments were read that the services below follow."""
+    services: dict[str, ServiceStatus] = {}
+    """By name: all that run, and what is to be running. A singleton's name is that of its assignment."""
+    not_ready: str = ""
+    """Why the host can take no singleton now, such as a process of an older generation that still ends; else empty."""
+
+
+class Drain(Record):
+    """An operator's request to empty a host."""
+
+    timeout_s: float
+    """Seconds within which each singleton may choose when it moves; after that it is moved."""
+    reason: str = ""
+
+
+class HostSpec(Record):
+    """What operators want of a host; written through the API."""
+
+    cordoned: bool = False
+    """The host is given nothing more and keeps what it has."""
+    drain: Drain | None = None
+
+
+class HostPhase(OpenEnum):
+    JOINING = "joining"
+    """Registered; its agent has not reported yet that it can take work. What it holds it keeps."""
+    READY = "ready"
+    CORDONED = "cordoned"
+    DRAINING = "draining"
+    """What it holds moves elsewhere."""
+    LEFT = "left"
+    """Drained: it holds nothing and may be switched off."""
+    SUSPECTED = "suspected"
+    """Its lease has ended. Nothing follows from that yet: it may be slow."""
+    LOST = "lost"
+    """What it holds is assigned elsewhere where another host is fit."""
+
+
+class HostState(Record):
+    """What the leader concluded about a host."""
+
+    phase: HostPhase
+    incarnation: str
+    since_s: float
+    """When the phase began, in seconds of the leader clock."""
+    drain_deadline_s: float = 0.0
+    """When a drain stops to wait, in seconds of the leader clock; 0 while none is under way."""
+    reason: str = ""
+
+
+# -- assignments -------------------------------------------------------------------------------------------------------
+class FailedHost(Record):
+    """A host that a singleton was moved away from because it kept ending there."""
+
+    host: str
+    at_s: float
+    """Seconds of the leader clock."""
+
+
+class Assignment(Record):
+    """Which host holds a singleton, such as the driver of a job. There is one key a singleton, so two hosts cannot be
+    named at once.
+
+    The version of the key is the assignment's *generation*. The holder's writes carry the condition that the key still
+    has it, so each put, whatever it changes, fences the holder off. Hence a record is only written to move or release a
+    singleton, and what changes meanwhile (restarts, pid) is in the host's status.
+
+    The key must not be deleted while a process of any generation may live. Deleting it resets the version: the numbers
+    are given out a second time, and a holder that was cut off since its generation 3 would pass the guard of the new
+    generation 3, so that two processes train one job. A singleton that nobody is to hold has a record without a host.
+    """
+
+    host: str = ""
+    """Empty: released, no host is to run it."""
+    incarnation: str = ""
+    """Incarnation of that host. The assignment is void after the host's next boot."""
+    arguments: dict[str, Any] = {}
+    """What the singleton is started with."""
+    reason: str = ""
+    """Why this generation was begun."""
+    failed: list[FailedHost] = []
+    """Recent moves because of failures, the oldest first: they bound how often it moves."""
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+class JobRecord(Record):
+    """A job as it was submitted; written through the API."""
+
+    settings: dict[str, Any] = {}
+    """The job's settings, without secrets."""
+    priority: int = 0
+    """Among waiting jobs the highest is started first."""
+    submission: int = 1
+    """Number of the submission; a job that has ended and is resumed is submitted once more."""
+    stopped: bool = False
+    """An operator asked to stop this submission."""
+    from_job: str = ""
+    """The job whose policy this one begins with; empty for one that begins with a model of its own."""
+    from_version: int = 0
+    """Number of that policy version; 0 for the newest."""
+    by: str = ""
+    submitted_at: float = 0.0
+    """Unix seconds, for people."""
+
+
+class JobPhase(OpenEnum):
+    QUEUED = "queued"
+    STARTING = "starting"
+    """Its driver is assigned, or waits for a host."""
+    RUNNING = "running"
+    """Its driver has run. It stays so while parts of the job are away."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def live(self) -> bool:
+        """Whether the job has its place among those that run at once."""
+        return self in (JobPhase.STARTING, JobPhase.RUNNING)
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.STOPPED)
+
+
+class JobState(Record):
+    """What the leader made of a job's newest submission that it has seen."""
+
+    phase: JobPhase
+    submission: int
+    order: int
+    """Place in the order of submissions: the revision at which the submission was written."""
+    reason: str = ""
+    """What it waits for, or why it ended."""
