@@ -13,7 +13,7 @@ singleton on a host that was just cordoned, one more job than may run at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -84,6 +84,7 @@ class ClusterReading:
     leader_s: float
     """Seconds of the leader clock."""
     hosts: Mapping[str, Stored[Host]] = field(default_factory=dict)
+    host_registrations: Mapping[str, Stored[Host]] = field(default_factory=dict)
     host_statuses: Mapping[str, Stored[HostStatus]] = field(default_factory=dict)
     host_specs: Mapping[str, Stored[HostSpec]] = field(default_factory=dict)
     host_states: Mapping[str, Stored[HostState]] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class ClusterReading:
                     for kv, record in found if record is not None}
 
         return cls(revision, leader_s, stored(KEYS.hosts_prefix(), Host),
+                   stored(KEYS.host_registrations_prefix(), Host),
                    stored(KEYS.host_statuses_prefix(), HostStatus), stored(KEYS.host_specs_prefix(), HostSpec),
                    stored(KEYS.host_states_prefix(), HostState), stored(KEYS.assignments_prefix(), Assignment),
                    stored(KEYS.jobs_prefix(), JobRecord), stored(KEYS.job_states_prefix(), JobState), outcomes)
@@ -157,21 +159,21 @@ class ClusterReading:
 
 def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[ClusterWrite]:
     """What the leader is to write now; nothing while the cluster is as it is to be."""
+    host_writes = {name: write for name in reading.seen_hosts if (write := _host_write(reading, name, limits))}
     seen_jobs = {name: SeenJob(job.record, job.mod_revision, _record(reading.job_states, name),
                                reading.outcomes.get(name)) for name, job in reading.jobs.items()}
-    decisions = _decisions(reading, seen_jobs, limits)
+    decisions = _decisions(reading, seen_jobs, host_writes.keys(), limits)
     seen_jobs = {name: replace(job, driver=reading.driver(name, decisions.get(driver_of(name), Decision()).waits_for))
                  for name, job in seen_jobs.items()}
-    return [*_host_writes(reading, limits), *_job_writes(reading, seen_jobs, limits),
-            *_assignment_writes(reading, decisions)]
+    return [*host_writes.values(), *_job_writes(reading, seen_jobs, limits), *_assignment_writes(reading, decisions)]
 
 
-def _host_writes(reading: ClusterReading, limits: ClusterLimits) -> Iterable[ClusterWrite]:
-    for name, seen in reading.seen_hosts.items():
-        before = _record(reading.host_states, name)
-        after = hosts.advance(before, seen, reading.leader_s, limits.times)
-        if after is not None and after != before:
-            yield ClusterWrite(KEYS.host_state(name), after, _host_unchanged(reading, name))
+def _host_write(reading: ClusterReading, name: str, limits: ClusterLimits) -> ClusterWrite | None:
+    before = _record(reading.host_states, name)
+    after = hosts.advance(before, reading.seen_hosts[name], reading.leader_s, limits.times)
+    if after is None or after == before:
+        return None
+    return ClusterWrite(KEYS.host_state(name), after, _host_unchanged(reading, name))
 
 
 def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits
@@ -184,8 +186,10 @@ def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limit
                 Compare.none_changed_since(KEYS.job_states_prefix(), reading.revision)))
 
 
-def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits) -> dict[str, Decision]:
-    """What is to become of each assignment, by the singleton's name."""
+def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], changing: Collection[str],
+               limits: ClusterLimits) -> dict[str, Decision]:
+    """What is to become of each assignment, by the singleton's name. ``changing``: hosts whose state is written in this
+    pass."""
     wanted: dict[str, dict[str, Any]] = {RAY_HEAD: {}}
     for name, job in seen_jobs.items():
         if job.wants_driver:
@@ -196,7 +200,7 @@ def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits
         now, generation = (stored.record, stored.version) if stored else (Assignment(), 0)
         if name in wanted:
             singleton = Singleton(name, wanted[name], movable=name in reading.movable)
-            decisions[name] = assignments.decide(singleton, now, generation, _assignable(reading, name),
+            decisions[name] = assignments.decide(singleton, now, generation, _assignable(reading, name, changing),
                                                  reading.leader_s, limits.assignments)
         elif now.host:
             decisions[name] = Decision(assignments.released(now, "no job wants it"))
@@ -215,17 +219,19 @@ def _assignment_writes(reading: ClusterReading, decisions: Mapping[str, Decision
                 *(compare for host in concerned for compare in _host_unchanged(reading, host))))
 
 
-def _assignable(reading: ClusterReading, singleton: str) -> dict[str, AssignableHost]:
+def _assignable(reading: ClusterReading, singleton: str, changing: Collection[str]) -> dict[str, AssignableHost]:
     found = {}
     for name, stored in reading.host_states.items():
         seen = reading.seen_hosts[name]
         service = seen.status.services.get(singleton) if seen.status is not None else None
-        found[name] = AssignableHost(stored.record, hosts.is_fit(stored.record, seen), reading.assigned[name], service)
+        found[name] = AssignableHost(stored.record, hosts.is_fit(stored.record, seen), name in changing,
+                                     reading.assigned[name], service)
     return found
 
 
 def _host_unchanged(reading: ClusterReading, name: str) -> tuple[Compare, ...]:
     return (_unchanged(KEYS.host(name), reading.hosts.get(name)),
+            _unchanged(KEYS.host_registration(name), reading.host_registrations.get(name)),
             _unchanged(KEYS.host_spec(name), reading.host_specs.get(name)),
             _unchanged(KEYS.host_state(name), reading.host_states.get(name)))
 

@@ -17,10 +17,13 @@ def driver_of(job: str) -> str:
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
 class Host(Record):
-    """The registration of a host. Its agent writes it once, under its lease.
+    """The registration of a host. Its agent writes it in one transaction under two keys: under its lease, which says
+    that the host is there, and without one.
 
-    The mod revision of the key names the registration: it is the fencing token of what the agent writes about its host,
-    so that a late write of an agent's process that was replaced is refused.
+    The mod revision of both keys names the registration: it is the fencing token of what the agent writes about its
+    host, so that a late write of an agent's process that was replaced is refused. The key without a lease makes
+    registrations that came and went visible: a leader's late write that says LOST of a host that was absent twice is
+    refused, and does not take the second absence for the first.
     """
 
     id: str

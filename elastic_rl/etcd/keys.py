@@ -56,6 +56,13 @@ class ClusterKeys(LeaderKeys):
     def host(self, host_id: str) -> str:
         return self.hosts_prefix() + host_id
 
+    def host_registrations_prefix(self) -> str:
+        """The last registration of each host. Without a lease, so that a decision about an absent host can name it."""
+        return f"{self.root}host_registrations/"
+
+    def host_registration(self, host_id: str) -> str:
+        return self.host_registrations_prefix() + host_id
+
     def host_statuses_prefix(self) -> str:
         """What each host's agent reports, under the same lease."""
         return f"{self.root}host_status/"

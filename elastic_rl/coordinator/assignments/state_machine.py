@@ -57,6 +57,8 @@ class AssignableHost:
 
     state: HostState
     fit: bool
+    changing: bool = False
+    """Whether ``state`` is about to change, such as that of a lost host that has registered again."""
     assigned: int = 0
     """Number of singletons that are assigned to it."""
     service: ServiceStatus | None = None
@@ -82,6 +84,8 @@ def decide(wanted: Singleton, now: Assignment, generation: int, hosts: Mapping[s
         return _move(wanted, now, hosts, failed, "no host held it")
     if holder is None:
         return _move(wanted, now, hosts, failed, f"host {now.host} is unknown")
+    if holder.changing:
+        return Decision(waits_for=f"the state of host {now.host} is about to change")
     if holder.state.incarnation != now.incarnation:
         return _move(wanted, now, hosts, failed, f"host {now.host} has booted")
     if holder.state.phase is HostPhase.LOST:
@@ -125,5 +129,5 @@ def _move(wanted: Singleton, now: Assignment, hosts: Mapping[str, AssignableHost
 
 
 def _best(hosts: Mapping[str, AssignableHost], avoided: Iterable[str]) -> str | None:
-    fit = [name for name, host in hosts.items() if host.fit]
+    fit = [name for name, host in hosts.items() if host.fit and not host.changing]
     return min(fit, key=lambda name: (name in avoided, hosts[name].assigned, name), default=None)

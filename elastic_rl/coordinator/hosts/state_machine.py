@@ -6,7 +6,7 @@
                  │         uncordon │ ▼                  ▼                         │ registers again
                  │               CORDONED      JOINING, READY, CORDONED, DRAINING  │
                  └─────────────────────────────────────────────────────────────────┘
-    any registered host ──drain──▶ DRAINING ──holds nothing──▶ LEFT ──drain is withdrawn──▶ JOINING
+    any registered host but a lost one ──drain──▶ DRAINING ──holds nothing──▶ LEFT ──drain is withdrawn──▶ JOINING
     any registered host ──another incarnation──▶ JOINING
 
 The transition that must NOT exist: from registered to READY without *evidence*, the report of the agent's present
@@ -64,6 +64,8 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
         return _entered(before, HostPhase.JOINING, leader_s, "has booted").replace(incarnation=incarnation)
     if before.phase is HostPhase.LOST:
         return _entered(before, HostPhase.JOINING, leader_s, "has registered again after it was lost")
+    if before.phase is HostPhase.LEFT and seen.spec.drain is None:
+        return _entered(before, HostPhase.JOINING, leader_s, "its drain was withdrawn")
     return _present(before, seen, leader_s)
 
 

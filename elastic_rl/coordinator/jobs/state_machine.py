@@ -75,8 +75,10 @@ def advance(jobs: Mapping[str, SeenJob], parallel: int) -> dict[str, JobState]:
                    key=lambda name: (-jobs[name].record.priority, states[name].order, name))
     free = max(0, parallel - len(live))
     for place, name in enumerate(queue):
-        if place < free:
+        if place < free and _is_queued(jobs[name]):
             states[name] = states[name].replace(phase=JobPhase.STARTING, reason="its driver is about to be assigned")
+        elif place < free:
+            states[name] = states[name].replace(reason="is next")
         else:
             states[name] = states[name].replace(reason=_waits_behind([*live, *queue[:place]], parallel))
     return states
@@ -100,6 +102,12 @@ def _advance(job: SeenJob) -> JobState:
     if state.phase.live:
         return state.replace(reason="" if job.driver.runs else job.driver.waits_for or "waits for its driver to run")
     return state
+
+
+def _is_queued(job: SeenJob) -> bool:
+    """Whether the job's present submission is on record as QUEUED, so that its order is fixed."""
+    return (job.state is not None and job.state.phase is JobPhase.QUEUED
+            and job.state.submission == job.record.submission)
 
 
 def _waits_behind(ahead: Sequence[str], parallel: int) -> str:
