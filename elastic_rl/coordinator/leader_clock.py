@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import LeaderKeys
 from elastic_rl.etcd.records import Record
 from elastic_rl.etcd.transaction import GuardedWrite
 
@@ -29,7 +29,7 @@ class LeaderTime(Record):
 class LeaderClock:
     """Used by the leader's loop. ``monotonic``: seconds that never go back, of this process."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, guarded: GuardedWrite,
+    def __init__(self, etcd: EtcdClient, keys: LeaderKeys, guarded: GuardedWrite,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
         self._etcd, self._keys, self._guarded, self._monotonic = etcd, keys, guarded, monotonic
         self._base, self._began_at = 0.0, monotonic()

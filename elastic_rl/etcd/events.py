@@ -13,7 +13,7 @@ from typing import Any
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.event_kinds import EventKind
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import LeaderKeys
 from elastic_rl.etcd.records import Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op
 
@@ -33,12 +33,12 @@ def build(kind: EventKind, subject: str, message: str, *, severity: Severity = S
                  message=message, severity=severity, data=data)
 
 
-def put_op(keys: Keys, event: Event) -> Op:
+def put_op(keys: LeaderKeys, event: Event) -> Op:
     """The operation that writes an event, for the transaction that makes the change the event reports."""
     return Op.put(keys.event(event.id), event.encode())
 
 
-def emit(etcd: EtcdClient, keys: Keys, kind: EventKind, subject: str, message: str, *,
+def emit(etcd: EtcdClient, keys: LeaderKeys, kind: EventKind, subject: str, message: str, *,
          severity: Severity = Severity.INFO, **data: Any) -> Event:
     """Writes an event under no fencing token: only for writers that hold none. Raises EtcdUnavailable."""
     event = build(kind, subject, message, severity=severity, **data)
@@ -46,7 +46,7 @@ def emit(etcd: EtcdClient, keys: Keys, kind: EventKind, subject: str, message: s
     return event
 
 
-def recent(etcd: EtcdClient, keys: Keys, limit: int = 100) -> list[Event]:
+def recent(etcd: EtcdClient, keys: LeaderKeys, limit: int = 100) -> list[Event]:
     """The last ``limit`` events, the newest last."""
     kvs, _ = etcd.range(keys.events_prefix(), limit=limit, newest_first=True)
     return [Event.decode(kv.value) for kv in reversed(kvs)]

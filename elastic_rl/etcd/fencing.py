@@ -17,7 +17,7 @@ from elastic_rl.errors import Conflict, Fenced
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.event_kinds import EventKind
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import Keys, LeaderKeys
 from elastic_rl.etcd.records import Epoch, Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op, TxnResult
 
@@ -30,7 +30,7 @@ class FencedWriter:
     Calling it runs a transaction as ``GuardedWrite`` has it. Thread-safe.
     """
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, token: Callable[[], Sequence[Compare]], holder: str) -> None:
+    def __init__(self, etcd: EtcdClient, keys: LeaderKeys, token: Callable[[], Sequence[Compare]], holder: str) -> None:
         """``token``: the conditions as of now; may raise Fenced. ``holder``: who writes, for the error's text."""
         self._etcd, self._keys, self._token, self._holder = etcd, keys, token, holder
 

@@ -49,7 +49,7 @@ TIMES = HostTimes(lease_ttl_s=TTL_S, lost_s=3.5, agent_pass_s=0.25, stop_s=1.0, 
                   clock_error=CLOCK_ERROR)
 RESTARTS = RestartLimits(backoff_initial_s=0.3, backoff_max_s=3.0, stable_s=6.0, budget=8, refill_s=3.0)
 LIMITS = ClusterLimits(TIMES, AssignmentLimits(move_backoff_initial_s=8.0, move_backoff_max_s=30.0, remember_s=60.0))
-CALM_FROM, CALM_UNTIL, QUIET_AT, END = 25.0, 65.0, 90.0, 150.0
+CALM_FROM, CALM_UNTIL, QUIET_AT, END = 20.0, 52.0, 70.0, 125.0
 """Between the first two no fault begins, and some of those before last on. From the third on nothing fails."""
 CARRIED_OUT_S = 22.0
 """An assignment is carried out within so many seconds without a new fault, while a healthy host and replica live."""
@@ -208,7 +208,7 @@ class ClusterWorld(ElectionWorld):
             if leader_s - persisted >= 3.0 and (guard := self._guard(r)) is not None:
                 persisted = leader_s
                 put = Op.put(KEYS.leader_clock(), str(leader_s).encode())
-                yield from self._call(r, lambda g=guard, p=put: self.etcd.txn(g, [p]))
+                yield from self._call(r, lambda g=guard, p=put: self._txn_of(r, g, p))
 
     def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float) -> ClusterReading:
         outcomes = {kv.key.split("/")[2]: JobOutcome(int(kv.value), reason="every step is done")
@@ -222,12 +222,9 @@ class ClusterWorld(ElectionWorld):
     def _apply(self, r: Replica, write: ClusterWrite, guard: list[Compare]) -> None:
         """A write of a leader as it arrives at etcd."""
         before = self.etcd.keys.get(write.key)
-        if not self.etcd.txn([*guard, *write.compares], [write.op]):
+        if not self._txn_of(r, [*guard, *write.compares], write.op):
             self.counts["refused"] += 1
             return
-        first = leading(self.etcd.range(self.candidates))
-        if first is None or first.key != self.candidates + r.name:
-            self._fail(f"{r.name} wrote {write.key} while {first and first.key} led")
         raw = before.value if before is not None else None
         match write.record:
             case HostState():
@@ -236,6 +233,14 @@ class ClusterWorld(ElectionWorld):
                 self._assignment_written(write.key, Assignment.decode(raw) if raw else Assignment(), write.record)
             case JobState():
                 self._job_written(write.key, JobState.decode(raw) if raw else None, write.record)
+
+    def _txn_of(self, r: Replica, compares: list[Compare], op: Op) -> int:
+        """A transaction of a leader. Only the one that leads by etcd's word may change anything (I1)."""
+        first = leading(self.etcd.range(self.candidates))
+        written = self.etcd.txn(compares, [op])
+        if written and (first is None or first.key != self.candidates + r.name):
+            self._fail(f"{r.name} wrote {op.key} while {first.key if first else 'nobody'} led")
+        return written
 
     # -- rules about what leaders write --------------------------------------------------------------------------------
     def _host_written(self, key: str, before: HostState | None, after: HostState) -> None:
@@ -333,9 +338,9 @@ class ClusterWorld(ElectionWorld):
             node.cut_until = until
 
     def _pause(self, node: Node, until: float) -> None:
-        node.paused_until = until
+        node.paused_until = max(node.paused_until, until)
         if isinstance(node, SimAgent):
-            node.disturbed_at = until
+            node.disturbed_at = node.paused_until
 
     # -- the agent -----------------------------------------------------------------------------------------------------
     def _keep_registered(self, host: SimHost, agent: SimAgent) -> Process:
@@ -548,7 +553,7 @@ class ClusterWorld(ElectionWorld):
         """Submits jobs, stops and resumes some, cordons and drains hosts."""
         for number in range(4):
             name = f"job{number}"
-            self._steps[name] = self.rng.choice([5, 10, 30])
+            self._steps[name] = self.rng.choice([5, 15, 40])
             self._submit(name, JobRecord(priority=self.rng.randrange(2)))
             yield self.rng.uniform(0.0, 12.0)
         while self.now < QUIET_AT:
@@ -589,7 +594,9 @@ class ClusterWorld(ElectionWorld):
         return min(until, CALM_FROM if name in self.spared and self.now < CALM_FROM else QUIET_AT)
 
     def _fault(self) -> Process:
-        host, replica = self.rng.choice(self.hosts), self.rng.randrange(len(self.replicas))
+        holders = [h for h in self.hosts if h.alive]
+        host = self.rng.choice(holders if holders and self.rng.random() < 0.6 else self.hosts)
+        replica = self.rng.randrange(len(self.replicas))
         until = self._until(host.name)
         kind = self.rng.choice(["agent", "agent", "pause", "pause", "cut", "cut", "power", "service", "bad", "replica",
                                 "pause replica", "cut replica", "etcd"])
@@ -657,7 +664,7 @@ class ClusterWorld(ElectionWorld):
 
     def _check(self) -> Process:
         while True:
-            yield 0.25
+            yield 0.4
             for host in self.hosts:
                 for process in host.alive:
                     self._check_over(host, process)

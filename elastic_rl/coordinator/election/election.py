@@ -25,7 +25,7 @@ from elastic_rl.coordinator.election.protocol import (
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Watch
 from elastic_rl.etcd.fencing import FencedWriter
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import LeaderKeys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.records import Leader
 from elastic_rl.etcd.transaction import Compare, Op
@@ -46,7 +46,7 @@ class _Candidacy:
 class Election:
     """This replica's part in the election, run by a background thread between ``start`` and ``stop``."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int,
+    def __init__(self, etcd: EtcdClient, keys: LeaderKeys, replica: str, url: str, ttl_s: int,
                  health: LeaderHealth | None = None) -> None:
         """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader.
         ``health``: the health of this replica's reconcile passes; a leader whose passes fail for too long resigns."""
@@ -169,7 +169,7 @@ class _CandidateWatch:
     """Makes a change of the candidates known promptly. It may fail without harm: the candidacy depends on the lease
     alone, and the next reading of the candidates opens another watch."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+    def __init__(self, etcd: EtcdClient, keys: LeaderKeys) -> None:
         self._etcd, self._prefix = etcd, keys.leader_prefix()
         self._watch: Watch | None = None
 

@@ -1,0 +1,265 @@
+"""The state machines of the cluster's leader: hosts, assignments, jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.coordinator.assignments import state_machine as assignments
+from elastic_rl.coordinator.assignments.state_machine import AssignableHost, AssignmentLimits, Singleton
+from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, Stored, cluster_pass
+from elastic_rl.coordinator.hosts import state_machine as hosts
+from elastic_rl.coordinator.hosts.state_machine import SeenHost
+from elastic_rl.coordinator.hosts.times import HostTimes
+from elastic_rl.coordinator.jobs import state_machine as jobs
+from elastic_rl.coordinator.jobs.state_machine import Driver, JobOutcome, SeenJob
+from elastic_rl.etcd.cluster_records import (
+    RAY_HEAD,
+    Assignment,
+    Drain,
+    FailedHost,
+    Host,
+    HostPhase,
+    HostSpec,
+    HostState,
+    HostStatus,
+    JobPhase,
+    JobRecord,
+    JobState,
+    RunState,
+    ServiceStatus,
+)
+from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.transaction import Compare
+
+TIMES, LIMITS = HostTimes(), AssignmentLimits()
+READY = HostStatus(registration=1)
+DRAIN = HostSpec(drain=Drain(timeout_s=60.0))
+
+
+def seen(incarnation: str | None = "1", status: HostStatus | None = READY, spec: HostSpec = HostSpec(),
+         holds: bool = True) -> SeenHost:
+    return SeenHost(None if incarnation is None else Host(id="a", incarnation=incarnation), status, spec, holds)
+
+
+def after(*looks: tuple[float, SeenHost]) -> HostState | None:
+    state = None
+    for at, look in looks:
+        state = hosts.advance(state, look, at, TIMES)
+    return state
+
+
+# -- hosts -------------------------------------------------------------------------------------------------------------
+def test_host_is_ready_once_its_agent_says_so() -> None:
+    joining = after((0.0, seen()), (1.0, seen(status=None)))
+    assert joining is not None and joining.phase is HostPhase.JOINING
+    ready = hosts.advance(joining, seen(), 2.0, TIMES)
+    assert ready is not None and ready.phase is HostPhase.READY and hosts.is_fit(ready, seen())
+    assert not hosts.is_fit(ready, seen(spec=HostSpec(cordoned=True))) and not hosts.is_fit(ready, seen(status=None))
+
+
+def test_silent_host_is_suspected_then_lost_and_joins_again() -> None:
+    looks = [(0.0, seen()), (1.0, seen()), (10.0, seen(None)), (10.0 + TIMES.lost_s - 0.1, seen(None))]
+    suspected = after(*looks)
+    assert suspected is not None and suspected.phase is HostPhase.SUSPECTED
+    back = hosts.advance(suspected, seen(), 12.0, TIMES)
+    assert back is not None and back.phase is HostPhase.READY, "nothing has happened"
+    lost = hosts.advance(suspected, seen(None), 10.0 + TIMES.lost_s, TIMES)
+    assert lost is not None and lost.phase is HostPhase.LOST
+    returned = hosts.advance(lost, seen(), 99.0, TIMES)
+    assert returned is not None and returned.phase is HostPhase.JOINING
+
+
+def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_withdrawn() -> None:
+    draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
+    assert draining is not None and draining.phase is HostPhase.DRAINING and draining.drain_deadline_s == 61.0
+    left = hosts.advance(draining, seen(spec=DRAIN, holds=False), 2.0, TIMES)
+    assert left is not None and left.phase is HostPhase.LEFT
+    assert hosts.advance(left, seen(None, spec=DRAIN), 500.0, TIMES) == left, "it may be switched off"
+    joins = hosts.advance(left, seen(), 3.0, TIMES)
+    assert joins is not None and joins.phase is HostPhase.JOINING
+
+
+looks = st.builds(seen, st.sampled_from([None, "1", "2"]),
+                  st.sampled_from([None, READY, READY.replace(not_ready="sweeps")]),
+                  st.sampled_from([HostSpec(), HostSpec(cordoned=True), DRAIN]), st.booleans())
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), looks), max_size=30))
+def test_no_host_becomes_ready_without_evidence_or_lost_without_being_suspected(
+        story: list[tuple[float, SeenHost]]) -> None:
+    state, now = None, 0.0
+    for pause_s, look in story:
+        before, now = state, now + pause_s
+        state = hosts.advance(before, look, now, TIMES)
+        if state is None or before is not None and before.phase is state.phase:
+            continue
+        if state.phase is HostPhase.LOST:
+            assert before is not None and before.phase is HostPhase.SUSPECTED
+            assert now - before.since_s >= TIMES.lost_s
+        if state.phase is HostPhase.READY:
+            assert before is not None and before.phase not in (HostPhase.LOST, HostPhase.LEFT)
+            assert look.ready or before.phase is HostPhase.CORDONED
+        assert hosts.advance(state, look, now, TIMES) in (state, None) or state.phase in (
+            HostPhase.JOINING, HostPhase.SUSPECTED), "one reading changes a host once"
+
+
+# -- assignments -------------------------------------------------------------------------------------------------------
+def host(phase: HostPhase = HostPhase.READY, incarnation: str = "1", *, fit: bool | None = None, **more: Any
+         ) -> AssignableHost:
+    state = HostState(phase=phase, incarnation=incarnation, since_s=0.0, drain_deadline_s=50.0)
+    return AssignableHost(state, phase is HostPhase.READY if fit is None else fit, **more)
+
+
+def decide(now: Assignment, leader_s: float = 0.0, movable: bool = False, **known: AssignableHost
+           ) -> assignments.Decision:
+    return assignments.decide(Singleton("driver/j", movable=movable), now, 3, known, leader_s, LIMITS)
+
+
+HELD = Assignment(host="a", incarnation="1")
+CRASHED = ServiceStatus(state=RunState.ENDED, generation=3, restarts=3)
+
+
+def moved_to(decision: assignments.Decision) -> str:
+    return decision.assignment.host if decision.assignment is not None else ""
+
+
+def test_singleton_goes_to_the_fit_host_that_holds_least() -> None:
+    assert moved_to(decide(Assignment(), a=host(assigned=2), b=host(assigned=1), c=host(HostPhase.CORDONED))) == "b"
+    assert decide(Assignment(), c=host(HostPhase.JOINING)).waits_for == "no host is READY"
+
+
+def test_singleton_of_a_lost_host_moves_only_if_another_host_is_fit() -> None:
+    assert moved_to(decide(HELD, a=host(HostPhase.LOST), b=host())) == "b"
+    kept = decide(HELD, a=host(HostPhase.LOST), b=host(HostPhase.JOINING))
+    assert kept.assignment is None and "no other host is fit" in kept.waits_for
+    assert decide(HELD, a=host(HostPhase.LOST, changing=True), b=host()).assignment is None, "it is registered again"
+
+
+def test_singleton_of_a_host_that_has_booted_is_assigned_again() -> None:
+    again = decide(HELD, a=host(incarnation="2")).assignment
+    assert again is not None and (again.host, again.incarnation) == ("a", "2")
+
+
+def test_drain_moves_a_singleton_when_its_holder_agrees_or_at_the_deadline() -> None:
+    known = {"a": host(HostPhase.DRAINING), "b": host()}
+    assert not moved_to(decide(HELD, 49.0, **known))
+    assert moved_to(decide(HELD, 49.0, movable=True, **known)) == moved_to(decide(HELD, 50.0, **known)) == "b"
+    assert decide(HELD, 90.0, a=known["a"]).assignment is None, "it stays where it is while nobody else can take it"
+
+
+def test_singleton_that_keeps_ending_moves_and_each_further_move_waits_longer() -> None:
+    first = decide(HELD, 100.0, a=host(service=CRASHED), b=host())
+    assert moved_to(first) == "b" and first.assignment is not None
+    second = first.assignment
+    crashed = {"a": host(), "b": host(service=CRASHED)}
+    assert not moved_to(decide(second, 100.0 + LIMITS.move_backoff_initial_s - 1, **crashed))
+    back = decide(second, 100.0 + LIMITS.move_backoff_initial_s, **crashed)
+    assert moved_to(back) == "a" and moved_to(decide(second, 200.0, c=host(assigned=9), **crashed)) == "c"
+    assert not moved_to(decide(HELD, 100.0, a=host(service=CRASHED.replace(generation=2)), b=host()))
+    assert not moved_to(decide(HELD, 100.0, a=host(service=CRASHED.replace(restarts=2)), b=host()))
+
+
+phases = st.sampled_from(list(HostPhase))
+known_hosts = st.dictionaries(st.sampled_from("abc"), st.builds(
+    lambda phase, incarnation, service, assigned: host(phase, incarnation, service=service, assigned=assigned),
+    phases, st.sampled_from("12"), st.none() | st.just(CRASHED), st.integers(0, 3)))
+
+
+@given(known_hosts, st.floats(0.0, 1e4), st.lists(st.floats(0.0, 1e4), max_size=8).map(sorted))
+def test_singleton_moves_to_fit_hosts_only_and_never_without_a_reason(
+        known: dict[str, AssignableHost], leader_s: float, failures: list[float]) -> None:
+    now = HELD.replace(failed=[FailedHost(host="b", at_s=at) for at in failures if at <= leader_s])
+    decision = decide(now, leader_s, **known)
+    holder = known.get("a")
+    well = holder is not None and holder.state.incarnation == "1" and holder.service is None and (
+        holder.state.phase not in (HostPhase.LOST, HostPhase.DRAINING))
+    if decision.assignment is not None:
+        to = known[decision.assignment.host]
+        assert to.fit and decision.assignment.incarnation == to.state.incarnation and not well
+        assert len(decision.assignment.failed) <= LIMITS.remember
+    else:
+        assert well or decision.waits_for
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+def job(phase: JobPhase | None = JobPhase.QUEUED, order: int = 1, submission: int = 1, **more: Any) -> SeenJob:
+    record = JobRecord(priority=more.pop("priority", 0), stopped=more.pop("stopped", False), submission=submission)
+    seen_submission = more.pop("seen", submission)
+    state = None if phase is None else JobState(phase=phase, submission=seen_submission, order=order)
+    return SeenJob(record, order, state, **more)
+
+
+def phases_of(parallel: int = 1, **given: SeenJob) -> dict[str, JobPhase]:
+    return {name: state.phase for name, state in jobs.advance(given, parallel).items()}
+
+
+def test_queue_goes_by_priority_then_by_the_order_of_submissions() -> None:
+    assert phases_of(a=job(order=3), b=job(order=2), c=job(order=9, priority=1))["c"] is JobPhase.STARTING
+    states = jobs.advance({"a": job(order=3), "b": job(order=2)}, 1)
+    assert states["b"].phase is JobPhase.STARTING and states["a"].reason == "waits for b: one job runs at a time"
+    assert phases_of(parallel=2, a=job(order=3), b=job(order=2)) == dict.fromkeys("ab", JobPhase.STARTING)
+
+
+def test_ended_job_keeps_its_place_until_its_driver_is_gone() -> None:
+    done = JobOutcome(1, reason="every step is done")
+    ends = jobs.advance({"a": job(JobPhase.RUNNING, outcome=done, driver=Driver(gone=False)), "b": job()}, 1)
+    assert ends["a"].phase is JobPhase.RUNNING and "waits for the end of its driver" in ends["a"].reason
+    assert ends["b"].phase is JobPhase.QUEUED
+    assert phases_of(a=job(JobPhase.RUNNING, outcome=done))["a"] is JobPhase.FINISHED
+    assert phases_of(a=job(JobPhase.STARTING, stopped=True))["a"] is JobPhase.STOPPED
+    assert phases_of(a=job(stopped=True))["a"] is JobPhase.STOPPED
+
+
+def test_ended_job_is_queued_again_only_by_a_new_submission() -> None:
+    assert phases_of(a=job(JobPhase.FINISHED, driver=Driver(runs=True, gone=False)))["a"] is JobPhase.FINISHED
+    again = jobs.advance({"a": job(JobPhase.FINISHED, submission=2, seen=1, outcome=JobOutcome(1), order=7)}, 1)["a"]
+    assert again.phase is JobPhase.QUEUED and again.submission == 2 and again.order == 7
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.builds(
+    job, st.none() | st.sampled_from(list(JobPhase)), st.integers(1, 9), st.integers(1, 2), seen=st.just(1),
+    priority=st.integers(0, 2), stopped=st.booleans(), outcome=st.none() | st.builds(JobOutcome, st.just(1)),
+    driver=st.sampled_from([Driver(), Driver(gone=False), Driver(runs=True, gone=False)]))), st.integers(1, 3))
+def test_no_pass_starts_more_jobs_than_may_run_or_revives_one(given_jobs: dict[str, SeenJob], parallel: int) -> None:
+    states = jobs.advance(given_jobs, parallel)
+    live = [n for n, j in given_jobs.items() if j.state is not None and j.state.phase.live]
+    started = [n for n, s in states.items() if s.phase is JobPhase.STARTING and n not in live]
+    assert len(started) <= max(0, parallel - len(live))
+    for name, state in states.items():
+        before = given_jobs[name].state
+        if before is not None and before.phase.ended and not state.phase.ended:
+            assert state.phase is JobPhase.QUEUED and state.submission > before.submission
+
+
+# -- keys and a pass ---------------------------------------------------------------------------------------------------
+def test_keys_of_the_cluster_are_among_those_of_no_job() -> None:
+    keys = ClusterKeys()
+    assert keys.assignment("driver/j") == "/elastic_rl/_cluster/assignments/driver/j"
+    assert keys.leader("r") == "/elastic_rl/_cluster/leader/r" and Keys("j").leader("r") == "/elastic_rl/j/leader/r"
+
+
+def _stored(record: Any, revision: int = 5) -> Any:
+    return Stored(record, revision, 1)
+
+
+def test_pass_names_all_that_each_write_was_decided_by() -> None:
+    registration, keys = _stored(Host(id="a", incarnation="1")), ClusterKeys()
+    new = ClusterReading(9, 0.0, {"a": registration}, {"a": registration})
+    [write] = cluster_pass(new, ClusterLimits())
+    assert write.key == keys.host_state("a") and {c.key for c in write.compares} == {
+        keys.host("a"), keys.host_registration("a"), keys.host_spec("a"), keys.host_state("a")}
+    state = HostState(phase=HostPhase.READY, incarnation="1", since_s=0.0)
+    ready = replace(new, host_states={"a": _stored(state)}, host_statuses={"a": _stored(HostStatus(registration=5))})
+    [write] = cluster_pass(ready, ClusterLimits())
+    assert write.key == keys.assignment(RAY_HEAD) and Compare.version(write.key, "==", 0) in write.compares
+    assert cluster_pass(replace(ready, assignments={RAY_HEAD: _stored(write.record)}), ClusterLimits()) == []
+
+
+def test_status_of_an_earlier_registration_is_no_evidence() -> None:
+    registration = _stored(Host(id="a", incarnation="1"), 5)
+    late = ClusterReading(9, 0.0, {"a": registration}, host_statuses={"a": _stored(HostStatus(registration=4))})
+    assert late.seen_hosts["a"].status is None
