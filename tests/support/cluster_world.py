@@ -37,10 +37,9 @@ from elastic_rl.etcd.cluster_records import (
 )
 from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
-from elastic_rl.host import restart_policy
-from elastic_rl.host.agent import duties
+from elastic_rl.host.agent import duties, restart_policy
 from elastic_rl.host.agent.duties import Adopt, AgentLease, KnownOrders, LocalSingleton, Order, Start, Stop
-from elastic_rl.host.restart_policy import Phase, RestartLimits, ServiceState
+from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
 from support.election_simulation import TTL_S, ElectionWorld, Node, Process, Replica
 
 KEYS = ClusterKeys()

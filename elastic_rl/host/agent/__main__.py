@@ -106,7 +106,8 @@ class HostAgent:
         info = ClusterInfo.load(self._cluster.paths.info)
         if info is None:  # a command is starting the cluster
             return []
-        status = AgentStatus(self._name, os.getpid(), self._supervisor.tick(self._cluster, info))
+        status = AgentStatus(name=self._name, pid=os.getpid(),
+                             services=self._supervisor.tick(self._cluster, info))
         if status != self._status:
             status.save(self._cluster.paths.agent_status)
             self._status = status

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
+from pydantic import ValidationError
+
+from elastic_rl.etcd.cluster_records import ServiceStatus
+from elastic_rl.etcd.record import Record
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.runtime.files import replace_file
 
 
-@dataclass(frozen=True)
-class ServiceStatus:
-    """How one service is."""
-
-    state: str
-    """``running`` or ``ended``."""
-    pid: int = 0
-    restarts: int = 0
-    """How often the agent's present process has started it again."""
-    reason: str = ""
-    """What a service that has ended waits for."""
-
-
-@dataclass(frozen=True)
-class AgentStatus:
+class AgentStatus(Record):
     """The last pass of the active agent."""
 
     name: str
     pid: int
-    services: Mapping[str, ServiceStatus]
+    services: dict[str, ServiceStatus]
 
     @property
     def waiting(self) -> dict[str, str]:
         """The services that do not run, and why, by name."""
-        return {name: s.reason for name, s in self.services.items() if s.reason}
+        return {name: service.reason for name, service in self.services.items() if service.reason}
 
     def save(self, path: Path) -> None:
         """Raises OSError."""
-        replace_file(path, json.dumps(asdict(self)))
+        replace_file(path, self.encode())
 
     @classmethod
-    def load(cls, path: Path) -> AgentStatus | None:
+    def load(cls, path: Path) -> Self | None:
         """None where no agent has written it, and for a damaged file, which the next pass replaces."""
         try:
-            values = json.loads(path.read_text())
-            services = {name: ServiceStatus(**value) for name, value in values.pop("services").items()}
-            return cls(services=services, **values)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return cls.decode(path.read_bytes())
+        except (OSError, ValidationError):
             return None
 
 

@@ -20,13 +20,13 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import RunState, ServiceStatus
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
 from elastic_rl.host import etcd_server
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
-from elastic_rl.host.agent.status import ServiceStatus
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.service_files import ServiceRecord
 
@@ -97,8 +97,9 @@ class ServiceSupervisor:
         return restart_policy.on_started(state, self._clock(), self._limits)
 
     def _describe(self, records: Iterable[ServiceRecord]) -> dict[str, ServiceStatus]:
-        return {r.name: ServiceStatus(self._states[r.name].phase.value, r.pid, self._restarts.get(r.name, 0),
-                                      self._reason(r.name)) for r in records}
+        return {r.name: ServiceStatus(state=RunState(self._states[r.name].phase.value), pid=r.pid,
+                                      restarts=self._restarts.get(r.name, 0), reason=self._reason(r.name))
+                for r in records}
 
     def _reason(self, name: str) -> str:
         """What a service that has ended waits for; empty for one that runs."""
