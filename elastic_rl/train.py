@@ -1,7 +1,7 @@
 """Runs a job: prepares it, keeps its driver running, injects faults on request, and writes the report.
 
-It needs a running durable plane (etcd, coordinators, a DCS node; ``elastic-rl up``), whose local services it keeps
-running. Run again with the same job it resumes from the last committed state. Once the driver was started, an outage of
+It needs a running durable plane (etcd, coordinators, a DCS node, the host agent that keeps them running: ``elastic-rl
+up``). Run again with the same job it resumes from the last committed state. Once the driver was started, an outage of
 etcd, however long, ends nothing here: each reading is tried again, or left out.
 """
 
@@ -38,7 +38,7 @@ from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.address import own_address
-from elastic_rl.host.agent.status import waiting_services
+from elastic_rl.host.agent.status import AgentWatch
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.job import check as job_check
@@ -86,9 +86,9 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
     if faults:
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
     with _exclusive(cfg):
-        tick, cluster = on_tick or (lambda waiting: None), Cluster(cfg)
+        tick, agent = on_tick or (lambda waiting: None), AgentWatch(Cluster(cfg))
         return _run(prepare(cfg, info, from_job=from_job), info, fault_plan if faults else None,
-                    lambda: tick(waiting_services(cluster)))
+                    lambda: tick(agent.waiting()))
 
 
 @contextmanager

@@ -119,11 +119,12 @@ def train(ctx: typer.Context, file: File = None,
     from elastic_rl.job import check as job_check
     cluster = named_cluster(ctx, file, say=_say)
     preflight.require_temporary(cluster.cfg)
-    code, was_up = int(Exit.FAILED), cluster.up_before
+    code = int(Exit.FAILED)
     if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
     before = cluster_settings.stored(cluster.paths.settings) if cluster.known else {}
-    with signals_interrupt(), cluster.owned() if with_cluster else contextlib.nullcontext():
+    owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
+    with signals_interrupt(), owned as was_up:
         try:
             info = cluster.up() if with_cluster else cluster.connect()
             code = _train(cluster.cfg, info, faults=faults, from_job=from_job)

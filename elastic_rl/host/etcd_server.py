@@ -100,6 +100,6 @@ def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:
     """Whether the member at ``host:port`` answers and has a leader."""
     try:
         answer = http_client.request("GET", f"http://{endpoint}/health", timeout=timeout_s)
-    except httpx.HTTPError:
+        return answer.status_code == 200 and answer.json()["health"] in ("true", True)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):  # no answer, or that of something else
         return False
-    return answer.status_code == 200 and answer.json().get("health") in ("true", True)

@@ -101,16 +101,16 @@ class Cluster:
         """
         self._make_folder()
         with preflight_writes(self.dir), cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
-            before = {r.name for r in self.services.running()}
+            known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
+            supervised = bool(self.agents.running())
             try:
-                return self._up(before)
+                return self._up(set(before))
             except BaseException:
-                started = [r for r in self.services.running() if r.name not in before]
-                if not before:
+                if not supervised and not self.paths.info.exists():
                     self._stop_agents()
-                for record in started:
-                    processes.stop(record.pid)
-                    self.services.forget(record.name)
+                for record in self.services.all():
+                    if record.name not in before:
+                        self._stop([record], forget=record.name not in known)
                 if not before:
                     self._unlink_segments()
                 if self._new_data is not None:  # nobody was told of it
@@ -123,13 +123,13 @@ class Cluster:
         self._require_records()
         self._check_machine(running)
         cluster_settings.save(self.cfg, self.paths.settings)
+        if not self.agents.running():  # first: it ends what this process leaves when it is killed
+            self._say("starting the host agent")
+            self._start_agent(AGENTS[0])
         endpoints = self._etcd(running)
         self._secrets()
         coordinators = self._start_coordinators(running, endpoints)
         node_pid = self._start_dcs_node(running, endpoints)
-        if not self.agents.running():
-            self._say("starting the host agent")
-            self._start_agent(AGENTS[0])
         self._await_coordinators(coordinators)
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
@@ -187,8 +187,10 @@ class Cluster:
                                    f"`elastic-rl down --purge {kept_state.options(self.cfg)}`")
 
     def _require_records(self) -> None:
-        """Raises PreflightFailed when services of this cluster run that have no record, so that nothing is started
-        beside them, and no data deleted that they use."""
+        """Raises PreflightFailed when services of this cluster run elsewhere, or have no record, so that nothing is
+        started beside them, and no data deleted that they use."""
+        self._require_here()
+
         def strays() -> list[int]:
             known = [r.pid for files in (self.services, self.agents) for r in files.running()]
             return processes.marked_outside(known, str(self.dir), OWNER_ENV)
@@ -197,6 +199,16 @@ class Cluster:
         except DeadlineExceeded as e:
             raise PreflightFailed(f"processes {', '.join(map(str, strays()))} of this cluster run without a record in "
                                   f"{self.services.folder}", hint=_NO_RECORD_HINT) from e
+
+    def _require_here(self) -> None:
+        """Raises PreflightFailed when services of this cluster run where this process cannot see them."""
+        def elsewhere() -> list[str]:
+            return [r.name for files in (self.services, self.agents) for r in files.running() if r.elsewhere]
+        try:  # one that starts or ends now is between two states for a moment
+            wait_until(lambda: not elsewhere(), timeout_s=_EXIT_GRACE_S, what="the services here")
+        except DeadlineExceeded as e:
+            raise PreflightFailed(f"{', '.join(elsewhere())} of the cluster in {self.dir} run on another machine or in "
+                                  "another container", hint="run the command there") from e
 
     def _check_machine(self, running: set[str]) -> None:
         require_address(self.cfg.coordinator.host, setting="coordinator.host")
@@ -366,25 +378,27 @@ class Cluster:
             wait_until(check, timeout_s=timeout_s, what=what, alive=lambda: self.services.runs(name), poll_s=0.1)
         except DeadlineExceeded as e:
             log_file = self.paths.log(name)
-            raise DeadlineExceeded(f"{e.message}; {_last_message(log_file)}", hint=f"see {log_file}") from e
+            raise DeadlineExceeded(f"{e.message}; {last_message(log_file)}", hint=f"see {log_file}") from e
 
     # -- the owner ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self) -> Iterator[bool]:
         """Makes this process the owner of the cluster within the block. When it ends without leaving the block, as by
-        kill -9, the host agent takes the cluster down. Raises ConfigError while another process owns it."""
+        kill -9, the host agent takes the cluster down. Yields whether the cluster was up before, without an owner.
+        Raises ConfigError while another process owns the cluster or trains the job."""
         self._make_folder()
         path = self.paths.owner_lock
         with contextlib.ExitStack() as held:
             with cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
-                if path.exists() and not self.abandoned:
+                if (path.exists() and not self.abandoned) or train_lock.is_held(self._job.train_lock):
                     raise ConfigError(f"job {self.cfg.job} is already being trained by another process",
                                       hint="wait for it, or name another job with --job=NAME")
+                was_up = self.up_before and not self.abandoned
                 unlocked = path.with_suffix(".partial")  # the agent never sees the owner's file without its lock
                 taken(held.enter_context(unlocked.open("w")))
                 unlocked.rename(path)
             held.callback(path.unlink, missing_ok=True)
-            yield
+            yield was_up
 
     @property
     def abandoned(self) -> bool:
@@ -401,44 +415,29 @@ class Cluster:
             self.paths.owner_lock.unlink(missing_ok=True)
 
     def down_if_abandoned(self) -> bool:
-        """Takes the cluster down if its owner has ended without doing it; returns whether it did."""
-        if not self.abandoned:
+        """Ends what a command has left that was killed: a cluster whose owner has ended, unless another process trains
+        the job on it, and the rest of one that was being stopped. Returns whether the cluster is down."""
+        try:
+            with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
+                if train_lock.is_held(self._job.train_lock):
+                    self._disown()
+                    return False
+                halfway = self.paths.stopped.exists() and not self.paths.info.exists()
+                if self.abandoned or (halfway and self.services.running()):
+                    self._say("the process that owned the cluster, or stopped it, has ended")
+                    self._down(purge=False)
+                return not self.paths.info.exists() and not self.services.running()
+        except DeadlineExceeded:  # a command is starting or stopping it
             return False
-        with cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
-            if not self.abandoned:  # another command has started the cluster meanwhile, and it is that one's
-                return False
-            self._say("the process that owned the cluster has ended")
-            self._down(purge=False)
+        except FileNotFoundError:  # somebody has removed its folder
             return True
 
     # -- the host agent -------------------------------------------------------------------------------------------
-    def start_agent_again(self, name: str) -> None:
-        """Starts one process of the host agent again if it has ended, unless another command starts or stops the
-        cluster. Raises PreflightFailed where it cannot be started."""
-        if self.agents.runs(name):
-            return
-        with contextlib.suppress(DeadlineExceeded), cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
-            if self.paths.info.exists():
-                self._start_agent(name)
-
     def _start_agent(self, name: str) -> None:
         """Starts one of the two processes of the host agent, of which one waits until the other has ended."""
         self.agents.start(name, processes.python(
             "elastic_rl.host.agent", "--name", name, f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}"),
             log=self.paths.log(name), env={OWNER_ENV: str(self.dir)})
-
-    @property
-    def is_down(self) -> bool:
-        """Whether the cluster was taken down, and no command is starting it."""
-        if self.paths.info.exists():
-            return False
-        try:
-            with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
-                return not self.paths.info.exists()
-        except DeadlineExceeded:
-            return False
-        except FileNotFoundError:  # somebody has removed its folder
-            return True
 
     def _stop_agents(self) -> None:
         """Ends the processes of the host agent, but for this one, and none of the services, which are their children.
@@ -450,25 +449,30 @@ class Cluster:
 
     # -- one service ----------------------------------------------------------------------------------------------
     def revive(self, name: str) -> bool:
-        """Starts a service again that has ended by itself, on its data and its port, and does not wait until it
-        answers. False, with nothing started, where it runs, where it is no service of this cluster any more (``down``),
-        and while another command starts or stops the cluster.
+        """Starts a service, or a process of the host agent, again that has ended by itself, on its data and its port,
+        and does not wait until it answers. False, with nothing started, where it runs, where it is no service of this
+        cluster any more (``down``), and while another command starts or stops the cluster.
 
         Raises PreflightFailed: its data are gone, its port is taken, processes of this cluster run without a record.
         """
         try:
             with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
                 info = self._info()
+                if name in AGENTS:
+                    if info is None or self.agents.runs(name):
+                        return False
+                    self._start_agent(name)
+                    return True
                 record = self.services.get(name)
                 if info is None or record is None or record.running:
                     return False
+                self.services.end_leftovers(name)
                 self._require_records()
-                self._revive(record, info)
-                return True
+                return self._revive(record, info)
         except (DeadlineExceeded, FileNotFoundError):  # the lock is held; or the cluster's folder is gone
             return False
 
-    def _revive(self, record: ServiceRecord, info: ClusterInfo) -> None:
+    def _revive(self, record: ServiceRecord, info: ClusterInfo) -> bool:
         if record.name == etcd_server.SERVICE:
             data = self.paths.etcd
             if not (data / "member").is_dir():  # an empty etcd would tell the services that there are no versions
@@ -481,25 +485,30 @@ class Cluster:
             self._spawn_etcd(etcd_server.find_binary(), data, port)
         elif record.name == f"dcs-{kept_state.NODE}":
             self._start_dcs_node(set(), info.etcd_endpoints)
-        elif record.name.startswith("coordinator-"):
+        elif record.name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)):
             i = int(record.name.rpartition("-")[2])
             url = self._start_coordinator(i, info.etcd_endpoints)
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
                 dataclasses.replace(info, coordinators=urls).save(self.paths.info)
+        else:
+            return False
+        return True
 
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self, *, purge: bool = False) -> list[str]:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
         files with the secrets of the compute plane. The state of the job stays (``kept_state``), and so does the
         cluster's secret, unless ``purge`` deletes them. Returns the names of what was running. Raises ConfigError where
-        the folder cannot be one, and PreflightFailed where it is not this user's."""
+        the folder cannot be one, and PreflightFailed where it is not this user's, and for services that run elsewhere.
+        """
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
         self._require_own_folder()
         if not self.dir.is_dir():
             return self._down(purge)
+        self._require_here()
         if training := train_lock.end_holder(self._job.train_lock, timeout_s=_END_TRAINING_S):
             self._say(f"the process that trains the job, {training}, was asked to end")
         with contextlib.ExitStack() as stack:
@@ -507,24 +516,25 @@ class Cluster:
                 stack.enter_context(cluster_lock.held(self.paths.services_lock, timeout_s=_DOWN_LOCK_TIMEOUT_S))
             except DeadlineExceeded as e:
                 self._say(f"warning: {e.message}: stopping the services all the same")
+                self._stop_agents()  # which would start again what is stopped
             return self._down(purge)
 
     def _down(self, purge: bool) -> list[str]:
-        self._stop_agents()  # which would start again what is stopped
-        records = self.services.all()
+        if self.paths.info.exists():  # first: nobody connects to it any more, and if this process is killed now, the
+            self.paths.unsaved.touch()  # host agent does the rest
+            self.paths.info.replace(self.paths.stopped)
         stopped = [f"compute {pid}" for pid in leftovers.sweep(self._job)]
-        services = self._stop(sorted(records, key=lambda r: _down_order(r.name)))
+        services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services
+        if services.get(f"dcs-{kept_state.NODE}"):  # it was not killed, now or before
+            self.paths.unsaved.unlink(missing_ok=True)
+        self._stop_agents()
         # A service has no record where someone has deleted its file.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.services.clear()
         self._unlink_segments()
         for path in (self._job.ray_token, self._job.engine_key):
             path.unlink(missing_ok=True)
-        if self.paths.info.exists():
-            if not services.get(f"dcs-{kept_state.NODE}"):  # it was killed, now or before
-                self.paths.unsaved.touch()
-            self.paths.info.replace(self.paths.stopped)
         self._disown()
         if purge:
             kept_state.delete(self.cfg)
@@ -538,14 +548,16 @@ class Cluster:
             self._say(f"warning: {e.message}")
             return None
 
-    def _stop(self, records: list[ServiceRecord]) -> dict[str, bool]:
-        """Stops services; returns, by the name of each that was running, whether it ended before it was killed."""
+    def _stop(self, records: list[ServiceRecord], *, forget: bool = True) -> dict[str, bool]:
+        """Stops services, and forgets them unless they are to be started again. Returns, by the name of each that was
+        running, whether it ended before it was killed."""
         stopped = {}
         for record in records:
             if record.running:
                 grace_s = SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S
                 stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
-            self.services.forget(record.name)
+            if forget:
+                self.services.forget(record.name)
         return stopped
 
     def _unlink_segments(self) -> None:
@@ -584,7 +596,7 @@ def _answers(url: str, ca_file: str) -> bool:
         return False
 
 
-def _last_message(log_file: Path) -> str:
+def last_message(log_file: Path) -> str:
     """The last line of a log, shortened; of a JSON line its error or message."""
     last = next((line for line in reversed(tail(log_file).splitlines()) if line.strip()), "its log is empty")
     try:

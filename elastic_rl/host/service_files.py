@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from elastic_rl.runtime.waiting import wait_until
 
 _LOCK_S = 5.0
 """Longest wait for a lock whose holder has been killed, or that a reader has for a moment."""
+_LOCK_LINE = re.compile(r"^lock:.*\bFLOCK\b.*\bWRITE\b", re.MULTILINE)
+"""What proc(5)'s fdinfo says of an open file that has the lock of a service; a reader's momentary one is READ."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,14 @@ class ServiceRecord:
     url: str = ""
     """Address of what it serves."""
     pid: int = 0
-    """Its process; 0 while it does not run, and for one that runs on another machine that shares the folder."""
+    """Its process; 0 while it does not run, and for one that runs elsewhere."""
     running: bool = False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it runs where this process cannot see it: on another machine that shares the folder, or in another
+        container."""
+        return self.running and not self.pid
 
 
 class ServiceFiles:
@@ -45,21 +54,19 @@ class ServiceFiles:
     ``clear`` delete files, once the services have ended."""
 
     def __init__(self, folder: Path) -> None:
+        """``folder``: an absolute path without links."""
         self.folder = folder
 
     def start(self, name: str, cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None,
               url: str = "") -> int:
-        """Starts a service that outlives this process, and returns its pid. Processes that a dead one of this service
-        has left behind, with its lock, are killed first. Raises Conflict while it runs, and PreflightFailed where it
-        cannot be started."""
+        """Starts a service that outlives this process, and returns its pid. Raises Conflict while it runs, and
+        PreflightFailed where it cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(self._path(name), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            if not taken(file):
-                self._end_leftovers(name)
-                try:
-                    wait_until(partial(taken, file), timeout_s=_LOCK_S, what=f"the lock of {name}")
-                except DeadlineExceeded as e:
-                    raise Conflict(f"{name} runs already: its lock {self._path(name)} is held") from e
+            try:
+                wait_until(partial(taken, file), timeout_s=_LOCK_S, what=f"the lock of {name}")
+            except DeadlineExceeded as e:
+                raise Conflict(f"{name} runs already: its lock {self._path(name)} is held") from e
             _write(file, url, pid=0)
             child = processes.spawn(cmd, log=log, env=env, service=True, pass_fds=(file.fileno(),))
             _write(file, url, pid=child.pid)
@@ -78,16 +85,16 @@ class ServiceFiles:
         try:
             with path.open("rb") as file:
                 url, pid = _read(file)
+                if pid and _holds(pid, path):
+                    return ServiceRecord(name, url, pid, running=True)
                 if taken(file, shared=True):
                     return ServiceRecord(name, url)
         except FileNotFoundError:
             return None
-        if pid and _holds(pid, path):
-            return ServiceRecord(name, url, pid, running=True)
         holders = list(_holders(path))
-        leaders = [holder for holder in holders if _leads_session(holder)]
-        # Without a holder on this machine it runs on another one. Forked children of one that has died lead no session.
-        return ServiceRecord(name, url, leaders[0] if leaders else 0, running=bool(leaders) or not holders)
+        # Forked children of a service that has died lead no session. Without any holder here it runs elsewhere.
+        leader = next(filter(_leads_session, holders), 0)
+        return ServiceRecord(name, url, leader, running=bool(leader) or not holders)
 
     def runs(self, name: str) -> bool:
         record = self.get(name)
@@ -100,14 +107,17 @@ class ServiceFiles:
         for path in self.folder.glob("*.json"):
             path.unlink(missing_ok=True)
 
+    def end_leftovers(self, name: str) -> None:
+        """Kills what a service that has ended has left behind with its lock: processes that it had forked."""
+        record = self.get(name)
+        if record is None or record.running:
+            return
+        for pid in _holders(self._path(name)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.kill([psutil.Process(pid)])
+
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
-
-    def _end_leftovers(self, name: str) -> None:
-        record = self.get(name)
-        if record is not None and not record.running:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.kill([psutil.Process(pid) for pid in _holders(self._path(name))])
 
 
 def _write(file: IO[bytes], url: str, pid: int) -> None:
@@ -126,26 +136,21 @@ def _read(file: IO[bytes]) -> tuple[str, int]:
 
 
 def _holders(path: Path) -> Iterator[int]:
-    """Pids of this user's processes, other than this one, that have the file open; oldest first."""
+    """Pids of this user's processes, other than this one, that hold the lock of the file."""
     for pid in sorted(psutil.pids()):
         if pid != os.getpid() and _holds(pid, path):
             yield pid
 
 
 def _holds(pid: int, path: Path) -> bool:
-    """Whether a process has the file open."""
+    """Whether a process holds the lock of the file, and not merely has it open. Touches no other file that the process
+    has open: one may be on a file system that does not answer."""
     try:
-        wanted = path.stat()
-        return any(os.path.samestat(wanted, opened) for opened in _opened(pid))
-    except OSError:  # it has ended, or is another user's
+        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == str(path)
+                   and _LOCK_LINE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text())
+                   for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it has ended or closed a file, or is another user's
         return False
-
-
-def _opened(pid: int) -> Iterator[os.stat_result]:
-    folder = f"/proc/{pid}/fd"
-    for fd in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            yield os.stat(f"{folder}/{fd}")
 
 
 def _leads_session(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""The lock of a job's `train` command: one at a time trains the job and keeps the services of its cluster running.
+"""The lock of a job's `train` command: one at a time trains the job.
 
 The kernel releases it however its holder ends.
 """
@@ -30,6 +30,15 @@ def held(path: Path, job: str) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process trains the job."""
+    try:
+        with path.open() as lock:
+            return not taken(lock, shared=True)
+    except FileNotFoundError:
+        return False
 
 
 def end_holder(path: Path, *, timeout_s: float) -> int:

@@ -1,1 +1,2 @@
-"""The host agent: one detached process a host that keeps the services of its cluster running, whoever started them."""
+"""The host agent: two detached processes of a host, one active and one its standby, that keep the services of its
+cluster running, whoever started them."""

@@ -2,7 +2,7 @@
 
 The active one holds the agent's lock, keeps the services of the cluster running and starts the other one, its standby,
 which takes the lock the moment the active one ends, however that ends; the services run on meanwhile. Exit codes: 0
-after SIGTERM, which leaves the services running, and when the cluster was taken down; 2 for damaged settings.
+after SIGTERM, which leaves the services running, and when the cluster is down; 2 for a location that is none.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings
-from elastic_rl.host.agent.status import AgentStatus
+from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.cluster_lock import taken
 from elastic_rl.host.local_cluster import AGENTS, Cluster
-from elastic_rl.host.processes import StoppedProcesses, is_stopped
+from elastic_rl.runtime.waiting import ProgressLimit
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
-_STOPPED_LIMIT_S = 10.0
-"""Time after which a stopped active agent counts as lost."""
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
 
@@ -61,22 +59,30 @@ class HostAgent:
         has changed them."""
         self._name, self._cluster = name, where
         self._settings_version: tuple[int, int] | None = None
+        self._settings_error = ""
         self._supervisor = ServiceSupervisor()
+        self._rotation: LogRotation | None = None
         self._stopping = False
         self._status: AgentStatus | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Waits until this process is the active one, which it is within the block. Any signal ends it until then: it
-        has nothing to clean up. An active one that is stopped (SIGSTOP) would keep the lock and restart nothing, so it
-        is killed."""
-        stopped = StoppedProcesses(_STOPPED_LIMIT_S)
+        has nothing to clean up. An active one that hangs, or is stopped (SIGSTOP), would keep the lock and restart
+        nothing, so it is killed; what it kept running runs on."""
+        # Time in which this process was itself suspended does not count.
+        silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _PASS_S)
         with self._cluster.paths.active_agent_lock.open("w") as lock:
             while not taken(lock):
-                _await_end(pids := [r.pid for r in self._cluster.agents.running() if r.pid not in (0, os.getpid())])
-                for pid in stopped.lost(time.monotonic(), list(filter(is_stopped, pids))):
-                    log.warning("the active agent %d is stopped: it is killed", pid)
-                    os.kill(pid, signal.SIGKILL)
+                pids = [r.pid for r in self._cluster.agents.running() if r.pid not in (0, os.getpid())]
+                status = AgentStatus.load(self._cluster.paths.agent_status)
+                silence.update({"status": status.at if status is not None else 0.0})
+                if silence.expired and self._cluster.paths.info.exists():  # else it is starting, or takes it down
+                    silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _PASS_S)
+                    for pid in pids:
+                        log.warning("the active agent %d is not heard: it is killed", pid)
+                        os.kill(pid, signal.SIGKILL)
+                _await_end(pids)
             log.info("%s (pid %d) is the active agent", self._name, os.getpid())
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._on_signal)
@@ -86,44 +92,65 @@ class HostAgent:
         self._stopping = True
 
     def run(self) -> None:
-        """Keeps the services running until a signal, or until the cluster is taken down: by a command, or by this agent
-        because its owner has ended."""
-        with contextlib.closing(LogRotation(self._cluster.paths.logs, self._cluster.cfg.telemetry)):
-            while not self._stopping and not self._cluster.is_down:
-                pids: list[int] = []
-                try:
-                    if self._cluster.down_if_abandoned():
-                        return
-                    pids = self._pass()
-                except (ElasticRLError, OSError) as e:  # the services are worth more than this pass
-                    log.warning("a pass failed: %s", e)
-                _await_end(pids)
+        """Keeps the services running until a signal, or until the cluster is down: by a command, or by this agent where
+        a command was killed that owned the cluster or stopped it."""
+        failed = ""
+        while not self._stopping:
+            pids: list[int] = []
+            try:
+                if self._cluster.down_if_abandoned():
+                    break
+                pids, failed = self._pass(), ""
+            except Exception as e:  # the services are worth more than this pass
+                if failed != (failed := f"{type(e).__name__}: {e}"):
+                    log.exception("a pass of the agent failed")
+            _await_end(pids)
+        if self._rotation is not None:
+            self._rotation.close()
         self._cluster.paths.agent_status.unlink(missing_ok=True)
 
     def _pass(self) -> list[int]:
-        """One pass; returns the pids of the services that run. Raises ElasticRLError and OSError."""
-        self._read_settings()
-        info = ClusterInfo.load(self._cluster.paths.info)
-        if info is None:  # a command is starting the cluster
-            return []
-        status = AgentStatus(name=self._name, pid=os.getpid(),
-                             services=self._supervisor.tick(self._cluster, info))
-        if status != self._status:
+        """One pass; returns the pids of what runs."""
+        error = self._read_settings()
+        try:
+            info = ClusterInfo.load(self._cluster.paths.info)
+            error = error or ("" if info else "the cluster's start is not complete; `elastic-rl up` completes it")
+        except ConfigError as e:
+            info, error = None, str(e)
+        status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), error=error,
+                             services=self._supervisor.supervise(self._cluster, info, _other(self._name)))
+        before = self._status
+        if before is None or status.replace(at=before.at) != before or not 0 <= status.at - before.at < WRITE_EVERY_S:
             status.save(self._cluster.paths.agent_status)
             self._status = status
-        self._cluster.start_agent_again(next(name for name in AGENTS if name != self._name))
         return [service.pid for service in status.services.values() if service.pid]
 
-    def _read_settings(self) -> None:
+    def _read_settings(self) -> str:
+        """Reads the cluster's settings if they have changed. Returns why they cannot be used: those before then hold.
+        """
         try:
             found = self._cluster.paths.settings.stat()
         except FileNotFoundError:
-            return
+            return self._settings_error
         version = (found.st_ino, found.st_mtime_ns)  # a change replaces the file
-        if version != self._settings_version:
-            location = {"job": self._cluster.cfg.job, "run_dir": str(self._cluster.cfg.run_dir)}
+        if version == self._settings_version:
+            return self._settings_error
+        self._settings_version, self._settings_error = version, ""
+        location = {"job": self._cluster.cfg.job, "run_dir": str(self._cluster.cfg.run_dir)}
+        try:
             self._cluster = Cluster(cluster_settings.on_top(self._cluster.paths.settings, location))
-            self._settings_version = version
+        except ElasticRLError as e:
+            log.error("the settings of the cluster cannot be used: %s", e)
+            self._settings_error = str(e)
+            return self._settings_error
+        if self._rotation is not None:
+            self._rotation.close()
+        self._rotation = LogRotation(self._cluster.paths.logs, self._cluster.cfg.telemetry)
+        return ""
+
+
+def _other(name: str) -> str:
+    return next(other for other in AGENTS if other != name)
 
 
 def _await_end(pids: Sequence[int]) -> None:
@@ -131,7 +158,7 @@ def _await_end(pids: Sequence[int]) -> None:
     poll, opened = select.poll(), []
     try:
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has ended, or there is no descriptor left
                 opened.append(os.pidfd_open(pid))
                 poll.register(opened[-1], select.POLLIN)
         poll.poll(_PASS_S * 1000)

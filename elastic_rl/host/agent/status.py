@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
 from pydantic import ValidationError
 
+from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.cluster_records import ServiceStatus
 from elastic_rl.etcd.record import Record
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.local_cluster import AGENTS, Cluster
+from elastic_rl.runtime.backoff import doubled_s
 from elastic_rl.runtime.files import replace_file
+
+WRITE_EVERY_S = 5.0
+"""The active agent writes its status when it has changed, and so often."""
+SILENT_AFTER_S = 30.0
+"""Without a new status for so long the active agent counts as hung."""
+_READ_EVERY_S = 1.0
+_START_PAUSE_S, _START_PAUSE_MAX_S = 2.0, 60.0
 
 
 class AgentStatus(Record):
@@ -19,12 +30,17 @@ class AgentStatus(Record):
 
     name: str
     pid: int
-    services: dict[str, ServiceStatus]
+    at: float
+    """When it was written, unix seconds."""
+    error: str = ""
+    """Why the agent cannot do its work; empty if it can."""
+    services: dict[str, ServiceStatus] = {}
 
     @property
     def waiting(self) -> dict[str, str]:
-        """The services that do not run, and why, by name."""
-        return {name: service.reason for name, service in self.services.items() if service.reason}
+        """What does not run or work, and why, by name."""
+        own = {"host agent": self.error} if self.error else {}
+        return own | {name: service.reason for name, service in self.services.items() if service.reason}
 
     def save(self, path: Path) -> None:
         """Raises OSError."""
@@ -32,16 +48,43 @@ class AgentStatus(Record):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """None where no agent has written it, and for a damaged file, which the next pass replaces."""
+        """None where no agent has written it, and for a damaged file, which an agent replaces."""
         try:
             return cls.decode(path.read_bytes())
         except (OSError, ValidationError):
             return None
 
 
-def waiting_services(cluster: Cluster) -> Mapping[str, str]:
-    """What a cluster of this host waits for, by the name of the service that does not run."""
-    if not cluster.agents.running():
-        return {"host agent": "does not run, so what ends stays down; `elastic-rl up` starts it"}
-    status = AgentStatus.load(cluster.paths.agent_status)
-    return status.waiting if status is not None else {}
+class AgentWatch:
+    """What a cluster of this host waits for, for a process that uses it. Starts the host agent when neither of its
+    processes is left."""
+
+    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster, self._clock = cluster, clock
+        self._waiting: Mapping[str, str] = {}
+        self._read_at = self._start_at = float("-inf")
+        self._starts = 0
+
+    def waiting(self) -> Mapping[str, str]:
+        """Name → what it waits for, as of a second ago at most."""
+        if (now := self._clock()) - self._read_at >= _READ_EVERY_S:
+            self._read_at = now
+            try:
+                self._waiting = self._read(now)
+            except (ElasticRLError, OSError) as e:
+                self._waiting = {"host agent": f"its state cannot be read: {e}"}
+        return self._waiting
+
+    def _read(self, now: float) -> Mapping[str, str]:
+        if not self._cluster.agents.running():
+            if now >= self._start_at:
+                pause_s = doubled_s(self._starts, _START_PAUSE_S, _START_PAUSE_MAX_S) * random.uniform(0.5, 1.0)
+                self._start_at, self._starts = now + pause_s, self._starts + 1
+                self._cluster.revive(AGENTS[0])
+            return {"host agent": "has ended and is started again"}
+        status = AgentStatus.load(self._cluster.paths.agent_status)
+        if status is None:
+            return {}
+        if (silent_s := time.time() - status.at) > SILENT_AFTER_S:
+            return {"host agent": f"has not been heard for {silent_s:.0f} s"}
+        return status.waiting

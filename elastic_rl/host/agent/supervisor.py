@@ -1,6 +1,6 @@
 """Keeps the services of a local cluster running: etcd, the coordinators, the DCS node.
 
-Each pass looks at the files of the services (``service_files``). A service that has ended without a command (``down``
+Each pass reads the files of the services (``service_files``). A service that has ended without a command (``down``
 deletes its file) is started again on its data and its port, when ``restart_policy`` says so. A pass sees that a process
 has ended; whether one that runs still works is the coordinator's to find out.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -27,7 +27,7 @@ from elastic_rl.etcd.records import Severity
 from elastic_rl.host import etcd_server
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.local_cluster import AGENTS, Cluster, last_message
 from elastic_rl.host.service_files import ServiceRecord
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 _EVENT_BUDGET_S = 1.0
 """Time for an event; an etcd that does not answer must not delay the restart of another service."""
 _EVENT_RETRY_S = 3.0
+_REPORTED_AFTER_S = 3.0
+"""A restart is an event once the service has run for so long."""
+_NEEDS_NO_ETCD = (etcd_server.SERVICE, *AGENTS)
 
 
 class ServiceSupervisor:
@@ -53,19 +56,25 @@ class ServiceSupervisor:
         """Those of them that are not in the event log yet."""
         self._report_at = 0.0
 
-    def tick(self, cluster: Cluster, info: ClusterInfo) -> dict[str, ServiceStatus]:
-        """One pass over the services of a cluster, which starts those that are due. Returns how they are, by name.
+    def supervise(self, cluster: Cluster, info: ClusterInfo | None, standby: str) -> dict[str, ServiceStatus]:
+        """One pass: starts the standby of the agent and the services that are due. Returns how all are, by name.
 
-        ``cluster``: with the settings that its services are started with. ``info``: its addresses."""
-        records = sorted(cluster.services.all(), key=lambda r: r.name != etcd_server.SERVICE)
+        ``cluster``: with the settings that its services are started with. ``info``: its addresses; None while a command
+        is starting it, when nothing is started here. ``standby``: name of the agent's other process."""
+        records = [cluster.agents.get(standby) or ServiceRecord(standby),
+                   *sorted(cluster.services.all(), key=lambda r: r.name != etcd_server.SERVICE)]
         for name in self._states.keys() - {r.name for r in records}:  # `down` has ended it
             del self._states[name]
         for record in records:
-            self._look(cluster, info, record)
-        self._report(cluster, info)
-        return self._describe(records)
+            try:
+                self._supervise(cluster, info, record)
+            except Exception:  # a defect that shows with one service must not leave the others down
+                log.exception("%s cannot be supervised", record.name)
+        if info is not None:
+            self._report(cluster, info)
+        return {r.name: self._status(cluster, r) for r in records}
 
-    def _look(self, cluster: Cluster, info: ClusterInfo, record: ServiceRecord) -> None:
+    def _supervise(self, cluster: Cluster, info: ClusterInfo | None, record: ServiceRecord) -> None:
         name, now = record.name, self._clock()
         before = self._states.get(name)
         if record.running:
@@ -79,7 +88,7 @@ class ServiceSupervisor:
         if state.phase is Phase.ENDED and (before is None or before.phase is Phase.RUNNING):
             log.warning("%s has ended; end %d in a row", name, state.ends)
         self._states[name] = state
-        if state.due(now) and (name == etcd_server.SERVICE or _etcd_answers(info)):
+        if info is not None and state.due(now) and (name in _NEEDS_NO_ETCD or _etcd_answers(info)):
             self._states[name] = self._start(cluster, name, state)
 
     def _start(self, cluster: Cluster, name: str, state: ServiceState) -> ServiceState:
@@ -93,15 +102,16 @@ class ServiceSupervisor:
             return restart_policy.on_start_failed(state, self._clock(), self._limits, jitter=random.random())
         self._faults.pop(name, None)
         self._restarts[name] = self._restarts.get(name, 0) + 1
-        self._unreported[name] = self._unreported.get(name, 0) + 1
+        if name not in AGENTS:
+            self._unreported[name] = self._unreported.get(name, 0) + 1
         return restart_policy.on_started(state, self._clock(), self._limits)
 
-    def _describe(self, records: Iterable[ServiceRecord]) -> dict[str, ServiceStatus]:
-        return {r.name: ServiceStatus(state=RunState(self._states[r.name].phase.value), pid=r.pid,
-                                      restarts=self._restarts.get(r.name, 0), reason=self._reason(r.name))
-                for r in records}
+    def _status(self, cluster: Cluster, record: ServiceRecord) -> ServiceStatus:
+        state = self._states[record.name]
+        return ServiceStatus(state=RunState(state.phase.value), pid=record.pid,
+                             restarts=self._restarts.get(record.name, 0), reason=self._reason(cluster, record.name))
 
-    def _reason(self, name: str) -> str:
+    def _reason(self, cluster: Cluster, name: str) -> str:
         """What a service that has ended waits for; empty for one that runs."""
         now, state = self._clock(), self._states[name]
         if state.phase is not Phase.ENDED:
@@ -109,18 +119,26 @@ class ServiceSupervisor:
         left_s = max(0.0, state.start_at - now)
         if fault := self._faults.get(name):
             return f"has ended and cannot be started: {fault}; next try in {left_s:.0f} s"
-        if state.due(now) and name != etcd_server.SERVICE:
+        if state.due(now) and name not in _NEEDS_NO_ETCD:
             return "has ended and is started again when etcd answers"
-        return f"has ended and is started again in {left_s:.0f} s"
+        again = f"is started again in {left_s:.0f} s"
+        if state.ends == 1:
+            return f"has ended and {again}"
+        log_file = cluster.paths.log(name)
+        return f"has ended {state.ends} times in a row ({last_message(log_file)}; see {log_file}) and {again}"
 
     # -- events --------------------------------------------------------------------------------------------------------
     def _report(self, cluster: Cluster, info: ClusterInfo) -> None:
-        """Writes an event for each service that was started again; several starts are one event while etcd is away."""
-        if not self._unreported or self._clock() < self._report_at:
+        """Writes an event for each service that was started again and has run for a while since. Several starts are one
+        event: while etcd is away, and for a service that keeps ending."""
+        now = self._clock()
+        due = {name: count for name, count in self._unreported.items() if name in self._states
+               and self._states[name].phase is Phase.RUNNING and now - self._states[name].since >= _REPORTED_AFTER_S}
+        if not due or now < self._report_at:
             return
         try:
             with EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=_EVENT_BUDGET_S) as etcd:
-                for name, count in list(self._unreported.items()):
+                for name, count in due.items():
                     times = f", {count} times" if count > 1 else ""
                     kind, subject = event_of(name)
                     events.emit(etcd, Keys(info.job), kind, subject,
@@ -128,7 +146,7 @@ class ServiceSupervisor:
                                 severity=Severity.WARNING, restarts=count)
                     del self._unreported[name]
         except ElasticRLError as e:
-            log.warning("the restart of %s is not in the event log yet: %s", ", ".join(self._unreported), e)
+            log.warning("the restart of %s is not in the event log yet: %s", ", ".join(due), e)
             self._report_at = self._clock() + _EVENT_RETRY_S
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import kept_state, processes
-from elastic_rl.host.agent.status import AgentStatus, waiting_services
+from elastic_rl.host.agent.status import AgentStatus, AgentWatch
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.net import http_client
@@ -174,33 +175,77 @@ def test_etcd_whose_data_are_gone_is_not_started_on_an_empty_folder(up: Up) -> N
     data = up.cluster.dir / "etcd"
     data.rename(data.with_name("elsewhere"))
     kill(old := up.pid("etcd-0"))
-    wait_until(lambda: any("are gone" in line for line in waiting_services(up.cluster).values()), what="the reason")
+    watch = AgentWatch(up.cluster)
+    wait_until(lambda: any("are gone" in line for line in watch.waiting().values()), what="the reason")
     assert not up.pid("etcd-0") and not data.exists()
     data.with_name("elsewhere").rename(data)
     up.await_new("etcd-0", old)
 
 
-def test_cluster_goes_down_with_its_owner_and_keeps_its_state(tmp_path: Path) -> None:
+@pytest.fixture
+def owned(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(config.parse({"job": "owned", "run_dir": str(tmp_path)}))
+    yield cluster
+    cluster.down()
+
+
+def start_owner(cluster: Cluster, said: str) -> subprocess.Popen[bytes]:
+    """Starts a process that owns the cluster and starts it; returns when it has said something."""
     program = f"""
-import sys, time
+import time
 from elastic_rl import config
 from elastic_rl.host.local_cluster import Cluster
-cluster = Cluster(config.parse({{"job": "owned", "run_dir": {str(tmp_path)!r}, "dcs": {{"arena_bytes": 1 << 25}},
-                                "coordinator": {{"replicas": 1}}}}))
+cluster = Cluster(config.parse({{
+    "job": "owned", "run_dir": {str(cluster.cfg.run_dir)!r}, "coordinator": {{"replicas": 1}},
+    "dcs": {{"arena_bytes": 1 << 25}}}}), say=lambda line: print(line, flush=True))
 with cluster.owned():
     cluster.up()
     print("up", flush=True)
     time.sleep(3600)
 """
-    log = tmp_path / "log"
+    log = cluster.cfg.run_dir / "log"
     owner = processes.spawn([sys.executable, "-c", program], log=log)
-    cluster = Cluster(config.parse({"job": "owned", "run_dir": str(tmp_path)}))
-    try:
-        wait_until(lambda: "up" in log.read_text().splitlines(), what="the cluster", alive=lambda: owner.poll() is None)
-        with pytest.raises(ConfigError, match="already being trained"), cluster.owned():
-            pass
-        os.kill(owner.pid, signal.SIGKILL)
-        wait_until(lambda: not processes.marked(str(cluster.dir), OWNER_ENV), what="the end of everything")
-        assert kept_state.can_continue(cluster.cfg) and not cluster.segments() and cluster.is_down
-    finally:
-        cluster.down()
+    wait_until(lambda: said in log.read_text().splitlines(), what=said, alive=lambda: owner.poll() is None)
+    return owner
+
+
+def assert_goes_down(cluster: Cluster) -> None:
+    wait_until(lambda: not processes.marked(str(cluster.dir), OWNER_ENV), what="the end of everything")
+    assert not cluster.segments() and not cluster.up_before and not cluster.paths.owner_lock.exists()
+
+
+def test_cluster_goes_down_with_its_owner_and_keeps_its_state(owned: Cluster) -> None:
+    owner = start_owner(owned, "up")
+    with pytest.raises(ConfigError, match="already being trained"), owned.owned():
+        pass
+    os.kill(owner.pid, signal.SIGKILL)
+    assert_goes_down(owned)
+    assert kept_state.can_continue(owned.cfg)
+
+
+@parametrize("said", ["starting coordinator-0", "starting etcd-0", "starting dcs-node-0"],
+             proved_in="tests/integration/host/test_host_agent.py", why="further moments of a start")
+def test_owner_killed_while_it_starts_the_cluster_leaves_nothing_running(owned: Cluster, said: str) -> None:
+    os.kill(start_owner(owned, said).pid, signal.SIGKILL)
+    assert_goes_down(owned)
+
+
+def test_agent_ends_what_a_killed_command_was_stopping(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    up.active_agent()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(up.cluster, "_stop", killed)
+        up.cluster.down()
+    assert_goes_down(up.cluster)
+
+
+def test_settings_that_cannot_be_read_stop_no_supervision(up: Up) -> None:
+    up.active_agent()
+    up.cluster.paths.settings.write_text("no: setting\n")
+    watch, old = AgentWatch(up.cluster), up.pid("coordinator-0")
+    wait_until(lambda: "host agent" in watch.waiting(), what="the fault")
+    kill(old)
+    up.await_new("coordinator-0", old)

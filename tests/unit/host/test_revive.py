@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import cluster_lock, cluster_settings, processes
 from elastic_rl.host.agent.restart_policy import RestartLimits, ServiceState
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.local_cluster import AGENTS, Cluster
 from elastic_rl.net.addresses import free_port
 
 
@@ -36,7 +38,9 @@ class Ended:
             self._start(name, url, ["true"])
         wait_until(lambda: not self.cluster.services.running(), what="the end of the services")
         self.started: list[tuple[str, str]] = []
+        self.agents: list[str] = []
         monkeypatch.setattr(self.cluster, "_spawn", self._spawn)
+        monkeypatch.setattr(self.cluster, "_start_agent", self.agents.append)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self.started.append((name, url))
@@ -47,8 +51,9 @@ class Ended:
 
     def tick(self, supervisor: ServiceSupervisor) -> Mapping[str, str]:
         """One pass; returns what the services that do not run wait for."""
-        status = supervisor.tick(self.cluster, self.info)
-        return {name: service.reason for name, service in status.items() if service.state == "ended"}
+        status = supervisor.supervise(self.cluster, self.info, AGENTS[1])
+        return {name: service.reason for name, service in status.items()
+                if service.state == "ended" and name not in AGENTS}
 
     def url(self, name: str) -> str:
         record = self.cluster.services.get(name)
@@ -142,3 +147,59 @@ def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(en
     (ended.cluster.dir / "etcd" / "member").mkdir()
     now[0] += limits.longest_wait_s
     assert "etcd-0" not in ended.tick(supervisor) and [name for name, _ in ended.started] == ["etcd-0"]
+
+
+def test_supervisor_starts_its_standby_with_backoff(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: True)
+    supervisor = ServiceSupervisor(clock=lambda: 5.0)
+    monkeypatch.setattr(supervisor, "_report", lambda *_: None)
+    for _ in range(5):
+        ended.tick(supervisor)
+    assert ended.agents == [AGENTS[1]], "it has not come up: the next start has to wait"
+
+
+def test_defect_with_one_service_leaves_no_other_one_down(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: True)
+    shutil.copy(ended.cluster.services.folder / "coordinator-0.json",
+                ended.cluster.services.folder / "coordinator-x.json")
+    spawn = ended.cluster._spawn
+
+    def fail_for_node(name: str, cmd: list[str], **more: str) -> int:
+        if name.startswith("dcs-"):
+            raise ValueError("a defect")
+        return spawn(name, cmd, **more)
+
+    monkeypatch.setattr(ended.cluster, "_spawn", fail_for_node)
+    supervisor = ServiceSupervisor()
+    monkeypatch.setattr(supervisor, "_report", lambda *_: None)
+    assert ended.tick(supervisor).keys() >= {"coordinator-x", "dcs-node-0"}
+    assert [name for name, _ in ended.started] == ["etcd-0", "coordinator-0"]
+
+
+def test_restart_is_reported_once_the_service_has_run_for_a_while(
+        ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that keeps ending would be an event, and an alert, every half a minute."""
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: True)
+    now, reported = [5.0], []
+
+    class Etcd:
+        @classmethod
+        def from_config(cls, *_: object, **__: object) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr("elastic_rl.host.agent.supervisor.EtcdClient", Etcd)
+    monkeypatch.setattr("elastic_rl.host.agent.supervisor.events.emit",
+                        lambda etcd, keys, kind, subject, text, **more: reported.append((subject, more["restarts"])))
+    supervisor = ServiceSupervisor(limits=RestartLimits(backoff_initial_s=0.0), clock=lambda: now[0])
+    for _ in range(3):
+        ended.tick(supervisor)
+        record = ended.cluster.services.get("etcd-0")
+        assert record is not None
+        processes.stop(record.pid)
+        ended.tick(supervisor)
+    assert reported == []
+    now[0] += 1.0
+    ended.tick(supervisor)
+    now[0] += 5.0
+    ended.tick(supervisor)
+    assert [restarts for subject, restarts in reported if subject == "etcd-0"] == [supervisor._restarts["etcd-0"]]

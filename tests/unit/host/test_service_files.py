@@ -40,7 +40,7 @@ class Services(ServiceFiles):
 def services(tmp_path: Path) -> Iterator[Services]:
     out = Services(tmp_path)
     yield out
-    for pid in {pid for path in out.folder.glob("*.json*") for pid in service_files._holders(path)}:
+    for pid in {pid for path in out.folder.glob("*.json") for pid in service_files._holders(path)}:
         psutil.Process(pid).kill()
 
 
@@ -120,10 +120,38 @@ def test_what_a_dead_service_has_forked_does_not_count_as_it(services: Services)
     [forked] = psutil.Process(record.pid).children()
     services.kill()
     assert psutil.pid_exists(forked.pid) and services.get("a") == ServiceRecord("a")
+    services.end_leftovers("a")
     services.sleep()
     wait_until(lambda: not psutil.pid_exists(forked.pid) or forked.status() == psutil.STATUS_ZOMBIE,
                what="the end of the forked process")
     assert services.runs("a")
+
+
+def test_readers_of_a_file_are_neither_the_service_nor_killed(services: Services) -> None:
+    services.sleep()
+    services.kill()
+    path = services.folder / "a.json"
+    program = f"import fcntl, time; f = open({str(path)!r}); fcntl.flock(f, fcntl.LOCK_SH); print('up', flush=True); " \
+              "time.sleep(2); f.close(); time.sleep(600)"
+    reader = processes.spawn([sys.executable, "-c", program], log=services._log)
+    wait_until(lambda: "up" in services._log.read_text(), what="the reader")
+    try:
+        assert services.get("a") == ServiceRecord("a")
+        services.end_leftovers("a")
+        services.sleep()
+        assert services.runs("a") and reader.poll() is None
+    finally:
+        reader.kill()
+
+
+def test_service_that_only_another_machine_sees_runs_elsewhere(
+        services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = services.sleep()
+    with monkeypatch.context() as patched:
+        patched.setattr(service_files, "_holds", lambda pid, path: False)  # as in another container
+        record = services.get("a")
+        assert record is not None and record.elsewhere and record.running
+    assert services.running() == [ServiceRecord("a", "", pid, running=True)]
 
 
 def test_clear_forgets_every_service(services: Services) -> None:
