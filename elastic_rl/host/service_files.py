@@ -143,13 +143,20 @@ def _holders(path: Path) -> Iterator[int]:
 
 
 def _holds(pid: int, path: Path) -> bool:
-    """Whether a process holds the lock of the file, and not merely has it open. Touches no other file that the process
-    has open: one may be on a file system that does not answer."""
+    """Whether a process holds the lock of the file, and not merely has it open."""
     try:
-        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == str(path)
-                   and _LOCK_LINE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text())
-                   for fd in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # it has ended or closed a file, or is another user's
+        return any(_locks(pid, fd, path) for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def _locks(pid: int, fd: str, path: Path) -> bool:
+    """Whether an open file of a process is this one, with the lock. Other files are not touched: one may be on a file
+    system that does not answer."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}") == str(path) and bool(
+            _LOCK_LINE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text()))
+    except OSError:  # closed meanwhile
         return False
 
 

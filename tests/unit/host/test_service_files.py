@@ -154,6 +154,20 @@ def test_service_that_only_another_machine_sees_runs_elsewhere(
     assert services.running() == [ServiceRecord("a", "", pid, running=True)]
 
 
+def test_service_finds_itself(services: Services) -> None:
+    """It opens and closes files of its own while it looks through them."""
+    program = f"""
+import time
+from pathlib import Path
+from elastic_rl.host.service_files import ServiceFiles
+print(all(ServiceFiles(Path({str(services.folder)!r})).get("a").pid for _ in range(20)), flush=True)
+time.sleep(600)
+"""
+    services.start("a", [sys.executable, "-c", program], log=services._log)
+    wait_until(lambda: services._log.read_text().strip(), what="the answer")
+    assert services._log.read_text().strip() == "True"
+
+
 def test_clear_forgets_every_service(services: Services) -> None:
     services.sleep()
     services.kill()
