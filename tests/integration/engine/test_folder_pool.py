@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ class Judges:
         self.testbed = testbed
         self.model_dir = make_model_dir(folder / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
         self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log", request_timeout_s=60.0,
-                                    key_file=engine_key_file(testbed.ctx.config))
+                                    key_file=partial(engine_key_file, testbed.ctx.config))
         self.router.start()
         ctx, pools = testbed.ctx, {POOL: PoolConfig(model=str(self.model_dir), engine={"max_total_tokens": 2048})}
         self.ctx = ctx.model_copy(update={
