@@ -163,11 +163,11 @@ ALERTS_UNDELIVERED = EventKind("alerts.undelivered", "an alert was dropped befor
 LEADER_ELECTED = EventKind("leader.elected", "a coordinator replica leads")
 LEADER_ABSENT = EventKind("leader.absent", "there was no leader for longer than `alerts.leader_gap_s`; the next one "
                           "says so", alert="leader.absent", one_time=True)
-ETCD_RESTARTED = EventKind("etcd.restarted", "`train` has started its etcd again", counted="etcd",
+ETCD_RESTARTED = EventKind("etcd.restarted", "the host agent has started the cluster's etcd again", counted="etcd",
                            alert="etcd.restarted", one_time=True)
-DCS_RESTARTED = EventKind("dcs.restarted", "`train` has started a node of its cluster again", counted="dcs",
+DCS_RESTARTED = EventKind("dcs.restarted", "the host agent has started a node again", counted="dcs",
                           alert="dcs.restarted", one_time=True)
-COORDINATOR_RESTARTED = EventKind("coordinator.restarted", "`train` has started a replica of its cluster again",
+COORDINATOR_RESTARTED = EventKind("coordinator.restarted", "the host agent has started a replica again",
                                   counted="coordinator", alert="coordinator.restarted", one_time=True)
 DCS_CATALOG_MISMATCH = EventKind("dcs.catalog_mismatch", "etcd has no catalog, another one or an older one than the "
                                  "nodes", alert="dcs.catalog_mismatch")
