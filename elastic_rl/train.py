@@ -52,8 +52,9 @@ from elastic_rl.telemetry.log_files import ray_environment
 
 # Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone.
 _RAY_ENV = {**RAY_PRIORITY, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
-            # Of another cluster of the user's: Ray would take its token in place of the job's own, or that cluster.
-            "RAY_AUTH_TOKEN": None, "RAY_ADDRESS": None}
+            # A token or an address of another cluster of the user's would count instead of the job's. The driver sets
+            # RAY_AUTH_TOKEN_PATH to the file of its epoch.
+            "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None, "RAY_ADDRESS": None}
 
 
 log = logging.getLogger(__name__)
@@ -221,8 +222,8 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
 def _driver_environment(cfg: Config) -> dict[str, str | None]:
     """What the driver's environment has besides this process's own; None: a variable that it does not have."""
     paths = JobPaths.of(cfg)
-    return {processes.RUN_MARK: str(paths.private), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(paths.ray_token),
-            **leftovers.temp_environment(paths), **ray_environment(cfg.telemetry), **cfg.device.environment()}
+    return {processes.RUN_MARK: str(paths.private), **_RAY_ENV, **leftovers.temp_environment(paths),
+            **ray_environment(cfg.telemetry), **cfg.device.environment()}
 
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:

@@ -102,8 +102,7 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False
     from elastic_rl.host.paths import jobs_with_cluster
     given = _given(ctx, file)
     where = Cluster(cluster_settings.location(given))
-    if not _names_job(ctx, file) and not where.paths.info.exists():
-        up = jobs_with_cluster(where.cfg.run_dir)
+    if not _names_job(ctx, file) and where.cfg.job not in (up := jobs_with_cluster(where.cfg.run_dir)):
         if len(up) > 1:
             raise ConfigError(f"several clusters are up: {', '.join(up)}", hint="name one with --job=NAME")
         if up:

@@ -44,7 +44,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.witness import HostWitness
-from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_server import HttpServer
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
@@ -69,9 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         cfg = config.load(args.config)
         logs.setup(args.replica, cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
-        token = ClusterSecret.read(args.secret).dcs(cfg.job) if args.secret else ""
+        dcs_security = Security.from_config(cfg, args.secret, required=args.secret is not None)
         return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port, tokens_file=args.tokens,
-                                 dcs_security=Security.from_config(cfg.dcs, token), logs_folder=args.logs))
+                                 dcs_security=dcs_security, logs_folder=args.logs))
     except (PreflightFailed, ConfigError) as e:
         log.error("%s", e)
         return EXIT_PREFLIGHT

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from elastic_rl.config import DcsConfig
+from elastic_rl.config import Config, DcsConfig
 from elastic_rl.errors import ConfigError
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.tls import ReloadingContext
 
 
@@ -26,17 +27,18 @@ class Security:
     """Both None: no TLS."""
 
     @classmethod
-    def from_config(cls, cfg: DcsConfig, token: str = "") -> Self:
-        """Reads the files that ``dcs`` names. ``token``: the one of the job, unless ``dcs.token_file`` names another.
+    def from_config(cls, cfg: Config, secret: Path | None, *, required: bool) -> Self:
+        """Reads the files that the settings name. The token is that of ``dcs.token_file``, which needs no secret, else
+        the job's, derived from the cluster's secret in the file ``secret``. ``required``: without either this raises
+        ConfigError; else the process then has no token.
 
         Raises ConfigError, which names the setting and the file.
         """
-        if cfg.token_file:
-            token = _token(Path(cfg.token_file).expanduser())
-        if not cfg.tls_cert:
+        token = _token(cfg, secret, required=required)
+        if not cfg.dcs.tls_cert:
             return cls(token)
-        files = (cfg.tls_cert, cfg.tls_key, cfg.tls_ca)
-        return cls(token, *(ReloadingContext(partial(_context, cfg, protocol), files)
+        files = (cfg.dcs.tls_cert, cfg.dcs.tls_key, cfg.dcs.tls_ca)
+        return cls(token, *(ReloadingContext(partial(_context, cfg.dcs, protocol), files)
                             for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)))
 
     @property
@@ -63,7 +65,18 @@ class Security:
                                "dcs.tls_cert, dcs.tls_key and dcs.tls_ca, or bind a loopback address")
 
 
-def _token(path: Path) -> str:
+def _token(cfg: Config, secret: Path | None, *, required: bool) -> str:
+    if cfg.dcs.token_file:
+        return _token_in(Path(cfg.dcs.token_file).expanduser())
+    if secret is not None and (required or secret.exists()):
+        return ClusterSecret.read(secret).dcs(cfg.job)
+    if required:
+        raise ConfigError(f"there is no token for the DCS nodes of job {cfg.job}",
+                          hint="name the cluster's secret with --secret, or a file with a token in dcs.token_file")
+    return ""
+
+
+def _token_in(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import shutil
 import subprocess
@@ -144,7 +145,8 @@ class ComputePlane:
             shutil.rmtree(ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
             try:
                 private_folder(ray_dir.parent)
-                ray_token_file(cfg, self.ctx.epoch)  # which Ray reads when it starts
+                # Ray reads it when it starts, and its processes inherit it.
+                os.environ["RAY_AUTH_TOKEN_PATH"] = str(ray_token_file(cfg, self.ctx.epoch))
                 ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
                          object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_dir),
                          _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)

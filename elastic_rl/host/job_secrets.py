@@ -3,6 +3,7 @@ no other way. A file may be removed at any time: who starts such a program write
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from elastic_rl.config import Config
@@ -13,12 +14,11 @@ from elastic_rl.runtime.files import replace_file
 
 
 def dcs_security(cfg: Config, *, required: bool = False) -> Security:
-    """What a process of the job needs to call DCS nodes and trainer ranks. Without a cluster on this host that has made
-    a secret the token is the one of ``dcs.token_file``, or none. ``required``: there must be one, for who serves:
-    without a token everybody is admitted. Raises ConfigError."""
-    secret = ClusterPaths.of(cfg).secret
-    derives = not cfg.dcs.token_file and (required or secret.exists())
-    return Security.from_config(cfg.dcs, ClusterSecret.read(secret).dcs(cfg.job) if derives else "")
+    """What a process of the job needs to call DCS nodes and trainer ranks. Where the job's cluster is not up on this
+    host, its nodes are those of other hosts and may have no token, so none is needed. ``required``: there must be one
+    all the same, for a process that serves. Raises ConfigError."""
+    paths = ClusterPaths.of(cfg)
+    return Security.from_config(cfg, paths.secret, required=required or paths.info.exists())
 
 
 def engine_key(cfg: Config) -> str:
@@ -32,15 +32,26 @@ def engine_key_file(cfg: Config) -> Path:
 
 
 def ray_token_file(cfg: Config, epoch: int) -> Path:
-    """The file with the token of the Ray of an epoch. Ray reads it when it starts, or connects. The processes of an
-    earlier epoch read the file of this one, and are refused. Raises ConfigError and OSError."""
-    return _written(JobPaths.of(cfg).ray_token, ClusterSecret.read(ClusterPaths.of(cfg).secret).ray(cfg.job, epoch))
+    """The file with the token of the Ray of an epoch, for RAY_AUTH_TOKEN_PATH. Ray reads it when it starts, or
+    connects. Each epoch has its file, so that no process of an earlier one presents the token of this one; the files of
+    earlier epochs are removed. Raises ConfigError and OSError."""
+    job, secret = JobPaths.of(cfg), ClusterSecret.read(ClusterPaths.of(cfg).secret)
+    for earlier, path in job.ray_tokens().items():
+        if earlier < epoch:
+            path.unlink(missing_ok=True)
+    return _written(job.ray_token(epoch), secret.ray(cfg.job, epoch))
+
+
+def remove_secret_files(job: JobPaths) -> None:
+    """Removes what ``engine_key_file`` and ``ray_token_file`` have written."""
+    for path in job.secret_files():
+        path.unlink(missing_ok=True)
 
 
 def _written(path: Path, secret: str) -> Path:
     if not _has(path, secret):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, secret, private=True)
+        replace_file(path, secret, private=True, mark=str(os.getpid()))  # engines and routers start at the same time
     return path
 
 

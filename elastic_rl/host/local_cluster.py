@@ -41,12 +41,11 @@ from elastic_rl.host import (
 )
 from elastic_rl.host.address import own_address
 from elastic_rl.host.cluster_lock import taken
-from elastic_rl.host.job_secrets import engine_key_file
+from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
-from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import preflight_writes, private_folder, require_own_folder
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
@@ -127,7 +126,7 @@ class Cluster:
             self._say("starting the host agent")
             self._start_agent(AGENTS[0])
         endpoints = self._etcd(running)
-        self._secrets()
+        self._secrets(running)
         coordinators = self._start_coordinators(running, endpoints)
         node_pid = self._start_dcs_node(running, endpoints)
         self._await_coordinators(coordinators)
@@ -362,10 +361,15 @@ class Cluster:
         finally:
             etcd.close()
 
-    def _secrets(self) -> None:
+    def _secrets(self, running: set[str]) -> None:
         """Creates the cluster's secret, unless it is there, and the files with tokens that are derived from it. Raises
-        ConfigError for a damaged secret, and for damaged credentials."""
-        cluster_secrets.write_tokens(self.paths, ClusterSecret.create(self.paths.secret), self._say)
+        ConfigError for a damaged secret, and for damaged credentials. A cluster whose services are ``running`` must not
+        get a second secret: they would refuse what is started with it, so without their secret this raises
+        PreflightFailed."""
+        if running and not self.paths.secret.exists():
+            raise PreflightFailed(f"{self.paths.secret} is gone, the secret that the cluster's services run with",
+                                  hint="`elastic-rl down`, then `elastic-rl up`")
+        cluster_secrets.write_secrets(self.paths, self._say)
         engine_key_file(self.cfg)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
@@ -533,8 +537,7 @@ class Cluster:
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.services.clear()
         self._unlink_segments()
-        for path in (self._job.ray_token, self._job.engine_key):
-            path.unlink(missing_ok=True)
+        remove_secret_files(self._job)
         self._disown()
         if purge:
             kept_state.delete(self.cfg)

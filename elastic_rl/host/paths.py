@@ -1,8 +1,9 @@
 """Where everything is that this project keeps on a host: the only module that knows the layout of folders and files.
 
-What is of the cluster is apart from what is of a job, by what a file is about and not by who writes it. Both are made
-from the settings, which name one folder, ``run_dir``. Who may not import this module (the coordinator, the DCS and what
-is below them) is given the paths that it needs.
+``ClusterPaths`` has the files of a cluster, ``JobPaths`` those of a job: a file belongs to what it describes, whichever
+process writes it. Both are made from the settings, which name one folder, ``run_dir``. The layers below this package
+(the coordinator, the DCS, and what these import) may not import this module: their callers pass the paths that they
+need.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ClusterPaths:
 
     @property
     def unsaved(self) -> Path:
-        """A file beside ``stopped`` where the DCS node did not end in order: only the chunks on its disk are kept."""
+        """An empty file that ``down`` leaves where the DCS node was killed before it had saved all chunks: only those
+        on its disk are kept."""
         return self.folder / "unsaved"
 
     @property
@@ -201,10 +203,18 @@ class JobPaths:
         """File of the key that engines and routers ask for (``job_secrets``)."""
         return self.private / "engine.key"
 
-    @property
-    def ray_token(self) -> Path:
-        """File of the token that the job's Ray asks for (``job_secrets``)."""
-        return self.private / "ray.token"
+    def ray_token(self, epoch: int) -> Path:
+        """File of the token that the job's Ray asks for in an epoch (``job_secrets``)."""
+        return self.private / f"ray-{epoch}.token"
+
+    def ray_tokens(self) -> dict[int, Path]:
+        """The files of ``ray_token`` that are there, by epoch."""
+        found = ((re.fullmatch(r"ray-(\d+)\.token", path.name), path) for path in self.private.glob("ray-*.token"))
+        return {int(match[1]): path for match, path in found if match}
+
+    def secret_files(self) -> list[Path]:
+        """All files of ``engine_key`` and ``ray_token``, also unfinished ones of processes that were killed."""
+        return [*self.private.glob("engine.key*"), *self.private.glob("ray-*.token*")]
 
     @property
     def disk(self) -> Path:
@@ -242,6 +252,6 @@ class JobPaths:
 
 
 def jobs_with_cluster(run_dir: Path) -> list[str]:
-    """The jobs below ``run_dir`` whose cluster was started and not stopped."""
+    """The jobs below ``run_dir`` whose cluster was started and not stopped, of those that this user may look at."""
     found = (JobPaths(folder) for folder in run_dir.glob("*"))
-    return sorted(job.folder.name for job in found if ClusterPaths(job.private).info.exists())
+    return sorted(job.folder.name for job in found if os.path.exists(ClusterPaths(job.private).info))

@@ -17,7 +17,7 @@ from elastic_rl.net import secret_file
 from elastic_rl.runtime.files import replace_file
 
 _WHAT = "the secret of the cluster"
-_ANEW = "stop the cluster, remove the file, and `elastic-rl up` makes another one, with other tokens"
+_HOW_TO_REPLACE = "`elastic-rl down`, remove the file, and `elastic-rl up` makes another one, with other tokens"
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,19 @@ class ClusterSecret:
     value: str = field(repr=False)
 
     @classmethod
-    def create(cls, path: Path) -> Self:
-        """The secret in a file, which is made unless it is there. Raises OSError, and ConfigError as ``read`` for one
-        that is there."""
-        if not path.exists():
-            replace_file(path, secrets.token_hex(32), private=True, durable=True)
-        return cls.read(path)
+    def generate(cls) -> Self:
+        """A new secret of 256 random bits."""
+        return cls(secrets.token_hex(32))
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ConfigError, which names the file, for one that cannot be read, is no secret, or is not this user's
         alone."""
-        return cls(secret_file.read(path, what=_WHAT, made_by="`elastic-rl up`", anew=_ANEW))
+        return cls(secret_file.read(path, what=_WHAT, made_by="`elastic-rl up`", how_to_replace=_HOW_TO_REPLACE))
+
+    def save(self, path: Path) -> None:
+        """Writes the file, which its owner alone may read. Raises OSError."""
+        replace_file(path, self.value, private=True, durable=True)
 
     # -- tokens: 64 hexadecimal characters. Names of jobs have no slash, so no purpose is another one's --------------
     def dcs(self, job: str) -> str:

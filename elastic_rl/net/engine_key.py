@@ -17,12 +17,13 @@ KEY_FILE_ENV = "ELASTIC_RL_ENGINE_KEY_FILE"
 
 OTHER_KEY = "it asks for another key than that of the job: `elastic-rl restart job` starts all that use it again"
 """What to do when an engine or a router of the job answers 401."""
-_ANEW = "remove the file: `elastic-rl up`, and each start of the job or of an engine, makes it again"
+_HOW_TO_REPLACE = "remove the file: `elastic-rl up`, and each start of a router or an engine, writes it again"
 
 
 def read_key(path: Path) -> str:
     """Raises ConfigError, which names the file, for one that cannot be read, is no key, or is not this user's alone."""
-    return secret_file.read(path, what="the key of the engines", made_by="`elastic-rl up`", anew=_ANEW)
+    return secret_file.read(path, what="the key of the engines", made_by="`elastic-rl up`",
+                            how_to_replace=_HOW_TO_REPLACE)
 
 
 def key_headers(key: str) -> dict[str, str]:

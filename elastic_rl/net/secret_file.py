@@ -13,10 +13,10 @@ _LENGTHS = range(32, 257)
 _MAX_BYTES = 4096
 
 
-def read(path: Path, *, what: str, made_by: str, anew: str) -> str:
-    """The secret in a file. ``what``: its name in errors. ``made_by``, ``anew``: what makes the file, and how to get
-    another one. Raises ConfigError, which names the file, for one that cannot be read, is no secret, or is not this
-    user's alone."""
+def read(path: Path, *, what: str, made_by: str, how_to_replace: str) -> str:
+    """The secret in a file. ``what``: its name in errors. ``made_by``, ``how_to_replace``: what makes the file, and how
+    the user gets another one. Raises ConfigError, which names the file, for one that cannot be read, is no secret, or
+    is not this user's alone."""
     try:
         with path.open("rb") as file:
             status, raw = os.fstat(file.fileno()), file.read(_MAX_BYTES)
@@ -27,8 +27,8 @@ def read(path: Path, *, what: str, made_by: str, anew: str) -> str:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
         raise ConfigError(f"{what}, {path}, belongs to user {status.st_uid} and has the mode {mode:03o}: others than "
-                          "the user of the job may know it", hint=anew)
+                          "the user of the job may know it", hint=how_to_replace)
     if not (secret.isascii() and secret.isprintable() and len(secret) in _LENGTHS):
         raise ConfigError(f"{what}, {path}, is not one line of {_LENGTHS[0]} to {_LENGTHS[-1]} printable ASCII "
-                          "characters", hint=anew)
+                          "characters", hint=how_to_replace)
     return secret

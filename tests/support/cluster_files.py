@@ -11,4 +11,6 @@ def make_secret(cfg: Config) -> ClusterSecret:
     """Makes the secret of the cluster of these settings, unless it is there, and returns it."""
     path = ClusterPaths.of(cfg).secret
     path.parent.mkdir(parents=True, exist_ok=True)
-    return ClusterSecret.create(path)
+    if not path.exists():
+        ClusterSecret.generate().save(path)
+    return ClusterSecret.read(path)

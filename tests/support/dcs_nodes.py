@@ -26,7 +26,8 @@ def spawn_node(etcd_servers: Sequence[str], keys: Keys, node_id: str, folder: Pa
     """
     settings = {"arena_bytes": 32 << 20, "disk_dir": folder / "disk", "disk_bytes": 0, "verify_every_s": 0, **dcs}
     return spawn(
-        "elastic_rl.dcs.node.service", "--etcd", ",".join(etcd_servers), "--id", node_id, f"--job={keys.job}",
+        "elastic_rl.dcs.node.service", "--etcd", ",".join(etcd_servers), "--id", node_id, "--no-token",
+        f"--job={keys.job}",
         # Longer limits than in production: tests share their cores with much else, and a node that gets no time for a
         # while is not what they are about.
         f"--run_dir={folder / 'runs'}", "--coordinator.lease_ttl_s=10",

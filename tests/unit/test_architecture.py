@@ -134,6 +134,31 @@ def test_layout_of_folders_and_files_is_known_in_one_place() -> None:
                                 "config/reading.py"}  # engine.key as a setting that somebody may look for
 
 
+def _joined(path: Path) -> set[str]:
+    """Constant names that a module joins to a path: ``… / "name"``, ``joinpath``, ``os.path.join``, ``Path(…, "name")``
+    and the last part of a text with slashes."""
+    names = {text.rpartition("/")[2] for text in _texts(path) if re.fullmatch(r"[\w.-]*(/[\w.-]+)+", text)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.BinOp(op=ast.Div(), right=ast.Constant(str() as name)):
+                names.add(name)
+            case ast.Call(func=ast.Attribute(attr="joinpath" | "join") | ast.Name("Path"), args=args):
+                names |= {arg.value for arg in args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+    return names
+
+
+def test_names_in_the_layout_are_joined_in_one_place() -> None:
+    """Names without a suffix, such as ``secret``, are common words: only what is joined to a path counts."""
+    layout = _joined(ROOT / LAYOUT)
+    assert {"secret", "etcd", "services", "agents", "logs", "disk", "unsaved", "cluster"} <= layout
+    found = {(str(path.relative_to(ROOT)), name) for path in ROOT.rglob("*.py") for name in layout & _joined(path)}
+    assert {(module, name) for module, name in found if module != LAYOUT} == {
+        ("host/etcd_server.py", "etcd"),  # the program
+        ("bench/etcd.py", "etcd"), ("bench/dcs/engines.py", "model"), ("bench/loop/long_responses.py", "model"),
+        ("bench/loop/testbed.py", "policy"),  # in folders of benches
+    }
+
+
 def test_folder_of_all_jobs_is_joined_in_one_place() -> None:
     found = set()
     for path in ROOT.rglob("*.py"):
@@ -153,6 +178,12 @@ def test_address_of_this_host_is_known_in_one_place() -> None:
         "config/coordinator.py", "config/dcs.py",  # defaults of settings
         "coordinator/operations/external_engines.py", "net/torch_store.py", "cli/dashboard.py",  # what users have given
         "bench/dcs/limits.py", "bench/dcs/links.py", "bench/dcs/plain_transfer.py",  # sockets of one process
+    }
+    assert _modules_with(lambda text: re.search(r"\blocalhost\b|(?<![\w:])::1\b", text)) == {
+        "coordinator/operations/external_engines.py", "net/torch_store.py", "cli/dashboard.py",  # what users have given
+        "config/coordinator.py",  # the same, in a setting
+        "coordinator/api/request_origin.py", "host/etcd_server.py",  # names that a request's Host may have
+        "coordinator/alerts/sender_process.py",  # a URL that nothing is sent to
     }
     users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
              if ("elastic_rl.net.addresses", "LOOPBACK") in _imports(path)}

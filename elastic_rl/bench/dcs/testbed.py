@@ -88,8 +88,8 @@ class Cluster:
         require_memory(SHM, capacity)
         require_memory(self.testbed.folder, int(str(settings["disk_bytes"])))
         process = self.processes[node_id] = spawn(python(
-            "elastic_rl.dcs.node.service", "--etcd", self.testbed.endpoint, "--id", node_id, f"--job={self.keys.job}",
-            *(f"--dcs.{key}={value}" for key, value in settings.items())),
+            "elastic_rl.dcs.node.service", "--etcd", self.testbed.endpoint, "--id", node_id, "--no-token",
+            f"--job={self.keys.job}", *(f"--dcs.{key}={value}" for key, value in settings.items())),
             log=self._log(node_id))
         self._stack.callback(end, process)
         return process

@@ -7,7 +7,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +67,21 @@ def new_token() -> str:
 
 def write_table(path: Path, tokens: Mapping[str, str]) -> None:
     """Writes a table of tokens by role, readable by its owner only."""
-    entries = [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
+    _write(path, _entries(tokens))
+
+
+def replace_tokens(path: Path, old: Collection[str], new: Mapping[str, str]) -> None:
+    """Replaces the entries of the ``old`` tokens in a table by those of ``new``, tokens by role. All others stay.
+    Raises ConfigError for a damaged table."""
+    withdrawn = {digest(token) for token in old}
+    _write(path, _entries(new) + [entry for entry in TokenTable(path).entries() if entry.sha256 not in withdrawn])
+
+
+def _entries(tokens: Mapping[str, str]) -> list[Token]:
+    return [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
+
+
+def _write(path: Path, entries: list[Token]) -> None:
     replace_file(path, _Table(tokens=entries).model_dump_json(indent=2), private=True)
 
 
@@ -91,14 +105,17 @@ class TokenTable:
 
     def find_digest(self, sha256: str) -> Token | None:
         """The entry with this digest or None. Compares in constant time, with every entry."""
-        with self._lock:
-            self._refresh()
-            tokens = self._tokens
         found = None
-        for entry in tokens:
+        for entry in self.entries():
             if hmac.compare_digest(entry.sha256, sha256):
                 found = entry
         return found
+
+    def entries(self) -> list[Token]:
+        """All entries of the file as it is now."""
+        with self._lock:
+            self._refresh()
+            return self._tokens
 
     def _refresh(self) -> None:
         try:

@@ -1,13 +1,14 @@
 """A DCS node: one process a host that owns the shared-memory arena and a folder on disk, and serves their chunks over
 TCP. What was on its disk when it ended, even by a kill, it has again after the next start under the same id.
 
-    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--secret FILE] [--logs FOLDER] [--config FILE]
-                                          [--key.sub=value ...]
+    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--secret FILE | --no-token] [--logs FOLDER]
+                                          [--config FILE] [--key.sub=value ...]
 
 ``dcs.port`` 0 takes a free one. Logs go to stderr; ``--logs`` names the folder that it is redirected to, in which the
-node then bounds the logs. Clients must present the token that is derived from the cluster's secret (``--secret``), or
-that of ``dcs.token_file``; without both everybody on this host is admitted. SIGTERM and SIGINT end the node cleanly;
-exit status 2 means that it could not start, or that another process has registered under its id.
+node then bounds the logs. Clients must present the token of ``dcs.token_file``, or the one that is derived from the
+cluster's secret (``--secret``); a node that has neither starts with ``--no-token`` only, and admits everybody on this
+host. SIGTERM and SIGINT end the node cleanly; exit status 2 means that it could not start, or that another process has
+registered under its id.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.etcd.witness import HostWitness
-from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
@@ -175,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      description="A node of the checkpoint service.")
     parser.add_argument("--etcd", required=True, help="host:port of the etcd members, comma-separated")
     parser.add_argument("--id", required=True, help="name of this node, the same after each start")
-    parser.add_argument("--secret", type=Path, help="the cluster's secret")
+    token = parser.add_mutually_exclusive_group()
+    token.add_argument("--secret", type=Path, help="the cluster's secret, which the clients' token is derived from")
+    token.add_argument("--no-token", action="store_true", help="admit clients without a token, unless dcs.token_file "
+                                                               "names one")
     parser.add_argument("--logs", type=Path, help="folder of the logs of this host")
     parser.add_argument("--config", type=Path, help="the job's configuration; each key also as --key.sub=value")
     args, overrides = parser.parse_known_args(argv)
@@ -186,9 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = config.load(args.config, overrides)
         logs.setup(f"dcs-{args.id}", cfg.telemetry.log_level)
-        token = ClusterSecret.read(args.secret).dcs(cfg.job) if args.secret else ""
-        run(cfg, args.etcd.split(","), args.id, stop, security=Security.from_config(cfg.dcs, token),
-            logs_folder=args.logs)
+        security = Security.from_config(cfg, args.secret, required=not args.no_token)
+        run(cfg, args.etcd.split(","), args.id, stop, security=security, logs_folder=args.logs)
     except ElasticRLError as e:
         log.error("node %s cannot run: %s: %s", args.id, type(e).__name__, e)
         return 2

@@ -71,7 +71,7 @@ class Fleet:
                     "delta": "false", "port": self.port[node_id], "advertise_port": self.link[node_id].port, **dcs}
         self.process[node_id] = spawn(
             "elastic_rl.dcs.node.service", "--etcd", ",".join(self.etcd_servers.endpoints), "--id", node_id,
-            f"--job={self.keys.job}", f"--run_dir={self.folder / 'runs'}",
+            "--no-token", f"--job={self.keys.job}", f"--run_dir={self.folder / 'runs'}",
             "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=2",
             *(f"--dcs.{key}={value}" for key, value in settings.items()), log=self.folder / f"{node_id}.log")
 

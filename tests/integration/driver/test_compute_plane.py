@@ -91,6 +91,7 @@ class Plane:
 
 @pytest.fixture
 def plane(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "of another epoch")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for Ray's workers
     monkeypatch.setattr(compute, "EnginePool", partial(EnginePool, body=StubEngine))
     monkeypatch.setattr(compute, "TrainerGroup", partial(TrainerGroup, body=StubTrainer))
@@ -119,6 +120,13 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     plane.servers.cont(0)
     before = plane.until(lambda etcd: len(found := plane.engines(etcd)) == 2 and found, "two engines")
     wait_until(lambda: plane.planes[0].waiting == {}, what="the role and the trainer")
+
+    # All of Ray's processes have the token of this driver's epoch.
+    token = JobPaths.of(plane.ctx.config).ray_token(plane.planes[0].ctx.epoch)
+    of_ray = {p.name(): p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")}
+    assert len(of_ray) == 2 and token.exists()
+    for process in (*of_ray.values(), *map(psutil.Process, before.values())):
+        assert process.environ()["RAY_AUTH_TOKEN_PATH"] == str(token)
 
     # Both engines and the router end at once.
     router = plane.planes[0].routers["rollout"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 import webbrowser
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,6 +45,7 @@ from elastic_rl.errors import (
 )
 from elastic_rl.host import etcd_server
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import jobs_with_cluster
 from elastic_rl.net.addresses import free_port
 
 
@@ -116,6 +119,21 @@ def test_several_clusters_need_a_job(tmp_path: Path, capsys: pytest.CaptureFixtu
         ClusterInfo(job, [], [], "").save(tmp_path / job / "cluster" / "cluster.json")
     assert run("status", f"--run_dir={tmp_path}") == 2
     assert "a, b" in capsys.readouterr().err
+
+
+def test_folder_of_another_user_is_no_cluster_that_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in ("another-users", "own"):
+        (tmp_path / job / "cluster").mkdir(parents=True)
+        ClusterInfo(job, [], [], "").save(tmp_path / job / "cluster" / "cluster.json")
+    stat = os.stat
+
+    def refused(path: str | Path, **options: Any) -> os.stat_result:
+        if "another-users" in str(path) and str(path).endswith(".json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert jobs_with_cluster(tmp_path) == ["own"]
 
 
 def test_unknown_bench_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

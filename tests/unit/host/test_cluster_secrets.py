@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from elastic_rl.config import Config, parse
-from elastic_rl.coordinator.api.auth import Role, TokenTable, write_table
-from elastic_rl.errors import ConfigError
-from elastic_rl.host import kept_state
-from elastic_rl.host.job_secrets import dcs_security, ray_token_file
+from elastic_rl.coordinator.api.auth import Role, TokenTable, digest, write_table
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.errors import ConfigError, PreflightFailed
+from elastic_rl.host import job_secrets, kept_state
+from elastic_rl.host.job_secrets import dcs_security, engine_key_file, ray_token_file
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -32,18 +35,18 @@ def _files(cfg: Config) -> list[Path]:
 
 def test_secrets_are_made_once_and_are_for_their_owner_alone(tmp_path: Path) -> None:
     cluster = _cluster(tmp_path)
-    cluster._secrets()
+    cluster._secrets(set())
     files = _files(cluster.cfg)
     before = [path.read_text() for path in files]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(files)
-    cluster._secrets()  # services that run know the first ones
+    cluster._secrets(set())  # services that run know the first ones
     assert [path.read_text() for path in files] == before
 
 
 def test_every_token_comes_from_the_secret(tmp_path: Path) -> None:
     cluster = _cluster(tmp_path)
-    cluster._secrets()
+    cluster._secrets(set())
     paths, secret = cluster.paths, ClusterSecret.read(cluster.paths.secret)
     assert json.loads(paths.credentials.read_text()) == {role.value: secret.api(role) for role in Role}
     assert paths.viewer_token.read_text() == secret.api(Role.VIEWER)
@@ -57,12 +60,12 @@ def test_every_token_comes_from_the_secret(tmp_path: Path) -> None:
 def test_missing_files_with_tokens_are_made_again(tmp_path: Path) -> None:
     said: list[str] = []
     cluster = _cluster(tmp_path, said)
-    cluster._secrets()
+    cluster._secrets(set())
     secret, *others = _files(cluster.cfg)
     before = [path.read_text() for path in others]
     for path in others:
         path.unlink()
-        cluster._secrets()
+        cluster._secrets(set())
         assert [p.read_text() for p in others] == before and path.stat().st_mode & 0o777 == 0o600
     assert not said
 
@@ -72,31 +75,99 @@ def test_table_of_the_users_is_never_replaced(tmp_path: Path) -> None:
     cluster = _cluster(tmp_path, said)
     write_table(cluster.paths.tokens, {Role.OPERATOR: "a token of the users"})
     table = cluster.paths.tokens.read_bytes()
-    cluster._secrets()
+    cluster._secrets(set())
     assert cluster.paths.tokens.read_bytes() == table and "tokens.json does not list" in said[0]
     assert TokenTable(cluster.paths.tokens).find("a token of the users")
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_new_secret_withdraws_the_tokens_of_the_old_one_and_no_others(
+        tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    cluster = _cluster(tmp_path, said)
+    cluster._secrets(set())
+    paths = cluster.paths
+    old = ClusterSecret.read(paths.secret)
+    table = json.loads(paths.tokens.read_text())
+    table["tokens"].append({"name": "eve", "role": "viewer", "sha256": digest("a token of the users")})
+    paths.tokens.write_text(json.dumps(table))
+    paths.secret.unlink()
+    if killed:  # at any moment before the secret is there
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ClusterSecret, "save", lambda self, path: (_ for _ in ()).throw(KeyboardInterrupt))
+            cluster._secrets(set())
+        assert not paths.secret.exists()
+    cluster._secrets(set())
+    new = ClusterSecret.read(paths.secret)
+    tokens = TokenTable(paths.tokens)
+    assert new != old and json.loads(paths.credentials.read_text()) == {role.value: new.api(role) for role in Role}
+    assert paths.viewer_token.read_text() == new.api(Role.VIEWER)
+    assert not any(tokens.find(old.api(role)) for role in Role), "who knows the old secret is still admitted"
+    assert {tokens.find(new.api(role)).role for role in Role} == set(Role)  # type: ignore[union-attr]
+    assert tokens.find("a token of the users") and len(tokens.entries()) == 3
+    assert all(text.endswith("are withdrawn and replaced") for text in said) and said
+
+
+def test_running_services_keep_a_cluster_from_getting_a_second_secret(tmp_path: Path) -> None:
+    cluster = _cluster(tmp_path)
+    cluster._secrets(set())
+    cluster.paths.secret.unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(PreflightFailed, match=r"secret is gone") as refused:
+        cluster._secrets({"coordinator-0"})
+    assert refused.value.hint == "`elastic-rl down`, then `elastic-rl up`"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_processes_that_write_a_file_at_once_do_not_disturb_each_other(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = _cluster(tmp_path)
+    cluster._secrets(set())
+    path = JobPaths.of(cluster.cfg).engine_key
+    path.unlink()
+    replace_file = job_secrets.replace_file
+
+    def slowly(target: Path, content: str, **options: Any) -> None:
+        def write(file: IO[bytes]) -> None:
+            monkeypatch.setattr(job_secrets, "replace_file", replace_file)
+            monkeypatch.setattr(os, "getpid", lambda own=os.getpid(): own + 1)
+            engine_key_file(cluster.cfg)  # another process begins and ends meanwhile
+            file.write(content.encode())
+
+        replace_file(target, write, **options)
+
+    monkeypatch.setattr(job_secrets, "replace_file", slowly)
+    engine_key_file(cluster.cfg)
+    assert read_key(path) == job_secrets.engine_key(cluster.cfg) and not list(path.parent.glob("*.partial"))
+
+
 def test_key_file_with_another_key_or_open_to_others_is_replaced(tmp_path: Path) -> None:
     cluster = _cluster(tmp_path)
-    cluster._secrets()
+    cluster._secrets(set())
     path = JobPaths.of(cluster.cfg).engine_key
     key = read_key(path)
     path.write_text("0" * 64)
-    cluster._secrets()
+    cluster._secrets(set())
     assert read_key(path) == key
     path.chmod(0o644)
-    cluster._secrets()
+    cluster._secrets(set())
     assert read_key(path) == key
 
 
-def test_token_of_ray_is_another_one_in_each_epoch(tmp_path: Path) -> None:
+def test_token_of_ray_is_in_a_file_of_its_epoch(tmp_path: Path) -> None:
+    """An older driver that starts Ray again, and all that start with the path of its file, do not have the newer
+    driver's token."""
     cluster = _cluster(tmp_path)
-    cluster._secrets()
-    first = ray_token_file(cluster.cfg, 1).read_text()
-    path = ray_token_file(cluster.cfg, 2)
-    assert path.read_text() != first and path.stat().st_mode & 0o777 == 0o600
-    assert ray_token_file(cluster.cfg, 1).read_text() == first
+    cluster._secrets(set())
+    old = ray_token_file(cluster.cfg, 9)
+    first = old.read_text()
+    new = ray_token_file(cluster.cfg, 10)
+    token = new.read_text()
+    assert not old.exists() and token != first and new.stat().st_mode & 0o777 == 0o600
+    assert ray_token_file(cluster.cfg, 9) == old and old.read_text() == first and new.read_text() == token
+    new.with_name(f"{new.name}.1234.partial").touch()
+    cluster.down()
+    assert not list(new.parent.glob("ray-*"))
 
 
 def test_damaged_secret_stops_the_start_and_is_kept(tmp_path: Path) -> None:
@@ -104,29 +175,32 @@ def test_damaged_secret_stops_the_start_and_is_kept(tmp_path: Path) -> None:
     cluster.paths.secret.write_text("short")
     cluster.paths.secret.chmod(0o600)
     with pytest.raises(ConfigError, match="the secret of the cluster"):
-        cluster._secrets()
+        cluster._secrets(set())
     assert cluster.paths.secret.read_text() == "short" and not cluster.paths.tokens.exists()
 
 
-def test_server_of_a_cluster_requires_the_secret_and_its_clients_do_not(tmp_path: Path) -> None:
-    cfg = parse({"job": "j", "run_dir": str(tmp_path)})
+def test_processes_of_a_cluster_that_is_up_require_the_secret(tmp_path: Path) -> None:
+    cfg = _cluster(tmp_path).cfg
     assert dcs_security(cfg).token == "", "the nodes may be another machine's, without a token"
     with pytest.raises(ConfigError, match="the secret of the cluster") as refused:
         dcs_security(cfg, required=True)
     assert "elastic-rl up" in refused.value.hint
+    ClusterInfo("j", [], [], "").save(ClusterPaths.of(cfg).info)
+    with pytest.raises(ConfigError, match="the secret of the cluster"):
+        dcs_security(cfg)
 
 
 def test_token_that_the_settings_name_counts_instead(tmp_path: Path) -> None:
     (tmp_path / "named").write_text("named")
     cluster = _cluster(tmp_path, dcs={"token_file": str(tmp_path / "named")})
     assert dcs_security(cluster.cfg, required=True).token == "named", "no secret is needed"
-    cluster._secrets()
+    cluster._secrets(set())
     assert dcs_security(cluster.cfg).token == "named"
 
 
 def test_down_keeps_the_secret_and_purge_deletes_it(tmp_path: Path) -> None:
     cluster = _cluster(tmp_path)
-    cluster._secrets()
+    cluster._secrets(set())
     secret = cluster.paths.secret.read_text()
     cluster.down()
     assert cluster.paths.secret.read_text() == secret

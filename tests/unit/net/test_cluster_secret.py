@@ -38,24 +38,22 @@ def test_another_secret_gives_other_tokens_and_is_not_shown() -> None:
     assert ClusterSecret("1" * 64).dcs("j") != SECRET.dcs("j") and "0" * 64 not in repr(SECRET)
 
 
-def test_secret_is_made_once_and_is_for_its_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    made = ClusterSecret.create(path)
+def test_saved_secret_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path, made = tmp_path / "secret", ClusterSecret.generate()
+    made.save(path)
     assert len(made.value) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert ClusterSecret.create(path) == ClusterSecret.read(path) == made
+    assert ClusterSecret.read(path) == made != ClusterSecret.generate()
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n", b"two\nlines" * 9, "schl\u00fcssel".encode() * 9, b"\xff\xfe",
                                      b"0" * 31, b"0" * 257, b"0" * 10000])
-def test_damaged_secret_is_refused_and_never_replaced(tmp_path: Path, content: bytes) -> None:
+def test_damaged_secret_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "secret"
     path.write_bytes(content)
     path.chmod(0o600)
-    for use in (ClusterSecret.read, ClusterSecret.create):
-        with pytest.raises(ConfigError, match=f"the secret of the cluster, {path}") as refused:
-            use(path)
-        assert "elastic-rl up" in refused.value.hint
-    assert path.read_bytes() == content
+    with pytest.raises(ConfigError, match=f"the secret of the cluster, {path}") as refused:
+        ClusterSecret.read(path)
+    assert "elastic-rl up" in refused.value.hint
 
 
 def test_missing_secret_names_what_makes_it(tmp_path: Path) -> None:
@@ -67,17 +65,16 @@ def test_missing_secret_names_what_makes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
 def test_secret_that_others_may_know_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "secret"
-    ClusterSecret.create(path)
+    SECRET.save(path)
     path.chmod(mode)
-    for use in (ClusterSecret.read, ClusterSecret.create):
-        with pytest.raises(ConfigError, match=f"has the mode {mode:o}") as refused:
-            use(path)
-        assert "remove the file" in refused.value.hint
+    with pytest.raises(ConfigError, match=f"has the mode {mode:o}") as refused:
+        ClusterSecret.read(path)
+    assert "`elastic-rl down`, remove the file" in refused.value.hint
 
 
 def test_secret_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
-    ClusterSecret.create(path)
+    SECRET.save(path)
     monkeypatch.setattr(os, "geteuid", lambda own=os.geteuid(): own + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
         ClusterSecret.read(path)
