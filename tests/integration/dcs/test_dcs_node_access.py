@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.certificates import Authority
+from support.dcs_security import security_with
 from support.dcs_wire import CHUNK, MIB, Dcs
 from support.waiting import wait_until
 
-from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import protocol
-from elastic_rl.dcs.security import Security
 from elastic_rl.errors import (
     AccessDenied,
     NodeUnavailable,
@@ -63,7 +62,7 @@ def test_tls_requires_a_certificate(dcs: Dcs) -> None:
     node = dcs.start(io_timeout_s=4, arena_bytes=32 * MIB, **tls)
 
     def context(cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
-        out = Security.from_config(DcsConfig(tls_cert=str(cert), tls_key=str(key), tls_ca=str(ca))).client_context
+        out = security_with(tls_cert=cert, tls_key=key, tls_ca=ca).client_context
         assert out is not None
         return out
 
@@ -90,12 +89,12 @@ def test_nodes_with_tls_and_a_token_fetch_from_each_other(dcs: Dcs) -> None:
     ours, secret = Authority(dcs.folder, "ours"), dcs.folder / "token"
     secret.write_text("correct horse")
 
-    def settings(name: str) -> dict[str, object]:
+    def settings(name: str) -> dict[str, Path]:
         pem = ours.issue(name)
         return {"tls_cert": pem.cert, "tls_key": pem.key, "tls_ca": ours.cert, "token_file": secret}
 
     source, node = dcs.start("a", **settings("a")), dcs.start("b", **settings("b"))
-    security = Security.from_config(DcsConfig.model_validate({k: str(v) for k, v in settings("client").items()}))
+    security = security_with(**settings("client"))
     digest = ""
     for there in (source, node):
         wire = dcs.wire(there, hello=False, context=security.client_context)
@@ -123,8 +122,7 @@ def test_renewed_certificate_is_used_without_a_restart(dcs: Dcs) -> None:
     first, second = Authority(dcs.folder, "first"), Authority(dcs.folder, "second")
     pem, renewed, client = first.issue("node"), second.issue("node"), second.issue("client")
     node = dcs.start(tls_cert=pem.cert, tls_key=pem.key, tls_ca=first.cert)
-    context = Security.from_config(DcsConfig(tls_cert=str(client.cert), tls_key=str(client.key),
-                                             tls_ca=str(second.cert))).client_context
+    context = security_with(tls_cert=client.cert, tls_key=client.key, tls_ca=second.cert).client_context
     with pytest.raises(ssl.SSLCertVerificationError):
         dcs.wire(node, context=context)
     for old, new in ((pem.cert, renewed.cert), (pem.key, renewed.key), (first.cert, second.cert)):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority
+from support.dcs_security import security_with
 from support.waiting import wait_until
 
 from elastic_rl.config import DcsConfig
@@ -125,8 +126,7 @@ def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
     folder = tmp_path_factory.mktemp("tls")
     authority = Authority(folder, "authority")
     identity = authority.issue("node")
-    return Security.from_config(DcsConfig(tls_cert=str(identity.cert), tls_key=str(identity.key),
-                                          tls_ca=str(authority.cert)))
+    return security_with(tls_cert=identity.cert, tls_key=identity.key, tls_ca=authority.cert)
 
 
 def test_caller_in_an_unfinished_tls_handshake_is_evicted_for_the_next_one(tls_security: Security) -> None:
