@@ -278,9 +278,8 @@ class NodeServer:
     def _authenticate(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
         if header.get("op") != "hello" or not self._security.admits(header.get("token", "")):
             raise AccessDenied("this node requires a token that the caller does not have",
-                               hint="the caller and this node must have the same cluster's secret, or the same "
-                                    "dcs.token_file; after a change of either: `elastic-rl down`, then `elastic-rl up`"
-                               )
+                               hint="both must have the same cluster's secret, or the same dcs.token_file; after a "
+                                    "change of either: `elastic-rl down`, then `elastic-rl up`")
         if header["job"] != self._hello["job"]:
             raise NodeUnavailable(f"this is a node of job {self._hello['job']}, not of {header['job']}")
         with self._lock:
