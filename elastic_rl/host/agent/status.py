@@ -87,4 +87,5 @@ class AgentWatch:
             return {}
         if (silent_s := time.time() - status.at) > SILENT_AFTER_S:
             return {"host agent": f"has not been heard for {silent_s:.0f} s"}
-        return status.waiting
+        # A standby that is being started is nothing that a run waits for.
+        return {name: why for name, why in status.waiting.items() if name not in AGENTS}
