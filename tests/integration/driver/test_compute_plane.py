@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray._raylet import AuthenticationTokenLoader
 from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.stub_actors import FAIL, StubEngine, StubRole, StubTrainer
@@ -99,12 +100,14 @@ def plane(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made = Plane(tmp_path, keys)
     monkeypatch.setattr(driver, "ComputePlane", lambda *args: made.planes.append(compute.ComputePlane(*args)) or
                         made.planes[-1])
+    AuthenticationTokenLoader.instance().reset_cache()  # this process has used, and will use, a Ray with another token
     yield made
     made.stop.set()
     made.servers.cont(0)
     if made.thread.is_alive():
         made.thread.join(90)
     made.servers.close()
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
