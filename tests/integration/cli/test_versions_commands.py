@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
@@ -69,6 +70,7 @@ def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: P
          ) -> Iterator[VersionsCommand]:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs")})
     JobPaths.of(cfg).private.mkdir(parents=True)
+    make_secret(cfg)
     ClusterInfo(keys.job, etcd_servers.endpoints, [], "").save(ClusterPaths.of(cfg).info)
     model_dir = make_model_dir(JobPaths.of(cfg).model, cfg)
     process = spawn_node(etcd_servers.endpoints, keys, "node-0", tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
@@ -61,6 +62,7 @@ class Jobs:
 def jobs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Jobs]:
     old = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs"), "model": SHAPE})
     JobPaths.of(old).private.mkdir(parents=True)
+    make_secret(old)
     ClusterInfo(keys.job, etcd_servers.endpoints, [], "").save(ClusterPaths.of(old).info)
     model_dir = make_model_dir(JobPaths.of(old).model, old)
     new = Keys(f"{keys.job}-new")
@@ -157,6 +159,7 @@ def test_what_there_is_no_policy_of_is_named(jobs: Jobs) -> None:
         jobs.start(jobs.new.job)
     empty = config.parse({"job": "empty", "run_dir": str(jobs.run_dir)})
     JobPaths.of(empty).private.mkdir(parents=True)
+    make_secret(empty)
     ClusterInfo("empty", jobs.info.etcd_endpoints, [], "").save(ClusterPaths.of(empty).info)
     with pytest.raises(VersionNotFound, match="job empty has no committed policy"):
         jobs.start("empty")
