@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -75,6 +76,21 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def _crash(cluster: Cluster, *names: str) -> None:
+    """Kills services, and before them the host agent, which would start them again."""
+    def no_agent() -> bool:
+        for record in cluster.agents.running():  # one that is being killed may just have started the other one
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(record.pid).kill()
+        return not cluster.agents.running()
+
+    wait_until(no_agent, what="the end of the host agent")
+    pids = _pids(cluster)
+    for name in names:
+        psutil.Process(pids[name]).kill()
+    wait_until(lambda: not set(names) & set(_pids(cluster)), what="the end of the services")
+
+
 def _make_pool(info: ClusterInfo) -> None:
     """Creates the pool, as the driver of a run does first."""
     etcd = EtcdClient(info.etcd_endpoints)
@@ -112,8 +128,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     assert cluster.up() == info, "up again changes nothing"
     assert _pids(cluster) == first
 
-    psutil.Process(first["coordinator-0"]).kill()
-    wait_until(lambda: "coordinator-0" not in _pids(cluster), what="the killed coordinator")
+    _crash(cluster, "coordinator-0")
     repaired = cluster.up()
     second = _pids(cluster)
     assert second["coordinator-0"] != first["coordinator-0"], "only the killed one is restarted"
@@ -137,8 +152,7 @@ def test_killed_etcd_is_restarted_with_its_data_on_its_port(make: Make) -> None:
     info = cluster.up()
     _make_pool(info)
     AdminClient(info).post("/v1/pools/rollout/scale", {"desired": 3})
-    psutil.Process(_pids(cluster)["etcd-0"]).kill()
-    wait_until(lambda: not etcd_server.healthy(info.etcd_endpoints[0]), what="etcd's end")
+    _crash(cluster, "etcd-0")
     assert cluster.up().etcd_endpoints == info.etcd_endpoints
     pools = wait_until(lambda: _pools(info), what="the coordinator to reach etcd again")
     assert next(p for p in pools if p["name"] == "rollout")["desired"] == 3
@@ -164,9 +178,7 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
             publisher.publish([("w", tensor)], meta={})
         wait_until(lambda: len([p for p in (cluster.dir / "disk").rglob("??/*") if not p.suffix]) == 2,
                              what="the chunk and the manifest on disk")
-    for pid in _pids(cluster).values():
-        psutil.Process(pid).kill()
-    wait_until(lambda: not _pids(cluster), what="the end of everything")
+    _crash(cluster, *_pids(cluster))
 
     again = cluster.up()
     assert len(cluster.segments()) == 1, "the dead node's segment is still there"
@@ -240,9 +252,7 @@ def test_start_that_fails_leaves_no_empty_etcd_behind(make: Make, monkeypatch: p
 def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info, pids = cluster.up(), _pids(cluster)
-    for name in ("dcs-node-0", "etcd-0"):
-        psutil.Process(pids[name]).send_signal(signal.SIGKILL)
-    wait_until(lambda: len(_pids(cluster)) == 1, what="the kills")
+    _crash(cluster, "dcs-node-0", "etcd-0")
     assert cluster.segments(), "a node that was killed could not unlink its arena"
     cluster.down()
     _assert_nothing_is_left(cluster, info, pids)
