@@ -421,6 +421,8 @@ class Cluster:
     def down_if_abandoned(self) -> bool:
         """Ends what a command has left that was killed: a cluster whose owner has ended, unless another process trains
         the job on it, and the rest of one that was being stopped. Returns whether the cluster is down."""
+        if self.paths.info.exists() and not self.abandoned:  # as in nearly every pass of the agent: without the lock
+            return False
         try:
             with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
                 if train_lock.is_held(self._job.train_lock):
