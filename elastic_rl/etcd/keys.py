@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -14,14 +15,14 @@ def write_token(client: str, slot: int) -> str:
     return f"{ROOT}/_tokens/{client}/{slot}"
 
 
-class LeaderKeys:
+class LeaderKeys(ABC):
     """Keys of what has a leader: a job, or the cluster. A method ending in ``_prefix`` names a range, every other one a
     single key."""
 
     @property
+    @abstractmethod
     def root(self) -> str:
         """Prefix of all its keys."""
-        raise NotImplementedError
 
     def leader_prefix(self) -> str:
         """Candidates for leadership, one key per replica; the lowest create revision leads."""

@@ -22,7 +22,7 @@ from elastic_rl.errors import (
 )
 from elastic_rl.etcd import channels, deduplication, event_kinds, events
 from elastic_rl.etcd.call_errors import Failure, classify, refusal
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import Keys, LeaderKeys
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op, range_end
 
@@ -85,6 +85,12 @@ def test_event_ids_sort_by_time(times: list[float]) -> None:
 
 def test_event_ids_of_one_millisecond_differ() -> None:
     assert len({events.build(event_kinds.POOL_SCALED, "s", "m", at=1.0).id for _ in range(5000)}) == 5000
+
+
+def test_keys_of_nothing_in_particular_cannot_be_made() -> None:
+    """They would have no root, which shows at the first use only, perhaps on a path that no test takes."""
+    with pytest.raises(TypeError, match="abstract"):
+        LeaderKeys()  # type: ignore[abstract]
 
 
 def test_write_tokens_are_outside_every_job() -> None:
