@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
-from elastic_rl.net.engine_key import read_key
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
 
@@ -59,13 +57,13 @@ class ClientOptions:
     retries: int
     vocabulary: int
     """Number of the model's tokens."""
-    key_file: str = ""
-    """File of the router's key; "" where it has none. The key itself stays out of what is sent to the process."""
+    key: str = field(default="", repr=False)
+    """The router's key; "" where it has none. It is not read from its file: that may be removed while the process of
+    the user's code is replaced (``job_secrets``)."""
 
     def make(self) -> GenerateClient:
-        """Raises ConfigError."""
         return GenerateClient(self.router_url, timeout_s=self.timeout_s, retries=self.retries,
-                              vocabulary=self.vocabulary, key=read_key(Path(self.key_file)) if self.key_file else "")
+                              vocabulary=self.vocabulary, key=self.key)
 
 
 Asked = PromptRequest | Prompt | None
@@ -176,10 +174,10 @@ def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str)
     rollout = cfg.rollout
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
-    from elastic_rl.host.job_secrets import engine_key_file  # imports pydantic, which the function's process is spared
+    from elastic_rl.host.job_secrets import engine_key  # imports pydantic, which the function's process is spared
     return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.plays_episodes else rollout.generate,
                        ClientOptions(router_url, cfg.engine.request_timeout_s, rollout.max_attempts, vocabulary,
-                                     str(engine_key_file(cfg)) if router_url else ""))
+                                     engine_key(cfg) if router_url else ""))
 
 
 def serve(name: str, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
@@ -192,7 +190,7 @@ def serve(name: str, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[
 
 
 def answering(generate: GenerateFn, options: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
-    """A way to generate, with a client of its own, as a function whose result is JSON. Raises ConfigError."""
+    """A way to generate, with a client of its own, as a function whose result is JSON."""
     client = options.make()
 
     async def call(asked: Asked) -> dict[str, Any]:

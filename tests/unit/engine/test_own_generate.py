@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import AsyncMock
 
 import psutil
@@ -24,8 +24,11 @@ from elastic_rl.data.batch import collate
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate
+from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate, make_generate
 from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
+from elastic_rl.host.job_secrets import engine_key, engine_key_file, remove_secret_files
+from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.plugins.process import PluginProcess, ProcessLost
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
 from elastic_rl.runtime.process import runs
@@ -262,7 +265,11 @@ def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
 class Engine(BaseHTTPRequestHandler):
     """Answers as SGLang does, with the number of the prompt's tokens."""
 
+    keys: ClassVar[list[str | None]] = []
+    """What requests have presented."""
+
     def do_POST(self) -> None:
+        self.keys.append(self.headers["authorization"])
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         answers = [{"output_ids": [len(ids)], "meta_info": {
             "finish_reason": {"type": "stop"}, "weight_version": "3",
@@ -277,17 +284,41 @@ class Engine(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-def test_example_of_two_turns_is_trained_on_what_the_policy_wrote() -> None:
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    Engine.keys.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = OwnGenerate("two_turns:generate", ClientOptions(f"http://127.0.0.1:{server.server_port}", 60.0, 2, 50))
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_replaced_process_has_the_key_of_a_file_that_is_gone(tmp_path: Path, engine_url: str) -> None:
+    """The file of the key may be removed at any time."""
+    cfg = config.parse({"run_dir": str(tmp_path), "rollout": {"generate": "two_turns:generate"}})
+    JobPaths.of(cfg).private.mkdir(parents=True)
+    ClusterSecret.generate().save(ClusterPaths.of(cfg).secret)
+    engine_key_file(cfg)
+    own = make_generate(cfg, engine_url, 50, "")
+    assert isinstance(own, OwnGenerate)
+    try:
+        remove_secret_files(JobPaths.of(cfg))
+        own._process.replace()
+        own.start()
+        asyncio.run(own(_request(0), None))  # type: ignore[arg-type]
+    finally:
+        own.close()
+    assert set(Engine.keys) == {f"Bearer {engine_key(cfg)}"}
+
+
+def test_example_of_two_turns_is_trained_on_what_the_policy_wrote(engine_url: str) -> None:
+    own = OwnGenerate("two_turns:generate", ClientOptions(engine_url, 60.0, 2, 50))
     try:
         request = _request(0)
         samples = asyncio.run(own(request, None))  # type: ignore[arg-type]
     finally:
         own.close()
-        server.shutdown()
-        server.server_close()
     assert [[(s.token_ids, s.logprobs, s.loss, s.version) for s in sample.segments] for sample in samples] == [
         [((1,), (-0.25,), True, 3), ((5,), (), False, 0), ((3,), (-0.25,), True, 3)]] * 2
     batch = collate([(request.prompt, s) for s in samples], [1.0, -1.0])
