@@ -71,6 +71,14 @@ class ServiceState:
         return self.phase is Phase.ENDED and now >= self.start_at
 
 
+def on_seen(state: ServiceState | None, running: bool, now: float, limits: RestartLimits, *,
+            jitter: float) -> ServiceState:
+    """The service was looked for, and runs or not. ``state``: None the first time. ``jitter``: as for ``on_ended``."""
+    if state is None:
+        return ServiceState.running(now, limits) if running else ServiceState.ended(now, limits)
+    return on_running(state, now, limits) if running else on_ended(state, now, limits, jitter=jitter)
+
+
 def on_running(state: ServiceState, now: float, limits: RestartLimits) -> ServiceState:
     """The service was seen running: by our start, or by another command's."""
     if state.phase is Phase.ENDED:

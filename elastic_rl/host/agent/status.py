@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -13,16 +14,18 @@ from pydantic import ValidationError
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.cluster_records import ServiceStatus
 from elastic_rl.etcd.record import Record
+from elastic_rl.host.agent import restart_policy
+from elastic_rl.host.agent.restart_policy import RestartLimits, ServiceState
 from elastic_rl.host.local_cluster import AGENTS, Cluster
-from elastic_rl.runtime.backoff import doubled_s
 from elastic_rl.runtime.files import replace_file
+
+log = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 5.0
 """The active agent writes its status when it has changed, and so often."""
 SILENT_AFTER_S = 30.0
 """Without a new status for so long the active agent counts as hung."""
 _READ_EVERY_S = 1.0
-_START_PAUSE_S, _START_PAUSE_MAX_S = 2.0, 60.0
 
 
 class AgentStatus(Record):
@@ -59,11 +62,15 @@ class AgentWatch:
     """What a cluster of this host waits for, for a process that uses it. Starts the host agent when neither of its
     processes is left."""
 
-    def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cluster, self._clock = cluster, clock
+    def __init__(self, cluster: Cluster, *, limits: RestartLimits = RestartLimits(),
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster, self._limits, self._clock = cluster, limits, clock
         self._waiting: Mapping[str, str] = {}
-        self._read_at = self._start_at = float("-inf")
-        self._starts = 0
+        self._read_at = float("-inf")
+        self._agent: ServiceState | None = None
+        """The two processes of the agent as one service."""
+        self._fault = ""
+        """Why it could not be started."""
 
     def waiting(self) -> Mapping[str, str]:
         """Name → what it waits for, as of a second ago at most."""
@@ -76,12 +83,14 @@ class AgentWatch:
         return self._waiting
 
     def _read(self, now: float) -> Mapping[str, str]:
-        if not self._cluster.agents.running():
-            if now >= self._start_at:
-                pause_s = doubled_s(self._starts, _START_PAUSE_S, _START_PAUSE_MAX_S) * random.uniform(0.5, 1.0)
-                self._start_at, self._starts = now + pause_s, self._starts + 1
-                self._cluster.revive(AGENTS[0])
-            return {"host agent": "has ended and is started again"}
+        runs = bool(self._cluster.agents.running())
+        self._agent = restart_policy.on_seen(self._agent, runs, now, self._limits, jitter=random.random())
+        if not runs:
+            if self._agent.due(now):
+                self._agent = self._start(self._agent, now)
+            return {"host agent": f"has ended and cannot be started: {self._fault}" if self._fault else
+                    "has ended and is started again"}
+        self._fault = ""
         status = AgentStatus.load(self._cluster.paths.agent_status)
         if status is None:
             return {}
@@ -89,3 +98,15 @@ class AgentWatch:
             return {"host agent": f"has not been heard for {silent_s:.0f} s"}
         # A standby that is being started is nothing that a run waits for.
         return {name: why for name, why in status.waiting.items() if name not in AGENTS}
+
+    def _start(self, state: ServiceState, now: float) -> ServiceState:
+        try:
+            if not self._cluster.revive(AGENTS[0]):
+                return state  # another command is at it, or the cluster was taken down
+        except (ElasticRLError, OSError) as e:
+            if self._fault != (fault := str(e)):
+                log.error("the host agent cannot be started: %s", e)
+            self._fault = fault
+            return restart_policy.on_start_failed(state, now, self._limits, jitter=random.random())
+        self._fault = ""
+        return restart_policy.on_started(state, now, self._limits)

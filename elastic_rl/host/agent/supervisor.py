@@ -53,7 +53,7 @@ class ServiceSupervisor:
         self._restarts: dict[str, int] = {}
         """How often this process has started a service again, by name."""
         self._unreported: dict[str, int] = {}
-        """Those of them that are not in the event log yet."""
+        """How many of a service's restarts are not in the event log yet, by name."""
         self._report_at = 0.0
 
     def supervise(self, cluster: Cluster, info: ClusterInfo | None, standby: str) -> dict[str, ServiceStatus]:
@@ -77,14 +77,9 @@ class ServiceSupervisor:
     def _supervise(self, cluster: Cluster, info: ClusterInfo | None, record: ServiceRecord) -> None:
         name, now = record.name, self._clock()
         before = self._states.get(name)
+        state = restart_policy.on_seen(before, record.running, now, self._limits, jitter=random.random())
         if record.running:
-            state = (restart_policy.on_running(before, now, self._limits) if before is not None
-                     else ServiceState.running(now, self._limits))
             self._faults.pop(name, None)
-        elif before is None:
-            state = ServiceState.ended(now, self._limits)
-        else:
-            state = restart_policy.on_ended(before, now, self._limits, jitter=random.random())
         if state.phase is Phase.ENDED and (before is None or before.phase is Phase.RUNNING):
             log.warning("%s has ended; end %d in a row", name, state.ends)
         self._states[name] = state
