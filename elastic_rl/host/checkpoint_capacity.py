@@ -1,6 +1,7 @@
 """Whether the checkpoint service has room for what a job publishes. Pure.
 
-Found when a job begins, since it would else show at the first commit: the run would train, and wait for ever.
+A lack of room is found when a job begins. It would else show at the first commit: the run would train, and then wait
+for ever.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def _refuse_critic(path: str, found: list[Fault]) -> None:
 
 
 def require_positions(cfg: Config, facts: Facts | None, longest_sequence: int) -> None:
-    """The same for the length of sequences alone. ``facts``: what was read of the folder of ``model.path``."""
+    """Raises ConfigError for a model with fewer positions than the longest sequence has tokens. ``facts``: what was
+    read of the folder of ``model.path``."""
     positions, name = (cfg.model.max_positions, "model.max_positions") if facts is None else (
         facts.arch.max_positions, _positions_key(Path(cfg.model.path).expanduser()))
     _refuse(cfg, list(_positions(longest_sequence, positions, name)))
@@ -265,7 +266,7 @@ class _Stored:
     dtype: str
     shape: list[int]
     start: int
-    """Where its values are in the file."""
+    """The offset of its first byte in the file; ``stop`` is that after its last one."""
     stop: int
 
 
