@@ -36,7 +36,7 @@ from elastic_rl.etcd.records import GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
-from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
+from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes
 from elastic_rl.host.address import own_address
 from elastic_rl.host.agent.status import AgentWatch
 from elastic_rl.host.local_cluster import Cluster
@@ -86,18 +86,18 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
                           hint="leave --faults out")
     if faults:
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
-    with _exclusive(cfg):
-        tick, agent = on_tick or (lambda waiting: None), AgentWatch(Cluster(cfg))
+    cluster = Cluster(cfg)
+    with _exclusive(cluster):
+        tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
         return _run(prepare(cfg, info, from_job=from_job), info, fault_plan if faults else None,
                     lambda: tick(agent.waiting()))
 
 
 @contextmanager
-def _exclusive(cfg: Config) -> Iterator[None]:
-    """Holds the job's lock, which the kernel releases however this process ends. Leaves no process or file behind."""
-    paths = JobPaths.of(cfg)
-    paths.private.mkdir(parents=True, exist_ok=True)
-    with train_lock.held(paths.train_lock, cfg.job):
+def _exclusive(cluster: Cluster) -> Iterator[None]:
+    """Makes this process the one that trains the job. Leaves no process or file behind."""
+    paths = JobPaths.of(cluster.cfg)
+    with cluster.training():
         leftovers.sweep(paths)
         try:
             yield

@@ -122,7 +122,7 @@ def train(ctx: typer.Context, file: File = None,
     code = int(Exit.FAILED)
     if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
-    before = cluster_settings.stored(cluster.paths.settings) if cluster.known else {}
+    before = cluster_settings.snapshot(cluster.paths.settings) if cluster.known else None
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
     with signals_interrupt(), owned as was_up:
         try:
@@ -131,8 +131,8 @@ def train(ctx: typer.Context, file: File = None,
             if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
                 _export_policy(cluster.cfg, info)
         except ElasticRLError:
-            if with_cluster and before:  # a start that was refused must not change what the job has
-                cluster_settings.restore(before, cluster.paths.settings)
+            if with_cluster and before is not None:  # a start that was refused must not change what the job has
+                cluster_settings.restore(cluster.paths.settings, before)
             if with_cluster and was_up:
                 keep_up = True
                 err.print("the cluster, which was there before, keeps running", highlight=False)
@@ -140,7 +140,10 @@ def train(ctx: typer.Context, file: File = None,
         finally:
             if with_cluster and not keep_up:
                 with ignore_signals():
-                    _stop(cluster, after=sys.exception())
+                    if cluster.owned_by_others:
+                        out.print("the cluster keeps running for the other jobs that own it", highlight=False)
+                    else:
+                        _stop(cluster, after=sys.exception())
     if with_cluster and keep_up:
         out.print("the cluster keeps running", highlight=False)
         _print_access(cluster.cfg, info)

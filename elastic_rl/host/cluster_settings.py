@@ -3,7 +3,8 @@ run are stored in the same way, in the folder of its job."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,35 @@ def location(given: Mapping[str, Any]) -> Config:
 
 def save(cfg: Config, path: Path) -> None:
     """Stores the settings, readable by their owner only: URLs of alerts and of the durable store hold passwords."""
-    restore(cfg.model_dump(mode="json"), path)
+    replace_file(path, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False), private=True)
 
 
-def restore(values: Mapping[str, Any], path: Path) -> None:
-    """Stores settings as ``stored`` read them."""
-    replace_file(path, yaml.safe_dump(dict(values), sort_keys=False), private=True)
+def snapshot(path: Path) -> bytes | None:
+    """The stored settings, for ``restore``; None where there are none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def restore(path: Path, before: bytes | None) -> None:
+    """Puts back what ``snapshot`` returned. The file is not replaced when nothing has changed it: a host agent would
+    read it again."""
+    if before is None:
+        path.unlink(missing_ok=True)
+    elif snapshot(path) != before:
+        replace_file(path, before, private=True)
+
+
+@contextlib.contextmanager
+def unchanged_on_error(path: Path) -> Iterator[None]:
+    """Restores the stored settings when the block raises."""
+    before = snapshot(path)
+    try:
+        yield
+    except BaseException:
+        restore(path, before)
+        raise
 
 
 def stored(path: Path) -> dict[str, Any]:

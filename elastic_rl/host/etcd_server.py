@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.host import file_lock
 from elastic_rl.net import http_client
 
 SERVICE = "etcd-0"
@@ -86,14 +86,7 @@ def command(binary: Path, data_dir: Path, host: str, client_port: int, peer_port
 
 def data_in_use(data_dir: Path) -> bool:
     """Whether an etcd runs on the folder: it holds a lock on its database for as long as it does."""
-    try:
-        with (data_dir / "member" / "snap" / "db").open("r+b") as database:
-            fcntl.flock(database, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    return file_lock.is_held(data_dir / "member" / "snap" / "db")
 
 
 def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:

@@ -15,6 +15,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
@@ -24,14 +25,13 @@ log = logging.getLogger(__name__)
 
 TAG_ENV = "ELASTIC_RL_FILE_TAG"
 """Environment variable with the tag for the files of a process."""
-SHM = Path("/dev/shm")
 _COMPILED_ENV = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def temp_environment(job: JobPaths) -> dict[str, str]:
-    """What the environment of the job's compute plane has of its temp folder. That ends with the job's
-    processes, after which everything would be compiled again: so the cache of Torch's compiler, whose content is run,
-    has a private folder beside it, unless this process's environment names one."""
+    """The environment variables that name temporary folders to the job's compute plane. The job's temp folder ends with
+    its processes, after which everything would be compiled again: so the cache of Torch's compiler, whose content is
+    run, has a private folder beside it, unless this process's environment names one."""
     compiled = {} if _COMPILED_ENV in os.environ else {_COMPILED_ENV: str(job.compiled)}
     return {"TMPDIR": str(job.temp), **compiled}
 

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,22 +26,20 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.listening import advertised
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.dcs.storage.arena import Leftovers
+from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import (
-    cluster_lock,
     cluster_secrets,
     cluster_settings,
     etcd_server,
+    file_lock,
     kept_state,
     leftovers,
     processes,
-    train_lock,
 )
 from elastic_rl.host.address import own_address
-from elastic_rl.host.cluster_lock import taken
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
@@ -56,7 +55,6 @@ OWNER_ENV = "ELASTIC_RL_CLUSTER"
 """Environment variable with the cluster's folder, in every service of a cluster; ``down`` finds services without a
 record by it. The compute plane has ``processes.RUN_MARK`` instead: each new run kills what has that, and must not kill
 the durable plane."""
-SHM = Path("/dev/shm")
 _ETCD_BUDGET_S = 2.0
 """Seconds in which an etcd that someone else runs must answer."""
 _START_TIMEOUT_S = 120.0
@@ -65,7 +63,7 @@ the wait."""
 _LOCK_TIMEOUT_S = 180.0
 """Longest wait of ``up`` for another command that starts or stops the cluster, which itself waits for services."""
 _DOWN_LOCK_TIMEOUT_S = 15.0
-"""The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
+"""Longest wait of ``down`` for such a command. It then goes on without the lock, to end an ``up`` that hangs."""
 _END_TRAINING_S = 60.0
 """A run that ends takes its processes down, one after the other."""
 SAVE_GRACE_S = 90.0
@@ -94,12 +92,13 @@ class Cluster:
         """Starts what does not run and returns when every service answers.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
-        small, no etcd program, no space in run_dir), EtcdUnavailable (a configured etcd does not answer) or
+        small, no etcd program, no space or no locks in run_dir), EtcdUnavailable (a configured etcd does not answer) or
         DeadlineExceeded (also while another command starts or stops the cluster). After any error it stops what it
-        started.
+        started, and the stored settings are those of before.
         """
         self._make_folder()
-        with preflight_writes(self.dir), cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
+        with (preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S),
+              cluster_settings.unchanged_on_error(self.paths.settings)):
             known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
             supervised = bool(self.agents.running())
             try:
@@ -121,12 +120,12 @@ class Cluster:
         kept_state.require_same_disk(self.cfg)
         self._require_records()
         self._check_machine(running)
+        self._secrets(running)
         cluster_settings.save(self.cfg, self.paths.settings)
         if not self.agents.running():  # first: it ends what this process leaves when it is killed
             self._say("starting the host agent")
             self._start_agent(AGENTS[0])
         endpoints = self._etcd(running)
-        self._secrets(running)
         coordinators = self._start_coordinators(running, endpoints)
         node_pid = self._start_dcs_node(running, endpoints)
         self._await_coordinators(coordinators)
@@ -144,7 +143,8 @@ class Cluster:
 
     def _make_folder(self) -> None:
         """The cluster's folder, for its owner only: it holds secrets, and logs may. Where the user's umask lets a group
-        write, those around it are still the owner's: its members could put another folder in the place of this one."""
+        write, those around it are still the owner's: its members could put another folder in the place of this one.
+        Raises ConfigError where it cannot be made, and PreflightFailed where its file system has no locks."""
         try:
             self.cfg.run_dir.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.cfg.run_dir, self._job.folder):
@@ -152,6 +152,8 @@ class Cluster:
             private_folder(self.dir, hint=cluster_settings.OTHER_RUN_DIR)
         except OSError as e:
             raise ConfigError(f"cannot create {self.dir}: {e.strerror}", hint="set another --run_dir") from e
+        with preflight_writes(self.dir):
+            file_lock.require_exclusive(self.paths.services_lock)
 
     def _require_own_folder(self) -> None:
         """Raises PreflightFailed for a cluster's folder that another user may have put there: its records say which
@@ -384,53 +386,103 @@ class Cluster:
             log_file = self.paths.log(name)
             raise DeadlineExceeded(f"{e.message}; {last_message(log_file)}", hint=f"see {log_file}") from e
 
-    # -- the owner ------------------------------------------------------------------------------------------------
+    # -- locks --------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _locked(self, timeout_s: float) -> Iterator[None]:
+        """Holds the cluster's lock. Only its holder starts or stops services, which do not inherit it. Raises
+        DeadlineExceeded while another command holds it, and FileNotFoundError where the cluster's folder is gone."""
+        with self.paths.services_lock.open("w") as lock:
+            if not file_lock.taken(lock, timeout_s=timeout_s):
+                raise DeadlineExceeded(f"another command is starting or stopping the services in {self.dir}",
+                                       hint="wait for it to end, then try again")
+            yield
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Makes this process the one that trains the job within the block. Raises ConfigError while another one does.
+        """
+        self._make_folder()
+        path = self._job.train_lock
+        with path.open("w") as lock:
+            if file_lock.is_held(path) or not file_lock.taken(lock, timeout_s=file_lock.READER_S):
+                raise self._trained_by_another()
+            yield
+
+    def _trained_by_another(self) -> ConfigError:
+        return ConfigError(f"job {self.cfg.job} is already being trained by another process",
+                           hint="wait for it, or name another job with --job=NAME")
+
+    def _end_training(self) -> None:
+        """Ends the process of this machine that trains the job, unless it is this one, as Ctrl-C does: it would start
+        again what is stopped. Returns after ``_END_TRAINING_S`` at the latest."""
+        path = self._job.train_lock
+        if not file_lock.is_held(path) or file_lock.holds(os.getpid(), path):
+            return
+        if asked := file_lock.holders(path):  # none where it runs on another machine that shares the folder
+            for pid in asked:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(DeadlineExceeded):
+                wait_until(lambda: not file_lock.is_held(path), timeout_s=_END_TRAINING_S, what="the end of training")
+            self._say(f"the process that trains the job, {', '.join(map(str, asked))}, was asked to end")
+
     @contextlib.contextmanager
     def owned(self) -> Iterator[bool]:
-        """Makes this process the owner of the cluster within the block. When it ends without leaving the block, as by
-        kill -9, the host agent takes the cluster down. Yields whether the cluster was up before, without an owner.
-        Raises ConfigError while another process owns the cluster or trains the job."""
+        """Makes this process an owner of the cluster within the block, for its job. The host agent takes the cluster
+        down when all owners have ended and one of them without leaving the block, as by kill -9. Yields whether the
+        cluster was up before, and not abandoned. Raises ConfigError while another process owns it for the same job, or
+        trains that.
+        """
         self._make_folder()
-        path = self.paths.owner_lock
+        path = self.paths.owner_lock(self.cfg.job)
         with contextlib.ExitStack() as held:
-            with cluster_lock.held(self.paths.services_lock, timeout_s=_LOCK_TIMEOUT_S):
-                if (path.exists() and not self.abandoned) or train_lock.is_held(self._job.train_lock):
-                    raise ConfigError(f"job {self.cfg.job} is already being trained by another process",
-                                      hint="wait for it, or name another job with --job=NAME")
+            with self._locked(_LOCK_TIMEOUT_S):
+                if file_lock.is_held(path) or file_lock.is_held(self._job.train_lock):
+                    raise self._trained_by_another()
                 was_up = self.up_before and not self.abandoned
-                unlocked = path.with_suffix(".partial")  # the agent never sees the owner's file without its lock
-                taken(held.enter_context(unlocked.open("w")))
-                unlocked.rename(path)
-            held.callback(path.unlink, missing_ok=True)
-            yield was_up
+                path.parent.mkdir(exist_ok=True)
+                # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
+                if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):
+                    raise self._trained_by_another()
+            try:
+                yield was_up
+            finally:
+                # Two owners that end at once may each leave the cluster to the other one: then the agent finds their
+                # files without locks, and takes it down.
+                if not self.owned_by_others:
+                    path.unlink(missing_ok=True)
+
+    @property
+    def owned_by_others(self) -> bool:
+        """Whether processes that train other jobs own the cluster."""
+        own = self.paths.owner_lock(self.cfg.job)
+        return any(file_lock.is_held(path) for path in self.paths.owner_locks() if path != own)
 
     @property
     def abandoned(self) -> bool:
-        """Whether the process that owned the cluster has ended without taking it down."""
-        try:
-            with self.paths.owner_lock.open() as lock:
-                return taken(lock, shared=True)
-        except FileNotFoundError:
-            return False
+        """Whether the cluster had owners, and all have ended without taking it down."""
+        owners = self.paths.owner_locks()
+        return bool(owners) and not any(map(file_lock.is_held, owners))
 
     def _disown(self) -> None:
-        """Forgets an owner that has ended: the cluster is now that of the command that starts or stops it."""
+        """Forgets owners that have all ended: the cluster is now that of the command that starts or stops it."""
         if self.abandoned:
-            self.paths.owner_lock.unlink(missing_ok=True)
+            for path in self.paths.owner_locks():
+                path.unlink(missing_ok=True)
 
     def down_if_abandoned(self) -> bool:
-        """Ends what a command has left that was killed: a cluster whose owner has ended, unless another process trains
-        the job on it, and the rest of one that was being stopped. Returns whether the cluster is down."""
+        """Ends what a command has left that was killed: a cluster whose owners have ended, unless another process
+        trains the job on it, and the rest of one that was being stopped. Returns whether the cluster is down."""
         if self.paths.info.exists() and not self.abandoned:  # as in nearly every pass of the agent: without the lock
             return False
         try:
-            with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
-                if train_lock.is_held(self._job.train_lock):
+            with self._locked(0.0):
+                if file_lock.is_held(self._job.train_lock):
                     self._disown()
                     return False
                 halfway = self.paths.stopped.exists() and not self.paths.info.exists()
                 if self.abandoned or (halfway and self.services.running()):
-                    self._say("the process that owned the cluster, or stopped it, has ended")
+                    self._say("the processes that owned the cluster, or the one that stopped it, have ended")
                     self._down(purge=False)
                 return not self.paths.info.exists() and not self.services.running()
         except DeadlineExceeded:  # a command is starting or stopping it
@@ -462,7 +514,7 @@ class Cluster:
         Raises PreflightFailed: its data are gone, its port is taken, processes of this cluster run without a record.
         """
         try:
-            with cluster_lock.held(self.paths.services_lock, timeout_s=0.0):
+            with self._locked(0.0):
                 info = self._info()
                 if name in AGENTS:
                     if info is None or self.agents.runs(name):
@@ -515,11 +567,10 @@ class Cluster:
         if not self.dir.is_dir():
             return self._down(purge)
         self._require_here()
-        if training := train_lock.end_holder(self._job.train_lock, timeout_s=_END_TRAINING_S):
-            self._say(f"the process that trains the job, {training}, was asked to end")
+        self._end_training()
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(cluster_lock.held(self.paths.services_lock, timeout_s=_DOWN_LOCK_TIMEOUT_S))
+                stack.enter_context(self._locked(_DOWN_LOCK_TIMEOUT_S))
             except DeadlineExceeded as e:
                 self._say(f"warning: {e.message}: stopping the services all the same")
                 self._stop_agents()  # which would start again what is stopped
@@ -584,8 +635,8 @@ class Cluster:
 
     def segments(self) -> list[Path]:
         """Shared-memory files of this job."""
-        pattern = re.compile(rf"elastic-rl-{re.escape(self.cfg.job)}-node-\d+-[^-]+")
-        return [p for p in SHM.glob(f"elastic-rl-{self.cfg.job}-*") if pattern.fullmatch(p.name)]
+        pattern = re.compile(rf"{PREFIX}{re.escape(self.cfg.job)}-node-\d+-[^-]+")
+        return [p for p in SHM.glob(f"{PREFIX}{self.cfg.job}-*") if pattern.fullmatch(p.name)]
 
 
 def _down_order(name: str) -> int:

@@ -78,9 +78,17 @@ class ClusterPaths:
         return self.folder / "agent.json"
 
     @property
-    def owner_lock(self) -> Path:
-        """A file that the owner of a cluster, if it has one, holds locked (``Cluster.owned``)."""
-        return self.folder / "owner.lock"
+    def owners(self) -> Path:
+        """Folder of the files of ``owner_lock``."""
+        return self.folder / "owners"
+
+    def owner_lock(self, job: str) -> Path:
+        """A file that the process which trains this job holds locked while it owns the cluster (``Cluster.owned``)."""
+        return self.owners / f"{job}.lock"
+
+    def owner_locks(self) -> list[Path]:
+        """The files of ``owner_lock`` that are there."""
+        return list(self.owners.glob("*.lock"))
 
     @property
     def logs(self) -> Path:
@@ -93,7 +101,7 @@ class ClusterPaths:
 
     @property
     def services_lock(self) -> Path:
-        """See ``cluster_lock``."""
+        """Lock of the process that starts or stops services now."""
         return self.folder / "services.lock"
 
     @property
@@ -195,7 +203,7 @@ class JobPaths:
 
     @property
     def train_lock(self) -> Path:
-        """See ``train_lock``."""
+        """Lock of the process that trains the job (``Cluster.training``)."""
         return self.private / "train.lock"
 
     @property

@@ -11,24 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from elastic_rl.errors import Conflict, DeadlineExceeded
-from elastic_rl.host import processes
-from elastic_rl.host.cluster_lock import taken
-from elastic_rl.runtime.waiting import wait_until
-
-_LOCK_S = 5.0
-"""Longest wait for a lock whose holder has been killed, or that a reader has for a moment."""
-_LOCK_LINE = re.compile(r"^lock:.*\bFLOCK\b.*\bWRITE\b", re.MULTILINE)
-"""What proc(5)'s fdinfo says of an open file that has the lock of a service; a reader's momentary one is READ."""
+from elastic_rl.errors import Conflict
+from elastic_rl.host import file_lock, processes
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,6 @@ class ServiceFiles:
     ``clear`` delete files, once the services have ended."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: an absolute path without links."""
         self.folder = folder
 
     def start(self, name: str, cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None,
@@ -62,11 +52,9 @@ class ServiceFiles:
         """Starts a service that outlives this process, and returns its pid. Raises Conflict while it runs, and
         PreflightFailed where it cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(self._path(name), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            try:
-                wait_until(partial(taken, file), timeout_s=_LOCK_S, what=f"the lock of {name}")
-            except DeadlineExceeded as e:
-                raise Conflict(f"{name} runs already: its lock {self._path(name)} is held") from e
+        with open(self._path(name), "r+b", opener=_make) as file:
+            if not file_lock.taken(file, timeout_s=file_lock.READER_S):
+                raise Conflict(f"{name} runs already: its lock {self._path(name)} is held")
             _write(file, url, pid=0)
             child = processes.spawn(cmd, log=log, env=env, service=True, pass_fds=(file.fileno(),))
             _write(file, url, pid=child.pid)
@@ -85,13 +73,13 @@ class ServiceFiles:
         try:
             with path.open("rb") as file:
                 url, pid = _read(file)
-                if pid and _holds(pid, path):
+                if pid and file_lock.holds(pid, path):
                     return ServiceRecord(name, url, pid, running=True)
-                if taken(file, shared=True):
+                if file_lock.taken(file, shared=True):
                     return ServiceRecord(name, url)
         except FileNotFoundError:
             return None
-        holders = list(_holders(path))
+        holders = file_lock.holders(path)
         # Forked children of a service that has died lead no session. Without any holder here it runs elsewhere.
         leader = next(filter(_leads_session, holders), 0)
         return ServiceRecord(name, url, leader, running=bool(leader) or not holders)
@@ -112,12 +100,17 @@ class ServiceFiles:
         record = self.get(name)
         if record is None or record.running:
             return
-        for pid in _holders(self._path(name)):
+        for pid in file_lock.holders(self._path(name)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes.kill([psutil.Process(pid)])
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+def _make(path: str, flags: int) -> int:
+    """An ``opener`` of ``open``, for a file that is made unless it is there."""
+    return os.open(path, flags | os.O_CREAT, 0o600)
 
 
 def _write(file: IO[bytes], url: str, pid: int) -> None:
@@ -133,31 +126,6 @@ def _read(file: IO[bytes]) -> tuple[str, int]:
         return str(values["url"]), int(values["pid"])
     except (ValueError, TypeError, KeyError):
         return "", 0
-
-
-def _holders(path: Path) -> Iterator[int]:
-    """Pids of this user's processes, other than this one, that hold the lock of the file."""
-    for pid in sorted(psutil.pids()):
-        if pid != os.getpid() and _holds(pid, path):
-            yield pid
-
-
-def _holds(pid: int, path: Path) -> bool:
-    """Whether a process holds the lock of the file, and not merely has it open."""
-    try:
-        return any(_locks(pid, fd, path) for fd in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # it has ended, or is another user's
-        return False
-
-
-def _locks(pid: int, fd: str, path: Path) -> bool:
-    """Whether an open file of a process is this one, with the lock. Other files are not touched: one may be on a file
-    system that does not answer."""
-    try:
-        return os.readlink(f"/proc/{pid}/fd/{fd}") == str(path) and bool(
-            _LOCK_LINE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text()))
-    except OSError:  # closed meanwhile
-        return False
 
 
 def _leads_session(pid: int) -> bool:

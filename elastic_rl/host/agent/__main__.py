@@ -24,7 +24,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
-from elastic_rl.host.cluster_lock import taken
+from elastic_rl.host.file_lock import taken
 from elastic_rl.host.local_cluster import AGENTS, Cluster
 from elastic_rl.runtime.waiting import ProgressLimit
 from elastic_rl.telemetry import logs

@@ -33,7 +33,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobSpec, JobStatus, PoolSpec
-from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, local_cluster, processes
+from elastic_rl.host import cluster_settings, etcd_server, local_cluster, processes
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.paths import JobPaths
@@ -386,12 +386,12 @@ def test_another_command_is_waited_for_and_down_goes_on_without_it(make: Make, m
     cluster._make_folder()
     monkeypatch.setattr(local_cluster, "_LOCK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(local_cluster, "_DOWN_LOCK_TIMEOUT_S", 0.2)
-    with cluster_lock.held(cluster.paths.services_lock, timeout_s=0.0):
+    with cluster._locked(0.0):
         with pytest.raises(DeadlineExceeded, match="another command is starting or stopping the services"):
             cluster.up()
         assert not _pids(cluster) and not (cluster.dir / "config.yaml").exists()
         assert cluster.down() == [] and "another command" in said[0]
-    with cluster_lock.held(cluster.paths.services_lock, timeout_s=0.0):
+    with cluster._locked(0.0):
         pass
 
 

@@ -211,7 +211,7 @@ with cluster.owned():
 
 def assert_goes_down(cluster: Cluster) -> None:
     wait_until(lambda: not processes.marked(str(cluster.dir), OWNER_ENV), what="the end of everything")
-    assert not cluster.segments() and not cluster.up_before and not cluster.paths.owner_lock.exists()
+    assert not cluster.segments() and not cluster.up_before and not cluster.paths.owner_locks()
 
 
 def test_cluster_goes_down_with_its_owner_and_keeps_its_state(owned: Cluster) -> None:

@@ -15,7 +15,7 @@ from elastic_rl.cli import common
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, PreflightFailed
-from elastic_rl.host import cluster_settings, processes
+from elastic_rl.host import cluster_settings, etcd_server, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 
@@ -62,7 +62,7 @@ def test_fault_of_stored_settings_names_their_file(tmp_path: Path) -> None:
     assert "unknown key 'train.stepz'" in raised.value.message and "stored" not in str(raised.value)
     stored = cluster_settings.stored(ClusterPaths.of(cfg).settings)
     path = ClusterPaths.of(cfg).settings
-    cluster_settings.restore({**stored, "algorithm": {"kl_kind": "k3"}}, path)
+    cluster_settings.restore(path, yaml.safe_dump({**stored, "algorithm": {"kl_kind": "k3"}}).encode())
     with pytest.raises(ConfigError, match="unknown key 'algorithm.kl_kind'") as raised:
         _cluster(tmp_path, "--job=prod")
     assert str(path) in raised.value.message
@@ -177,3 +177,40 @@ def test_up_into_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="run_dir|cannot create"):
         Cluster(_config(tmp_path / "file")).up()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_refused_up_leaves_the_stored_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Services that are started again, and the next `up`, would have settings that were never in use."""
+    cluster = Cluster(_config(tmp_path, seed=1))
+    cluster.dir.mkdir(parents=True)
+    if known:
+        cluster_settings.save(_config(tmp_path, seed=2), cluster.paths.settings)
+    before = cluster_settings.snapshot(cluster.paths.settings)
+    agents: list[int] = []
+
+    def start_agent(name: str) -> None:
+        agents.append(cluster_settings.stored(cluster.paths.settings)["seed"])
+
+    monkeypatch.setattr(cluster, "_start_agent", start_agent)
+    monkeypatch.setattr(etcd_server, "find_binary", _no_etcd)
+    with pytest.raises(PreflightFailed, match="no etcd"):
+        cluster.up()
+    assert agents == [1], "it had come as far as the agent, which reads them"
+    assert cluster_settings.snapshot(cluster.paths.settings) == before
+
+
+def _no_etcd() -> Path:
+    raise PreflightFailed("no etcd")
+
+
+def test_settings_that_nothing_has_changed_are_not_replaced(tmp_path: Path) -> None:
+    """A host agent reads them again when their file is another one."""
+    cluster_settings.save(_config(tmp_path), path := tmp_path / "settings.yaml")
+    first = path.stat().st_ino
+    kept = path.open()  # so that no other file gets the number
+    cluster_settings.restore(path, cluster_settings.snapshot(path))
+    assert path.stat().st_ino == first
+    cluster_settings.save(_config(tmp_path, seed=1), path)
+    assert path.stat().st_ino != first
+    kept.close()

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from support.waiting import wait_until
 
 from elastic_rl.cli import main, run
@@ -231,7 +232,7 @@ def test_purge_refuses_links_before_it_deletes_anything(tmp_path: Path, name: st
 def test_down_and_purge_work_with_invalid_stored_settings(tmp_path: Path, stored: dict[str, object]) -> None:
     cfg = _started(tmp_path)
     for purge in ([], ["--purge", "--yes"]):
-        cluster_settings.restore(stored, ClusterPaths.of(cfg).settings)
+        cluster_settings.restore(ClusterPaths.of(cfg).settings, yaml.safe_dump(stored).encode())
         assert _run("down", "--job=prod", f"--run_dir={tmp_path}", *purge) == 0
     assert not ClusterPaths.of(cfg).etcd.exists()
 

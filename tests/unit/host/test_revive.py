@@ -14,7 +14,7 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.host import cluster_lock, cluster_settings, processes
+from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.agent.restart_policy import RestartLimits, ServiceState
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.local_cluster import AGENTS, Cluster
@@ -79,7 +79,7 @@ def test_ended_service_is_started_once_at_its_address(ended: Ended, name: str) -
 
 
 def test_nothing_is_started_beside_a_command_that_holds_the_lock(ended: Ended) -> None:
-    with cluster_lock.held(ended.cluster.paths.services_lock, timeout_s=0.0):
+    with ended.cluster._locked(0.0):
         assert not ended.cluster.revive("dcs-node-0")
     assert ended.started == []
 
@@ -127,7 +127,7 @@ def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkey
     limits = RestartLimits()
     supervisor = ServiceSupervisor(limits=limits, clock=lambda: 5.0)
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
-    with cluster_lock.held(ended.cluster.paths.services_lock, timeout_s=0.0):
+    with ended.cluster._locked(0.0):
         ended.tick(supervisor)
     assert ended.started == [] and supervisor._unreported == {}
     assert supervisor._states["etcd-0"] == ServiceState.ended(5.0, limits), "no start was counted"

@@ -13,7 +13,7 @@ import pytest
 from support.waiting import wait_until
 
 from elastic_rl.errors import Conflict
-from elastic_rl.host import processes, service_files
+from elastic_rl.host import file_lock, processes
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
 
 SLEEP = ["sleep", "600"]
@@ -40,7 +40,7 @@ class Services(ServiceFiles):
 def services(tmp_path: Path) -> Iterator[Services]:
     out = Services(tmp_path)
     yield out
-    for pid in {pid for path in out.folder.glob("*.json") for pid in service_files._holders(path)}:
+    for pid in {pid for path in out.folder.glob("*.json") for pid in file_lock.holders(path)}:
         psutil.Process(pid).kill()
 
 
@@ -58,7 +58,7 @@ def test_service_is_known_by_its_lock_until_it_ends(services: Services) -> None:
 
 
 def test_no_service_is_started_beside_a_living_one(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_files, "_LOCK_S", 0.1)
+    monkeypatch.setattr(file_lock, "READER_S", 0.1)
     pid = services.sleep()
     with pytest.raises(Conflict, match="a runs already"):
         services.sleep()
@@ -148,7 +148,7 @@ def test_service_that_only_another_machine_sees_runs_elsewhere(
         services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = services.sleep()
     with monkeypatch.context() as patched:
-        patched.setattr(service_files, "_holds", lambda pid, path: False)  # as in another container
+        patched.setattr(file_lock, "_holds", lambda pid, target: False)  # as in another container
         record = services.get("a")
         assert record is not None and record.elsewhere and record.running
     assert services.running() == [ServiceRecord("a", "", pid, running=True)]
