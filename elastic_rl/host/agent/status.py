@@ -62,9 +62,8 @@ class AgentWatch:
     """What a cluster of this host waits for, for a process that uses it. Starts the host agent when neither of its
     processes is left."""
 
-    def __init__(self, cluster: Cluster, *, limits: RestartLimits = RestartLimits(),
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._cluster, self._limits, self._clock = cluster, limits, clock
+    def __init__(self, cluster: Cluster, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cluster, self._limits, self._clock = cluster, RestartLimits(), clock
         self._waiting: Mapping[str, str] = {}
         self._read_at = float("-inf")
         self._agent: ServiceState | None = None

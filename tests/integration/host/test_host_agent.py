@@ -30,6 +30,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus, AgentWatch
+from elastic_rl.host.file_lock import is_held, taken
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.net import http_client
@@ -214,11 +215,18 @@ def assert_goes_down(cluster: Cluster) -> None:
     assert not cluster.segments() and not cluster.up_before and not cluster.paths.owner_locks()
 
 
-def test_cluster_goes_down_with_its_owner_and_keeps_its_state(owned: Cluster) -> None:
+def test_cluster_goes_down_with_its_last_owner_and_keeps_its_state(owned: Cluster) -> None:
     owner = start_owner(owned, "up")
     with pytest.raises(ConfigError, match="already being trained"), owned.owned():
         pass
-    os.kill(owner.pid, signal.SIGKILL)
+    with owned.paths.owner_lock("other").open("w") as other:
+        assert taken(other)
+        os.kill(owner.pid, signal.SIGKILL)
+        wait_until(lambda: not is_held(owned.paths.owner_lock("owned")), what="the kernel to release the owner's lock")
+        old = {r.name: r.pid for r in owned.services.running()}["coordinator-0"]
+        kill(old)
+        wait_until(lambda: any(r.name == "coordinator-0" and r.pid != old for r in owned.services.running()),
+                   what="the coordinator of a cluster that is still owned")
     assert_goes_down(owned)
     assert kept_state.can_continue(owned.cfg)
 

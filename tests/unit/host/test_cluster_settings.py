@@ -200,6 +200,20 @@ def test_refused_up_leaves_the_stored_settings(tmp_path: Path, monkeypatch: pyte
     assert cluster_settings.snapshot(cluster.paths.settings) == before
 
 
+def test_up_beside_services_whose_secret_is_gone_leaves_the_stored_settings(tmp_path: Path) -> None:
+    cluster = Cluster(_config(tmp_path, seed=1))
+    cluster.dir.mkdir(parents=True)
+    cluster_settings.save(_config(tmp_path, seed=2), cluster.paths.settings)
+    file = cluster.paths.settings.stat().st_ino
+    pid = cluster.services.start("coordinator-0", ["sleep", "600"], log=tmp_path / "log")
+    try:
+        with pytest.raises(PreflightFailed, match="secret is gone"):
+            cluster.up()
+        assert cluster.paths.settings.stat().st_ino == file, "not even for a moment"
+    finally:
+        processes.stop(pid)
+
+
 def _no_etcd() -> Path:
     raise PreflightFailed("no etcd")
 

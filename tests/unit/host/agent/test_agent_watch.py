@@ -24,7 +24,7 @@ class World:
         cluster: Any = SimpleNamespace(
             agents=SimpleNamespace(running=lambda: ["agent-0"] if self.runs else []), revive=self._revive,
             paths=SimpleNamespace(agent_status=folder / "agent.json"))
-        self.watch = AgentWatch(cluster, limits=LIMITS, clock=lambda: self.now)
+        self.watch = AgentWatch(cluster, clock=lambda: self.now)
 
     def _revive(self, name: str) -> bool:
         if self.error is not None:
