@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,6 +22,7 @@ from elastic_rl.etcd.member_metrics import QuotaReader
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult, range_end, result
 from elastic_rl.etcd.watch import Watch, WatchEvent
+from elastic_rl.runtime.clock import boottime_s
 
 __all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "EtcdClient", "TxnResult", "Watch",
            "WatchEvent"]
@@ -109,41 +109,44 @@ class EtcdClient:
         """Revision of etcd now."""
         return int(self._channels.call(RANGE, pb.RangeRequest(key=b"/", count_only=True)).header.revision)
 
-    def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False) -> tuple[list[KeyValue], int]:
-        """Keys under a prefix in key order, as of one revision, and that revision. ``limit`` 0 means all.
+    def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False, revision: int = 0
+              ) -> tuple[list[KeyValue], int]:
+        """Keys under a prefix in key order, as of one revision, and that revision. ``limit`` 0 means all, ``revision``
+        0 the present.
 
         ``watch(prefix, start_revision=revision + 1)`` continues from there without a gap. A large range is read in
         pages; a caller that need not hold it whole iterates ``pages`` instead. ``newest_first``, which needs a limit:
         the keys that were created last, the last one first; etcd then reads every key. Raises Compacted when
-        compactions overtook every try to read the range.
+        compactions overtook every try to read the range, or the given revision.
         """
         if newest_first:
             if not limit:
                 raise ValueError("the newest keys of a range are read with a limit")
             request = _range_request(prefix, limit=limit, sort_order=pb.RangeRequest.DESCEND,
-                                     sort_target=pb.RangeRequest.CREATE)
+                                     sort_target=pb.RangeRequest.CREATE, revision=revision)
             newest = self._read_page(request)
             return newest.kvs, newest.revision
         for attempt in itertools.count(1):
-            kvs, revision = list[KeyValue](), 0
+            kvs, read_at = list[KeyValue](), 0
             try:
-                for page in self.pages(prefix, limit=limit):
+                for page in self.pages(prefix, limit=limit, revision=revision):
                     kvs += page.kvs
-                    revision = page.revision
-                return kvs, revision
+                    read_at = page.revision
+                return kvs, read_at
             except Compacted:
-                if attempt == _MAX_RANGE_READS:
+                if revision or attempt == _MAX_RANGE_READS:
                     raise
         raise AssertionError("unreachable")
 
-    def pages(self, prefix: str, *, after: str = "", before: str = "", limit: int = 0) -> Iterator[Page]:
+    def pages(self, prefix: str, *, after: str = "", before: str = "", limit: int = 0, revision: int = 0
+              ) -> Iterator[Page]:
         """Keys under a prefix in key order, between the keys ``after`` and ``before``, all as of one revision, in pages
         of about 1 MiB. At least one page, which may be empty. ``limit``: the most keys on all pages together; 0:
-        none.
+        none. ``revision`` 0 is the present.
 
         Raises Compacted between pages when that revision was compacted meanwhile: start over.
         """
-        size, revision, left = _FIRST_PAGE, 0, limit or sys.maxsize
+        size, left = _FIRST_PAGE, limit or sys.maxsize
         while True:
             page = self.page(prefix, limit=min(size, left), after=after, before=before, revision=revision)
             left -= len(page.kvs)
@@ -245,7 +248,7 @@ class EtcdClient:
 
     def keepalive(self, ttl_s: int) -> KeptLease:
         """A new lease that a background thread keeps alive until it is closed or lost."""
-        granted_at = time.monotonic()
+        granted_at = boottime_s()
         return KeptLease(self._channels, leases.grant(self._channels, ttl_s), ttl_s, granted_at=granted_at)
 
     def lease_left(self, lease: int) -> int:

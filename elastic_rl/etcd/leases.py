@@ -6,7 +6,6 @@ import contextlib
 import logging
 import secrets
 import threading
-import time
 from typing import Self
 
 import grpc
@@ -15,6 +14,7 @@ from elastic_rl.errors import ElasticRLError, EtcdRefused, EtcdUnavailable, Leas
 from elastic_rl.etcd.call_errors import AttemptFailed, Failure
 from elastic_rl.etcd.channels import GRANT, KEEPALIVE, REVOKE, Channels
 from elastic_rl.etcd.pb import etcd_pb2 as pb
+from elastic_rl.runtime.clock import boottime_s
 
 log = logging.getLogger(__name__)
 
@@ -61,34 +61,36 @@ class KeptLease:
     """A lease that a background thread keeps alive. ``lost`` is set once its keys are gone or will be, for good.
 
     Time is counted from when the last answered keep-alive was *sent*, so ``lost`` is never set later than the server
-    lets the lease end. A process that was stopped may notice it late: a lease alone is not a fence.
+    lets the lease end. Time in which the machine was suspended counts. A process that was stopped may notice it late: a
+    lease alone is not a fence.
     """
 
     def __init__(self, channels: Channels, lease: int, ttl_s: int, *, granted_at: float) -> None:
-        """``granted_at``: monotonic time before the grant was requested."""
+        """``granted_at``: when the grant was requested (``boottime_s``)."""
         self.id = lease
         self.ttl_s = ttl_s
         self.lost = threading.Event()
         self._channels = channels
         self._member = channels.current
         self._stopping = threading.Event()
-        self._alive_at = granted_at
+        self.renewed_at = granted_at
+        """When the last answered keep-alive, or the grant, was sent (``boottime_s``)."""
         self._thread = threading.Thread(target=self._run, name=f"lease-{lease:x}", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether the last keep-alive still holds by this process's clock; unlike ``lost``, never late."""
-        return not self.lost.is_set() and time.monotonic() - self._alive_at < self.ttl_s
+        return not self.lost.is_set() and boottime_s() - self.renewed_at < self.ttl_s
 
     def _run(self) -> None:
         pause = 0.0  # the first keep-alive is sent at once: the grant may have taken long
         while not self._stopping.wait(pause):
-            sent = time.monotonic()
+            sent = boottime_s()
             ttl = self._renew()
             if ttl:
-                self._alive_at, pause = sent, self.ttl_s / 3
-            elif ttl is None and time.monotonic() - self._alive_at < self.ttl_s:
+                self.renewed_at, pause = sent, self.ttl_s / 3
+            elif ttl is None and boottime_s() - self.renewed_at < self.ttl_s:
                 pause = min(0.05, self.ttl_s / 20)
             else:
                 break
@@ -109,12 +111,16 @@ class KeptLease:
             self._member = (self._member + 1) % len(self._channels.endpoints)
         return ttl
 
+    def stop(self) -> None:
+        """Stops the thread. The lease and its keys stay until it expires."""
+        self._stopping.set()
+        self._thread.join(timeout=2 * self._channels.call_timeout_s)
+
     def close(self) -> None:
         """Stops the thread and revokes the lease, which deletes its keys. Without etcd the lease expires."""
         if self._stopping.is_set():
             return
-        self._stopping.set()
-        self._thread.join(timeout=2 * self._channels.call_timeout_s)
+        self.stop()
         # Also when it is lost: by our clock it is, but the server may let it live longer and keep the keys.
         with contextlib.suppress(EtcdUnavailable, EtcdRefused):
             revoke(self._channels, self.id, budget_s=2 * self._channels.call_timeout_s)
