@@ -4,6 +4,9 @@ Who starts a service locks its file first and passes the open file on, so the lo
 service: it does not end with the process that started it, and a service whose starter was killed in the middle of the
 start is found as any other. No second process of a service can be started beside a living one. The lock tells whether a
 service runs; its pid is looked up where the file does not have it yet.
+
+A service whose work ends says so in its file before it ends (``report_completed``). Its exit code would not do: only
+the process that started it learns that, and it may have ended before.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +23,10 @@ import psutil
 
 from elastic_rl.errors import Conflict
 from elastic_rl.host import file_lock, processes
+
+SERVICE_FILE_ENV = "ELASTIC_RL_SERVICE_FILE"
+"""Environment variable with the path of its file in each service, and in all that the service starts: their mark
+(``processes.sweep``)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class ServiceRecord:
     pid: int = 0
     """Its process; 0 while it does not run, and for one that runs elsewhere."""
     running: bool = False
+    generation: int = 0
+    """Generation of the assignment that it was started for; 0 where there is none."""
+    completed: bool = False
+    """It has said that its work is done."""
 
     @property
     def elsewhere(self) -> bool:
@@ -48,16 +59,17 @@ class ServiceFiles:
         self.folder = folder
 
     def start(self, name: str, cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None,
-              url: str = "") -> int:
-        """Starts a service that outlives this process, and returns its pid. Raises Conflict while it runs, and
-        PreflightFailed where it cannot be started."""
+              url: str = "", generation: int = 0, lock_s: float = file_lock.READER_S) -> int:
+        """Starts a service that outlives this process, and returns its pid. ``lock_s``: longest wait for its lock.
+        Raises Conflict while it runs, and PreflightFailed where it cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self._path(name), "r+b", opener=_make) as file:
-            if not file_lock.taken(file, timeout_s=file_lock.READER_S):
+            if not file_lock.taken(file, timeout_s=lock_s):
                 raise Conflict(f"{name} runs already: its lock {self._path(name)} is held")
-            _write(file, url, pid=0)
-            child = processes.spawn(cmd, log=log, env=env, service=True, pass_fds=(file.fileno(),))
-            _write(file, url, pid=child.pid)
+            _write(file, url, generation, pid=0)
+            child = processes.spawn(cmd, log=log, env={**(env or {}), SERVICE_FILE_ENV: self.mark(name)},
+                                    service=True, pass_fds=(file.fileno(),))
+            _write(file, url, generation, pid=child.pid)
             return child.pid
 
     def all(self) -> list[ServiceRecord]:
@@ -72,17 +84,17 @@ class ServiceFiles:
         path = self._path(name)
         try:
             with path.open("rb") as file:
-                url, pid = _read(file)
-                if pid and file_lock.holds(pid, path):
-                    return ServiceRecord(name, url, pid, running=True)
+                record = replace(_read(file), name=name)
+                if record.pid and file_lock.holds(record.pid, path):
+                    return replace(record, running=True)
                 if file_lock.taken(file, shared=True):
-                    return ServiceRecord(name, url)
+                    return replace(_read(file), name=name, pid=0)  # its last words may have come after the first look
         except FileNotFoundError:
             return None
         holders = file_lock.holders(path)
         # Forked children of a service that has died lead no session. Without any holder here it runs elsewhere.
         leader = next(filter(_leads_session, holders), 0)
-        return ServiceRecord(name, url, leader, running=bool(leader) or not holders)
+        return replace(record, pid=leader, running=bool(leader) or not holders)
 
     def runs(self, name: str) -> bool:
         record = self.get(name)
@@ -104,6 +116,10 @@ class ServiceFiles:
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes.kill([psutil.Process(pid)])
 
+    def mark(self, name: str) -> str:
+        """Value of ``SERVICE_FILE_ENV`` in what a service has started."""
+        return str(self._path(name))
+
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
@@ -113,19 +129,42 @@ def _make(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT, 0o600)
 
 
-def _write(file: IO[bytes], url: str, pid: int) -> None:
+def report_completed() -> None:
+    """Called by a service that has done its work, right before it ends: it is not started again. Killed before, it is
+    started once more."""
+    with open(os.environ[SERVICE_FILE_ENV], "r+b") as file:
+        generation = _read(file).generation
+        file.seek(0, os.SEEK_END)
+        file.write(_completed(generation))
+
+
+def _completed(generation: int) -> bytes:
+    return json.dumps({"completed": generation}).encode() + b"\n"
+
+
+def _write(file: IO[bytes], url: str, generation: int, pid: int) -> None:
     """Writes the first line of a service's file in one call, so that a writer that is killed leaves the old or the new
-    one. What follows the line is the end of a longer one, and is not read."""
-    os.pwrite(file.fileno(), json.dumps({"url": url, "pid": pid}).encode() + b"\n", 0)
+    one. The line is as long with the pid as without, so that what the service has added meanwhile stays; what an
+    earlier process of it has added is for another generation, and dropped with the first write."""
+    values = json.dumps({"url": url, "generation": generation})
+    line = f'{{"pid": {pid:10d}, {values[1:]}\n'.encode()
+    os.pwrite(file.fileno(), line, 0)
+    if not pid:
+        os.ftruncate(file.fileno(), len(line))
 
 
-def _read(file: IO[bytes]) -> tuple[str, int]:
-    """URL and pid as written; nothing of a damaged file, whose service is found by its lock all the same."""
+def _read(file: IO[bytes]) -> ServiceRecord:
+    """What the starter and the service have written; nothing of a damaged file, whose service is found by its lock all
+    the same."""
+    file.seek(0)
+    first, *added = file.read().splitlines(keepends=True) or [b""]
     try:
-        values = json.loads(file.readline())
-        return str(values["url"]), int(values["pid"])
+        values = json.loads(first)
+        generation = int(values["generation"])
+        return ServiceRecord("", str(values["url"]), int(values["pid"]), generation=generation,
+                             completed=_completed(generation) in added)
     except (ValueError, TypeError, KeyError):
-        return "", 0
+        return ServiceRecord("")
 
 
 def _leads_session(pid: int) -> bool:

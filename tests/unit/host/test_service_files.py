@@ -73,10 +73,10 @@ import os, signal, sys
 from pathlib import Path
 from elastic_rl.host import service_files
 write = service_files._write
-def killed(file, url, pid):
+def killed(file, url, generation, pid):
     if {killed_after == "lock"} or pid:
         os.kill(os.getpid(), signal.SIGKILL)
-    write(file, url, pid)
+    write(file, url, generation, pid)
 service_files._write = killed
 files = service_files.ServiceFiles(Path({str(services.folder)!r}))
 files.start("a", {SLEEP!r}, log=Path({str(services._log)!r}), url="u")
@@ -174,3 +174,36 @@ def test_clear_forgets_every_service(services: Services) -> None:
     (services.folder / "b.json").write_text("{")
     services.clear()
     assert services.all() == []
+
+
+def test_service_says_that_its_work_is_done_and_its_next_process_has_not_said_it(services: Services) -> None:
+    program = "from elastic_rl.host.service_files import report_completed; report_completed()"
+    for generation, cmd in ((3, [sys.executable, "-c", program]), (4, ["true"])):
+        services.start("a", cmd, log=services._log, url="u", generation=generation)
+        wait_until(lambda: not services.runs("a"), what="the end of the service")
+        assert services.get("a") == ServiceRecord("a", "u", generation=generation, completed=generation == 3)
+
+
+def test_word_of_a_service_that_was_faster_than_its_starter_is_kept(
+        services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starter writes the pid when the process runs already."""
+    def faster(cmd: list[str], **_: object) -> object:
+        with monkeypatch.context() as patched:
+            patched.setenv(service_files.SERVICE_FILE_ENV, services.mark("a"))
+            service_files.report_completed()
+        return type("Child", (), {"pid": 4_000_000})
+
+    monkeypatch.setattr(service_files.processes, "spawn", faster)
+    services.start("a", SLEEP, log=services._log, generation=2)
+    record = services.get("a")
+    assert record is not None and record.completed and record.generation == 2
+
+
+def test_word_for_an_earlier_generation_does_not_count(services: Services) -> None:
+    """A starter that is killed between its two writes leaves it behind the new first line."""
+    services.folder.mkdir()
+    with (services.folder / "a.json").open("w+b") as file:
+        service_files._write(file, "u", 4, pid=0)
+        file.seek(0, os.SEEK_END)
+        file.write(service_files._completed(3))
+    assert services.get("a") == ServiceRecord("a", "u", generation=4)
