@@ -78,6 +78,16 @@ class ClusterPaths:
         return self.folder / "agent.json"
 
     @property
+    def incarnation(self) -> Path:
+        """The incarnation of this host, which its agents keep until its next boot (``host_facts``)."""
+        return self.folder / "incarnation.json"
+
+    @property
+    def singletons(self) -> Path:
+        """Folder of the files of the cluster's singletons that were started on this host (``ServiceFiles``)."""
+        return self.folder / "singletons"
+
+    @property
     def owners(self) -> Path:
         """Folder of the files of ``owner_lock``."""
         return self.folder / "owners"

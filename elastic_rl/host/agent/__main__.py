@@ -15,13 +15,14 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings
+from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.file_lock import taken
@@ -54,9 +55,11 @@ def main(argv: list[str] | None = None) -> int:
 class HostAgent:
     """One process of the agent of a cluster that is up, or being started."""
 
-    def __init__(self, name: str, where: Cluster) -> None:
+    def __init__(self, name: str, where: Cluster,
+                 work_of: Callable[[Cluster, ClusterInfo], AssignedWork] | None = None) -> None:
         """``where``: the cluster by its location alone. Its settings are read from its folder, and again when a command
-        has changed them."""
+        has changed them. ``work_of``: makes what carries out the cluster's assignments to this host, such as
+        ``AssignedWork.of_cluster``; None: this host is not registered and is assigned nothing."""
         self._name, self._cluster = name, where
         self._settings_version: tuple[int, int] | None = None
         self._settings_error = ""
@@ -64,6 +67,8 @@ class HostAgent:
         self._rotation: LogRotation | None = None
         self._stopping = False
         self._status: AgentStatus | None = None
+        self._work_of = work_of
+        self._work: AssignedWork | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -95,7 +100,7 @@ class HostAgent:
         """Keeps the services running until a signal, or until the cluster is down: by a command, or by this agent where
         a command was killed that owned the cluster or stopped it."""
         failed = ""
-        while not self._stopping:
+        while not self._stopping and not (self._work is not None and self._work.replaced):
             pids: list[int] = []
             try:
                 if self._cluster.down_if_abandoned():
@@ -105,6 +110,8 @@ class HostAgent:
                 if failed != (failed := f"{type(e).__name__}: {e}"):
                     log.exception("a pass of the agent failed")
             _await_end(pids)
+        if self._work is not None:
+            self._work.close()
         if self._rotation is not None:
             self._rotation.close()
         self._cluster.paths.agent_status.unlink(missing_ok=True)
@@ -117,13 +124,24 @@ class HostAgent:
             error = error or ("" if info else "the cluster's start is not complete; `elastic-rl up` completes it")
         except ConfigError as e:
             info, error = None, str(e)
-        status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), error=error,
-                             services=self._supervisor.supervise(self._cluster, info, _other(self._name)))
+        services = self._supervisor.supervise(self._cluster, info, _other(self._name))
+        status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), services=services,
+                             error=error or self._waits_for(info))
         before = self._status
         if before is None or status.replace(at=before.at) != before or not 0 <= status.at - before.at < WRITE_EVERY_S:
             status.save(self._cluster.paths.agent_status)
             self._status = status
         return [service.pid for service in status.services.values() if service.pid]
+
+    def _waits_for(self, info: ClusterInfo | None) -> str:
+        """Begins to carry out assignments once the cluster is up. Returns why this host takes none; empty if it does,
+        or is to take none."""
+        if self._work is None and self._work_of is not None and info is not None:
+            try:
+                self._work = self._work_of(self._cluster, info).start()
+            except (ElasticRLError, OSError) as e:
+                return f"this host cannot take work: {e}"
+        return self._work.waits_for if self._work is not None else ""
 
     def _read_settings(self) -> str:
         """Reads the cluster's settings if they have changed. Returns why they cannot be used: those before then hold.

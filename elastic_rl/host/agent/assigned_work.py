@@ -1,0 +1,75 @@
+"""What the cluster assigns to this host: its registration, and the singletons that run here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Self
+
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.coordinator.hosts.times import HostTimes
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
+from elastic_rl.host.agent.host_session import HostSession
+from elastic_rl.host.agent.singletons import CommandOf, Singletons
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.service_files import ServiceFiles
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 5.0
+
+
+class AssignedWork:
+    """Carries out the assignments of this host from ``start`` until ``close``, in a thread of its own: the starts of
+    other services may take long, and the end of a lease must be noticed within ``HostTimes.agent_pass_s``."""
+
+    def __init__(self, session: HostSession, singletons: Singletons, times: HostTimes) -> None:
+        self._session, self._singletons, self._times = session, singletons, times
+        self._fault = ""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="assigned-work", daemon=True)
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster, info: ClusterInfo, host_id: str, command_of: CommandOf,
+                   times: HostTimes = HostTimes()) -> Self:
+        """The work that a cluster assigns to this host. Raises ConfigError and OSError."""
+        host = host_record(host_id, kept_incarnation(cluster.paths.incarnation))
+        etcd = EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=times.lease_ttl_s / 3)
+        singletons = Singletons(host.id, host.incarnation, ServiceFiles(cluster.paths.singletons), cluster.paths.log,
+                                command_of, times)
+        return cls(HostSession(etcd, host, times), singletons, times)
+
+    def start(self) -> Self:
+        self._session.start()
+        self._thread.start()
+        return self
+
+    @property
+    def waits_for(self) -> str:
+        """Why this host takes no work; empty if it does."""
+        return self._fault or self._session.waits_for
+
+    @property
+    def replaced(self) -> bool:
+        """Whether an agent of this host that was started later does the work. This one must end."""
+        return self._session.replaced.is_set()
+
+    def close(self) -> None:
+        """Ends the thread. The singletons run on, and the host stays registered until its lease ends: the next agent
+        adopts both."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        self._singletons.close()
+        self._session.close()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._times.agent_pass_s / 2) and not self.replaced:
+            try:
+                self._session.report(self._singletons.look(self._session.view()))
+                self._fault = ""
+            except Exception as e:  # the next look may find what it needs; nobody else ends what is over
+                if self._fault != (fault := f"its singletons cannot be looked after: {type(e).__name__}: {e}"):
+                    log.exception("a look at the singletons of this host failed")
+                self._fault = fault

@@ -1,0 +1,65 @@
+"""What the agent registers its host with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from pydantic import ValidationError
+
+import elastic_rl
+from elastic_rl.etcd.cluster_records import Host
+from elastic_rl.etcd.process_state import machine_id
+from elastic_rl.etcd.record import Record
+from elastic_rl.host.address import own_address
+from elastic_rl.host.local_cluster import SHM
+from elastic_rl.runtime.files import replace_file
+
+
+class _Boot(Record):
+    """The incarnation of this host, and the boot and pid namespace that it is for."""
+
+    incarnation: str
+    machine: str
+
+
+class HostResources(NamedTuple):
+    """What this host has for work."""
+
+    cpus: int
+    gpus: int
+    memory_bytes: int
+    shm_bytes: int
+
+    @classmethod
+    def of_this_host(cls, devices: Path = Path("/dev")) -> HostResources:
+        """``devices``: folder of the device files, of which the driver of NVIDIA has one a GPU (a container sees only
+        its own)."""
+        return cls(len(os.sched_getaffinity(0)), len(list(devices.glob("nvidia[0-9]*"))),
+                   psutil.virtual_memory().total, shutil.disk_usage(SHM).total)
+
+
+def host_record(host_id: str, incarnation: str, labels: dict[str, str] | None = None) -> Host:
+    """This host, as it is registered."""
+    return Host(id=host_id, incarnation=incarnation, address=own_address(), machine=machine_id(), labels=labels or {},
+                release=elastic_rl.__version__, **HostResources.of_this_host()._asdict())
+
+
+def kept_incarnation(path: Path) -> str:
+    """The incarnation of this host: random, and kept in a file for this boot and pid namespace, in which what an
+    earlier agent has started may live. Where the kernel does not name them, each agent has another one. Raises OSError.
+    """
+    machine = machine_id()
+    try:
+        known = _Boot.decode(path.read_bytes())
+        if machine and known.machine == machine:
+            return known.incarnation
+    except (FileNotFoundError, ValidationError):
+        pass
+    boot = _Boot(incarnation=secrets.token_hex(8), machine=machine)
+    replace_file(path, boot.encode(), private=True, durable=True)
+    return boot.incarnation

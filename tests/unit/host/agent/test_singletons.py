@@ -1,0 +1,268 @@
+"""What an agent does with the processes of singletons, on files and processes of a model: whatever happens, one process
+of a singleton at a time, of its newest generation, and none that has done its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.budget import seeds
+from support.clock import Clock
+
+from elastic_rl.coordinator.hosts.times import HostTimes
+from elastic_rl.errors import PreflightFailed
+from elastic_rl.etcd.cluster_records import Assignment, HostStatus, RunState
+from elastic_rl.host.agent import singletons
+from elastic_rl.host.agent.duties import AgentLease, KnownOrders, Order
+from elastic_rl.host.agent.host_session import HostView
+from elastic_rl.host.agent.restart_policy import RestartLimits
+from elastic_rl.host.agent.singletons import Singletons
+from elastic_rl.host.service_files import ServiceRecord
+
+HOST, BOOT, NAME = "h", "boot", "driver/j"
+FILE = "driver%2Fj"
+TIMES = HostTimes()
+LIMITS = RestartLimits(backoff_initial_s=1.0, backoff_max_s=4.0, stable_s=1000.0, budget=50)
+
+
+class Files:
+    """``ServiceFiles`` without files. ``left``: singletons whose processes have left something behind."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, ServiceRecord] = {}
+        self.left: set[str] = set()
+        self.started: list[tuple[str, int]] = []
+        self.cannot_start = False
+
+    def all(self) -> list[ServiceRecord]:
+        return [self.records[name] for name in sorted(self.records)]
+
+    def start(self, name: str, cmd: Sequence[str], *, log: Path, env: Mapping[str, str], generation: int,
+              lock_s: float) -> int:
+        before = self.records.get(name)
+        assert before is None or not before.running, f"{name} was started beside {before}"
+        assert name not in self.left, f"{name} was started beside what its last process has left"
+        assert before is None or not before.completed or before.generation != generation, f"{name} has done its work"
+        if self.cannot_start:
+            raise PreflightFailed("no such program")
+        self.started.append((name, generation))
+        self.records[name] = ServiceRecord(name, "", 1000 + len(self.started), running=True, generation=generation)
+        self.left.add(name)
+        return self.records[name].pid
+
+    def end(self, name: str, *, completed: bool = False) -> None:
+        now = self.records[name]
+        self.records[name] = ServiceRecord(name, generation=now.generation, completed=completed or now.completed)
+
+    def forget(self, name: str) -> None:
+        assert not self.records[name].running and name not in self.left, f"{name} was forgotten too early"
+        del self.records[name]
+
+    def end_leftovers(self, name: str) -> None:
+        pass
+
+    def mark(self, name: str) -> str:
+        return name
+
+
+class Executor:
+    """Does what it is given when ``run`` is called: an end takes time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = []
+
+    def submit(self, work: Callable[..., None], *args: Any) -> Future[None]:
+        future: Future[None] = Future()
+        self._waiting.append((future, work, args))
+        return future
+
+    def run(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future, work, args in waiting:
+            work(*args)
+            future.set_result(None)
+
+
+class World:
+    """A host with one agent at a time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.files, self.clock = Files(), Clock(100.0)
+        self.known, self.generation = KnownOrders(), 0
+        self.lost_at: float | None = None
+        patch.setattr(singletons.processes, "stop", self._stop)
+        patch.setattr(singletons.processes, "sweep", lambda mark, variable, grace_s: self.files.left.discard(mark))
+        patch.setattr(singletons, "ThreadPoolExecutor", lambda *_, **__: Executor())
+        self.restart_agent()
+
+    def restart_agent(self) -> None:
+        self.granted_at = self.clock.now
+        self.agent = Singletons(HOST, BOOT, self.files, Path, lambda *_: ["x"], TIMES,  # type: ignore[arg-type]
+                                limits=LIMITS, clock=self.clock)
+
+    def _stop(self, pid: int, grace_s: float) -> None:
+        for name, record in list(self.files.records.items()):
+            if record.pid == pid:
+                self.files.end(name)
+
+    def assign(self, host: str) -> None:
+        self.generation += 1
+        order = Order(Assignment(host=host, incarnation=BOOT), self.generation)
+        self.known = self.known.updated(self.clock.now, self.generation, {NAME: order})
+
+    @property
+    def lease(self) -> AgentLease:
+        return AgentLease(self.clock.now, self.granted_at) if self.lost_at is None else AgentLease(self.lost_at)
+
+    def look(self) -> HostStatus:
+        self.known = KnownOrders(self.clock.now, self.known.revision, self.known.orders)
+        return self.agent.look(HostView(self.lease, self.known, 7))
+
+    def end_processes(self) -> None:
+        self.agent._executor.run()  # type: ignore[attr-defined]
+
+    def settle(self) -> HostStatus:
+        """Looks until nothing is left to be done, with time for each restart."""
+        for _ in range(8):
+            self.look()
+            self.end_processes()
+            self.clock.now += LIMITS.backoff_max_s
+        return self.look()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_singleton_that_has_said_that_its_work_is_done_is_not_restarted_by_any_agent(world: World) -> None:
+    world.assign(HOST)
+    world.settle()
+    world.files.end(FILE, completed=True)
+    for _ in range(2):
+        assert world.settle().services[NAME].state is RunState.COMPLETED
+        world.restart_agent()
+    assert world.files.started == [(FILE, 1)]
+
+
+def test_end_without_that_word_is_a_failure_that_is_counted(world: World) -> None:
+    world.assign(HOST)
+    for restarts in range(4):
+        assert world.settle().services[NAME].restarts == restarts
+        world.files.end(FILE)
+        ended = world.look().services[NAME]
+        assert (ended.state, ended.restarts, ended.pid) == (RunState.ENDED, restarts, 0)
+
+
+def test_end_by_the_self_fence_is_no_failure_of_the_singleton(world: World) -> None:
+    world.assign(HOST)
+    world.settle()
+    world.lost_at = world.clock.now
+    world.clock.now += TIMES.lease_ttl_s
+    world.look()
+    world.end_processes()
+    assert world.look().services[NAME].state is RunState.ENDED
+    world.lost_at, world.granted_at = None, world.clock.now
+    world.look()
+    assert world.look().services[NAME].restarts == 0 and world.files.started == [(FILE, 1)] * 2
+
+
+def test_singleton_that_cannot_be_started_is_reported_and_tried_again_later(world: World) -> None:
+    world.files.cannot_start = True
+    world.assign(HOST)
+    status = world.look().services[NAME]
+    assert (status.state, status.generation) == (RunState.ENDED, 1) and "no such program" in status.reason
+    world.files.cannot_start = False
+    status = world.settle().services[NAME]
+    assert status.state is RunState.RUNNING and not status.reason
+
+
+def test_released_singleton_is_ended_and_then_no_longer_reported(world: World) -> None:
+    world.assign(HOST)
+    world.settle()
+    world.assign("")
+    status = world.look()
+    assert status.services[NAME].state is RunState.RUNNING and "generation 1" in status.not_ready
+    assert world.settle().services == {} and not world.files.records
+
+
+class SingletonMachine(RuleBasedStateMachine):
+    """``Files`` itself asserts that nothing is started beside something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.world = World(self.patch)
+        self.completed: set[int] = set()
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @rule(host=st.sampled_from([HOST, HOST, "other", ""]))
+    def assign(self, host: str) -> None:
+        self.world.assign(host)
+
+    @rule()
+    def look(self) -> None:
+        held, status = self.world.lost_at is None, self.world.look()
+        service, record = status.services.get(NAME), self.world.files.records.get(FILE)
+        assert (record is not None and record.running) == (service is not None and service.state is RunState.RUNNING)
+        if service is not None and service.state is RunState.RUNNING:
+            assert record is not None and (service.pid, service.generation) == (record.pid, record.generation)
+        if held and record is not None and record.running and record.generation < self.world.generation:
+            assert status.not_ready
+
+    @rule()
+    def end_processes(self) -> None:
+        self.world.end_processes()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.clock.now += seconds
+
+    @rule(completed=st.booleans())
+    def process_ends(self, completed: bool) -> None:
+        record = self.world.files.records.get(FILE)
+        if record is not None and record.running:
+            self.completed |= {record.generation} if completed else set()
+            self.world.files.end(FILE, completed=completed)
+
+    @rule()
+    def agent_is_killed(self) -> None:
+        self.world.restart_agent()
+
+    @precondition(lambda self: self.world.lost_at is None)
+    @rule()
+    def lease_is_lost(self) -> None:
+        self.world.lost_at = self.world.clock.now
+
+    @precondition(lambda self: self.world.lost_at is not None)
+    @rule()
+    def registered_again(self) -> None:
+        self.world.lost_at, self.world.granted_at = None, self.world.clock.now
+
+    @invariant()
+    def generations_only_grow(self) -> None:
+        assert self.world.files.started == sorted(self.world.files.started)
+
+    @rule()
+    def comes_to_rest(self) -> None:
+        """Undisturbed and registered, it is as it was assigned."""
+        self.world.lost_at, self.world.granted_at = None, self.world.clock.now
+        status, order = self.world.settle(), self.world.known.orders.get(NAME)
+        if order is None or order.assignment.host != HOST:
+            assert status.services == {} and not status.not_ready
+        else:
+            done = order.generation in self.completed
+            assert status.services[NAME].state is (RunState.COMPLETED if done else RunState.RUNNING)
+            assert status.services[NAME].generation == order.generation
+
+
+SingletonMachine.TestCase.settings = settings(max_examples=seeds(40), stateful_step_count=30)
+TestSingletons = SingletonMachine.TestCase
