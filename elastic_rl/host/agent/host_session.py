@@ -177,7 +177,7 @@ class HostSession:
             record = self.host.encode()
             outcome = self._etcd.txn([_unchanged(before, key) for key in (self._key, self._registration_key)],
                                      [Op.put(self._key, record, lease.id), Op.put(self._registration_key, record)])
-        except ElasticRLError:
+        except BaseException:
             lease.close()
             raise
         if not outcome.succeeded:

@@ -15,6 +15,7 @@ from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.etcd import leases
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import RAY_HEAD, Host, RunState, driver_of
 from elastic_rl.etcd.process_state import machine_id
@@ -92,6 +93,19 @@ def test_registration_that_an_operator_deletes_is_written_again(own_etcd: EtcdCl
     first = h.registration()
     own_etcd.delete(KEYS.host("h1"))
     assert h.registration(after=first.mod_revision).lease != first.lease
+
+
+def test_agent_does_not_take_its_own_earlier_registration_for_that_of_another(
+        host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease may be over by the clock of the agent, and not yet by that of etcd."""
+    h = host()
+    work = h.start_here()
+    first = h.registration()
+    monkeypatch.setattr(leases, "revoke", lambda *_, **__: None)  # as where etcd does not answer
+    held = work._session._held
+    assert held is not None and held.lease.id == first.lease
+    held.lease.lost.set()
+    assert h.registration(after=first.mod_revision).lease != first.lease and not work.replaced
 
 
 def test_agent_that_was_replaced_by_a_later_one_writes_and_ends_nothing_more(own_etcd: EtcdClient, host: Hosts) -> None:

@@ -178,10 +178,24 @@ def test_clear_forgets_every_service(services: Services) -> None:
 
 def test_service_says_that_its_work_is_done_and_its_next_process_has_not_said_it(services: Services) -> None:
     program = "from elastic_rl.host.service_files import report_completed; report_completed()"
-    for generation, cmd in ((3, [sys.executable, "-c", program]), (4, ["true"])):
-        services.start("a", cmd, log=services._log, url="u", generation=generation)
+    for cmd, completed in (([sys.executable, "-c", program], True), (["true"], False)):
+        services.start("a", cmd, log=services._log, url="u", generation=3)
         wait_until(lambda: not services.runs("a"), what="the end of the service")
-        assert services.get("a") == ServiceRecord("a", "u", generation=generation, completed=generation == 3)
+        assert services.get("a") == ServiceRecord("a", "u", generation=3, completed=completed)
+
+
+def test_last_word_of_a_service_that_ends_while_it_is_looked_at_is_read(
+        services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    services.start("a", ["true"], log=services._log, generation=3)
+    wait_until(lambda: not services.runs("a"), what="the end of the service")
+    monkeypatch.setenv(service_files.SERVICE_FILE_ENV, services.mark("a"))
+
+    def ends_meanwhile(pid: int, path: Path) -> bool:
+        service_files.report_completed()
+        return False
+
+    monkeypatch.setattr(service_files, "_holds", ends_meanwhile)
+    assert services.get("a") == ServiceRecord("a", generation=3, completed=True)
 
 
 def test_word_of_a_service_that_was_faster_than_its_starter_is_kept(
