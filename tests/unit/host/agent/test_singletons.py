@@ -155,6 +155,17 @@ def test_singleton_that_has_said_that_its_work_is_done_is_not_restarted_by_any_a
     assert world.files.started == [(FILE, 1)]
 
 
+def test_generation_after_one_that_has_done_its_work_is_started(world: World) -> None:
+    """The job was resumed."""
+    world.assign(HOST)
+    world.settle()
+    world.files.end(FILE, completed=True)
+    world.assign(HOST)
+    status = world.look().services[NAME]
+    assert (status.state, status.generation, status.reason) == (RunState.ENDED, 2, "waits for the end of generation 1")
+    assert world.settle().services[NAME].state is RunState.RUNNING and world.files.started == [(FILE, 1), (FILE, 2)]
+
+
 def test_end_without_that_word_is_a_failure_that_is_counted(world: World) -> None:
     world.assign(HOST)
     for restarts in range(4):
