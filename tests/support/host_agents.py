@@ -6,7 +6,6 @@ The command of a singleton is that in its arguments, with GENERATION replaced by
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -14,17 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import Assignment, HostStatus, RunState, ServiceStatus
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.host import processes
 from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import Singletons
-from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 from support import forked
 from support.waiting import wait_until
 
@@ -83,11 +81,10 @@ class HostUnderTest:
             agent.wait(60)
 
     def power_off(self) -> None:
-        """Kills the agents, and then what they have started, at once."""
+        """Kills the agents, and then all that the singletons are and have started."""
         self.kill_agents()
-        for record in self.files.running():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(record.pid).kill()
+        for record in self.files.all():
+            processes.sweep(self.files.mark(record.name), SERVICE_FILE_ENV)
 
     def close(self) -> None:
         for work in self.works:
