@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdi
     The candidate with the lowest create revision leads. What a replica wrote as the leader (a pool's change, the
     announcement of its term) must be at a revision before which it led.
     """
+    of_leaders = ClusterKeys(keys.job).leader_prefix()
     verdict, candidates, leader = Verdict(), dict[str, int](), ""
     for revision, together in groupby(changes, key=lambda c: c.revision):
         batch = list(together)
@@ -54,8 +55,8 @@ def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdi
                 if change.key == keys.leadership():
                     verdict.announced.append(writer)
         for change in batch:
-            if change.key.startswith(keys.leader_prefix()):
-                name = change.key.removeprefix(keys.leader_prefix())
+            if change.key.startswith(of_leaders):
+                name = change.key.removeprefix(of_leaders)
                 if change.put:
                     candidates[name] = change.create
                 else:

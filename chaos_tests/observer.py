@@ -23,8 +23,9 @@ def main() -> None:
     for change in changes:
         put = isinstance(change, PutEvent)
         key = change.key.decode()
+        value = change.value.decode(errors="replace") if put else ""  # write tokens are no text
         print(json.dumps({"revision": change.mod_revision, "put": put, "key": key, "create": change.create_revision,
-                          "value": change.value.decode() if put else ""}), flush=True)
+                          "value": value}), flush=True)
         if key == last:
             break
     cancel()

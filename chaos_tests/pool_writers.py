@@ -18,7 +18,7 @@ from support.coordinators import AUTH
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 from elastic_rl.net import http_client
 
 _OBSERVER = Path(__file__).parent / "observer.py"
@@ -29,6 +29,7 @@ class Written:
     """One PATCH of the workload. ``status`` 0: no answer."""
 
     url: str
+    """Of the job on a replica."""
     status: int
     desired: int
     revision: int
@@ -60,7 +61,7 @@ class Writer:
 
 def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
     try:
-        answer = http_client.request("PATCH", f"{url}/v1/pools/rollout", json={"desired": desired},
+        answer = http_client.request("PATCH", f"{url}/pools/rollout", json={"desired": desired},
                                      headers={**AUTH, "If-Match": "*"}, timeout=timeout_s)
     except httpx.HTTPError:
         return Written(url, 0, desired, 0)
@@ -69,10 +70,11 @@ def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
 
 def observe(etcd_servers: EtcdServers, keys: Keys, since: int, last: str) -> list[Change]:
     done = subprocess.run(
-        [sys.executable, str(_OBSERVER), etcd_servers.endpoints[0], keys.root, str(since), last], capture_output=True,
+        [sys.executable, str(_OBSERVER), etcd_servers.endpoints[0], f"{ROOT}/", str(since), last], capture_output=True,
         text=True, timeout=60, env={**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"})
     assert done.returncode == 0, done.stderr[-2000:]
-    return [Change(**json.loads(line)) for line in done.stdout.splitlines()]
+    changes = (Change(**json.loads(line)) for line in done.stdout.splitlines())
+    return [change for change in changes if change.key.startswith((keys.root, ClusterKeys(keys.job).root))]
 
 
 def more(writer: Writer, n: int) -> None:

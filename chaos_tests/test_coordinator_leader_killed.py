@@ -19,7 +19,7 @@ from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import PoolSpec
 
 
@@ -42,7 +42,7 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
     since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     replicas.start("a", "b")
-    writer = Writer(list(replicas.urls.values()), seed=7)
+    writer = Writer([replicas.job_url(name) for name in replicas.urls], seed=7)
     try:
         more(writer, 20)
 
@@ -59,13 +59,13 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         replicas.kill(second, signal.SIGSTOP)
         wait_until(lambda: frozen(replicas.running[second]), what="the freeze")
         with ThreadPoolExecutor(4) as late:
-            pending = [late.submit(patch, replicas.urls[second], n, 20.0) for n in range(61, 65)]
-            wait_until(lambda: etcd.get(keys.leader(second)) is None, what="its lease's end")
+            pending = [late.submit(patch, replicas.job_url(second), n, 20.0) for n in range(61, 65)]
+            wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)) is None, what="its lease's end")
             more(writer, 10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
             late_writes = [p.result(timeout=25) for p in pending]
-        wait_until(lambda: etcd.get(keys.leader(second)), what="its next candidacy")
+        wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(second)), what="its next candidacy")
         more(writer, 10)
     finally:
         writer.close()
@@ -96,8 +96,9 @@ def _scaled(revision: int, replica: str) -> list[Change]:
 
 
 def test_checker_accepts_a_handover_and_finds_a_stale_writer() -> None:
-    history = [_put(2, KEYS.leader("a"), {}), _put(3, KEYS.leader("b"), {}), *_scaled(4, "a"),
-               Change(5, False, KEYS.leader("a"), 0, ""), *_scaled(6, "b")]
+    cluster = ClusterKeys(KEYS.job)
+    history = [_put(2, cluster.leader("a"), {}), _put(3, cluster.leader("b"), {}), *_scaled(4, "a"),
+               Change(5, False, cluster.leader("a"), 0, ""), *_scaled(6, "b")]
     assert check(history, KEYS).faults == []
     assert [n for _, n in check(history, KEYS).terms] == ["a", "b"]
     assert "written by a while b led" in check([*history, *_scaled(7, "a")], KEYS).faults[0]

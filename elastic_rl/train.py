@@ -89,8 +89,9 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
     cluster = Cluster(cfg)
     with _exclusive(cluster):
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
-        return _run(prepare(cfg, info, from_job=from_job), info, fault_plan if faults else None,
-                    lambda: tick(agent.waiting()))
+        ctx = prepare(cfg, info, from_job=from_job)
+        Cluster(ctx.config).submit(info.etcd_endpoints)  # not before: a run that is refused changes nothing
+        return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()))
 
 
 @contextmanager

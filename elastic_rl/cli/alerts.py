@@ -23,7 +23,7 @@ _SILENCE = ("id", "kind", "subject", "until_at", "by", "comment")
 def ls(cluster: Target, output: Output = Format.TABLE) -> None:
     """List alerts that are open, or whose resolution was not delivered yet."""
     with cluster.api() as api:
-        found = api.items("/v1/alerts")
+        found = api.items("alerts")
     tables.show(out, found if output is Format.JSON else alert_rows(found), ALERT, output, wide=ALERT_WIDE)
 
 
@@ -38,7 +38,7 @@ def silence(cluster: Target, kind: Annotated[str, typer.Argument(metavar="KIND",
     from elastic_rl.config import durations
     body = {"kind": kind, "subject": subject, "duration_s": durations.seconds(duration), "comment": comment}
     with cluster.api(see="elastic-rl alerts silences") as api:
-        made = api.post("/v1/silences", body)
+        made = api.post("silences", body)
     if output is Format.JSON:
         tables.write_json(made)
         return
@@ -62,7 +62,7 @@ def unsilence(cluster: Target, silence_id: Annotated[str, typer.Argument(metavar
 def silences(cluster: Target, output: Output = Format.TABLE) -> None:
     """List active silences."""
     with cluster.api() as api:
-        found = api.items("/v1/silences")
+        found = api.items("silences")
     rows = found if output is Format.JSON else [{**s, "until_at": s["until"]} for s in found]
     tables.show(out, rows, _SILENCE, output, wide=("created_at",))
 

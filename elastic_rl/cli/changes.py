@@ -111,7 +111,7 @@ def ls(cluster: Target, state: Annotated[OperationStates | None, typer.Option(he
        output: Output = Format.TABLE) -> None:
     """List operations, the newest first."""
     with cluster.api() as api:
-        found = api.items("/v1/operations" + (f"?state={state.value}" if state else ""), limit=limit)
+        found = api.items("operations" + (f"?state={state.value}" if state else ""), limit=limit)
     tables.show(out, found if output is Format.JSON else operation_rows(found), OPERATION, output, wide=OPERATION_WIDE)
 
 

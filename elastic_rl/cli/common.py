@@ -154,7 +154,8 @@ class Target:
             return find_cluster(self.ctx, self.file).connect()
         if self.ctx.args or self.file:
             load(self.ctx, self.file)  # a misspelt setting is an error here as well
-        return _remote_info(self.url, self.token_file, self.ca)
+        job = str(_given(self.ctx, self.file).get("job", ""))
+        return _remote_info(job, self.url, self.token_file, self.ca)
 
     @contextmanager
     def api(self, *, see: str = "", patience_s: float = ELECTION_S) -> Iterator[AdminClient]:
@@ -191,7 +192,7 @@ def _advice(refused: RequestRefused, info: ClusterInfo, see: str) -> str:
             return ""
 
 
-def _remote_info(url: str, token_file: Path | None, ca: Path | None) -> ClusterInfo:
+def _remote_info(job: str, url: str, token_file: Path | None, ca: Path | None) -> ClusterInfo:
     from elastic_rl.coordinator.client.cluster_info import ClusterInfo
     urls = [u.strip().rstrip("/") for u in url.split(",") if u.strip()]
     if not urls:
@@ -201,7 +202,7 @@ def _remote_info(url: str, token_file: Path | None, ca: Path | None) -> ClusterI
             raise ConfigError(f"{each!r} is not the URL of an admin API", hint="write it as https://HOST:PORT")
     if ca is not None and not ca.exists():
         raise ConfigError(f"there is no file {ca}", hint="--ca names the PEM file of an authority")
-    return ClusterInfo("", [], urls, str(token_file or ""), str(ca or ""))
+    return ClusterInfo(job, [], urls, str(token_file or ""), str(ca or ""))
 
 
 def _is_http(url: str) -> bool:

@@ -38,19 +38,19 @@ def script(shell: Shell) -> str:
 
 
 def pools(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [p["name"] for p in api.items("/v1/pools", limit=_MAX_NAMES)])
+    return _names(ctx, incomplete, lambda api: [p["name"] for p in api.items("pools", limit=_MAX_NAMES)])
 
 
 def engines(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines", limit=_MAX_NAMES)])
+    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("engines", limit=_MAX_NAMES)])
 
 
 def external_engines(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines") if e.get("external")])
+    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("engines") if e.get("external")])
 
 
 def operations(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("/v1/operations", limit=_MAX_NAMES)])
+    return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("operations", limit=_MAX_NAMES)])
 
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -59,8 +59,8 @@ def targets(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _parts(api: AdminClient) -> list[str]:
-    roles = sorted({m["role"] for m in api.items("/v1/members")} - _NO_ROLES)
-    return [f"roles/{r}" for r in roles] + [f"engines/{e['id']}" for e in api.items("/v1/engines", limit=_MAX_NAMES)]
+    roles = sorted({m["role"] for m in api.items("members")} - _NO_ROLES)
+    return [f"roles/{r}" for r in roles] + [f"engines/{e['id']}" for e in api.items("engines", limit=_MAX_NAMES)]
 
 
 def _starting(names: list[str], incomplete: str) -> list[str]:

@@ -57,8 +57,8 @@ def status(cluster: Target, watch: Watch = False, output: Output = Format.TABLE)
 
 def _status(api: AdminClient, output: Format) -> Reading:
     from rich.console import Group
-    found = {"job": api.get("/v1/job"), "steps": api.items("/v1/steps", limit=1), "pools": api.items("/v1/pools"),
-             "operations": api.items("/v1/operations?state=running"), "alerts": api.items("/v1/alerts"),
+    found = {"job": api.get(""), "steps": api.items("steps", limit=1), "pools": api.items("pools"),
+             "operations": api.items("operations?state=running"), "alerts": api.items("alerts"),
              "members": _members(api)}
     parts = [tables.facts(job_facts(found["job"]) | step_facts(found["steps"])), "",
              tables.table(found["pools"], _POOL, output)]
@@ -76,8 +76,8 @@ def _members(api: AdminClient, role: str = "") -> list[dict[str, Any]]:
     """The registered ones, and those that may be slow or dead."""
     from urllib.parse import urlencode
     query = {"role": role} if role else {}
-    return [*api.items(f"/v1/members?{urlencode(query)}"),
-            *api.items(f"/v1/members?{urlencode({**query, 'suspected': 'true'})}")]
+    return [*api.items(f"members?{urlencode(query)}"),
+            *api.items(f"members?{urlencode({**query, 'suspected': 'true'})}")]
 
 
 def job_facts(job: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def job_facts(job: dict[str, Any]) -> dict[str, Any]:
     run, leader = job.get("status") or {}, job.get("leader") or {}
     steps = f"{run['step']} of {run['steps']}" if run.get("steps") else run.get("step")
     led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
-    return {"job": job["job"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
+    return {"job": job["name"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
             "step": steps, "waiting for": waiting_for(run), "reward": run.get("reward"), "eval accuracy":
             run.get("eval_accuracy"), "eval sets": eval_sets(run),
             "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":
@@ -137,12 +137,12 @@ def alert_rows(alerts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 @api_command(app)
 def pools(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
     """List pools of engines, with desired and actual numbers."""
-    _listing(cluster, "/v1/pools", _POOL, _POOL_WIDE, output, watch=watch)
+    _listing(cluster, "pools", _POOL, _POOL_WIDE, output, watch=watch)
 
 
 def list_engines(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
     """List engines with their state and the version they serve."""
-    _listing(cluster, "/v1/engines", _ENGINE, _ENGINE_WIDE, output, watch=watch)
+    _listing(cluster, "engines", _ENGINE, _ENGINE_WIDE, output, watch=watch)
 
 
 @api_command(app)
@@ -194,15 +194,15 @@ def events(cluster: Target, follow: Annotated[bool, typer.Option("--follow", "-f
         _follow(cluster, limit, matches, output)
         return
     with cluster.api() as api:
-        found = [e for e in api.items("/v1/events", limit=0 if filtered else limit) if matches(e)][:limit][::-1]
+        found = [e for e in api.items("events", limit=0 if filtered else limit) if matches(e)][:limit][::-1]
     tables.show(out, found, _EVENT, output, wide=_EVENT_WIDE)
 
 
 def _follow(cluster: Target, limit: int, matches: Callable[[dict[str, Any]], bool], output: Format) -> None:
     from elastic_rl.coordinator.client.event_stream import EventFollower
     try:
-        with cluster.api():  # for its hints
-            for event in EventFollower(cluster.info(), limit=limit):
+        with cluster.api() as api:
+            for event in EventFollower(api.info, limit=limit):
                 if not matches(event):
                     continue
                 if output is Format.JSON:

@@ -126,7 +126,7 @@ def train(ctx: typer.Context, file: File = None,
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
     with signals_interrupt(), owned as was_up:
         try:
-            info = cluster.up() if with_cluster else cluster.connect()
+            info = cluster.up(resubmit=False) if with_cluster else cluster.connect()
             code = _train(cluster.cfg, info, faults=faults, from_job=from_job)
             if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
                 _export_policy(cluster.cfg, info)

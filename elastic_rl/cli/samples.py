@@ -36,7 +36,7 @@ def samples(cluster: Target,
              "finish_reason": finish_reason or None}
     query = urlencode({name: value for name, value in given.items() if value is not None})
     with cluster.api() as api:
-        found = api.items(f"/v1/samples{'?' + query if query else ''}", limit=limit)
+        found = api.items(f"samples{'?' + query if query else ''}", limit=limit)
     if full and output is not Format.JSON:
         _show_whole(found)
     else:

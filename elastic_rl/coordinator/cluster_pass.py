@@ -44,7 +44,6 @@ from elastic_rl.etcd.record import Record
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 
 R = TypeVar("R", bound=Record)
-KEYS = ClusterKeys()
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,11 @@ class ClusterReading:
     """What the drivers of jobs wrote about their end, of those that did."""
     movable: frozenset[str] = frozenset()
     """Singletons whose holders lose nothing when they move now."""
+    keys: ClusterKeys = ClusterKeys()
 
     @classmethod
-    def of(cls, kvs: Sequence[KeyValue], revision: int, leader_s: float, outcomes: Mapping[str, JobOutcome],
-           unreadable: MutableMapping[str, str]) -> ClusterReading:
+    def of(cls, keys: ClusterKeys, kvs: Sequence[KeyValue], revision: int, leader_s: float,
+           outcomes: Mapping[str, JobOutcome], unreadable: MutableMapping[str, str]) -> ClusterReading:
         """The reading of all keys of the cluster. A record that cannot be read is left out and reported in
         ``unreadable``, by key."""
 
@@ -107,11 +107,12 @@ class ClusterReading:
             return {kv.key[len(prefix):]: Stored(record, kv.mod_revision, kv.version)
                     for kv, record in found if record is not None}
 
-        return cls(revision, leader_s, stored(KEYS.hosts_prefix(), Host),
-                   stored(KEYS.host_registrations_prefix(), Host),
-                   stored(KEYS.host_statuses_prefix(), HostStatus), stored(KEYS.host_specs_prefix(), HostSpec),
-                   stored(KEYS.host_states_prefix(), HostState), stored(KEYS.assignments_prefix(), Assignment),
-                   stored(KEYS.jobs_prefix(), JobRecord), stored(KEYS.job_states_prefix(), JobState), outcomes)
+        return cls(revision, leader_s, stored(keys.hosts_prefix(), Host),
+                   stored(keys.host_registrations_prefix(), Host),
+                   stored(keys.host_statuses_prefix(), HostStatus), stored(keys.host_specs_prefix(), HostSpec),
+                   stored(keys.host_states_prefix(), HostState), stored(keys.assignments_prefix(), Assignment),
+                   stored(keys.jobs_prefix(), JobRecord), stored(keys.job_states_prefix(), JobState), outcomes,
+                   keys=keys)
 
     @cached_property
     def seen_hosts(self) -> Mapping[str, SeenHost]:
@@ -173,7 +174,7 @@ def _host_write(reading: ClusterReading, name: str, limits: ClusterLimits) -> Cl
     after = hosts.advance(before, reading.seen_hosts[name], reading.leader_s, limits.times)
     if after is None or after == before:
         return None
-    return ClusterWrite(KEYS.host_state(name), after, _host_unchanged(reading, name))
+    return ClusterWrite(reading.keys.host_state(name), after, _host_unchanged(reading, name))
 
 
 def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits
@@ -181,9 +182,9 @@ def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limit
     for name, after in jobs.advance(seen_jobs, limits.parallel_jobs).items():
         if after != _record(reading.job_states, name):
             # Of all jobs, since each state depends on those of the others: which are live, and which come first.
-            yield ClusterWrite(KEYS.job_state(name), after, (
-                _unchanged(KEYS.job(name), reading.jobs.get(name)),
-                Compare.none_changed_since(KEYS.job_states_prefix(), reading.revision)))
+            yield ClusterWrite(reading.keys.job_state(name), after, (
+                _unchanged(reading.keys.job(name), reading.jobs.get(name)),
+                Compare.none_changed_since(reading.keys.job_states_prefix(), reading.revision)))
 
 
 def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], changing: Collection[str],
@@ -213,8 +214,8 @@ def _assignment_writes(reading: ClusterReading, decisions: Mapping[str, Decision
         if (after := decision.assignment) is not None:
             stored = reading.assignments.get(name)
             concerned = sorted({after.host, stored.record.host if stored else ""} - {""})
-            yield ClusterWrite(KEYS.assignment(name), after, (
-                Compare.version(KEYS.assignment(name), "==", stored.version if stored else 0),
+            yield ClusterWrite(reading.keys.assignment(name), after, (
+                Compare.version(reading.keys.assignment(name), "==", stored.version if stored else 0),
                 *_job_unchanged(reading, job_of.get(name)),
                 *(compare for host in concerned for compare in _host_unchanged(reading, host))))
 
@@ -230,17 +231,17 @@ def _assignable(reading: ClusterReading, singleton: str, changing: Collection[st
 
 
 def _host_unchanged(reading: ClusterReading, name: str) -> tuple[Compare, ...]:
-    return (_unchanged(KEYS.host(name), reading.hosts.get(name)),
-            _unchanged(KEYS.host_registration(name), reading.host_registrations.get(name)),
-            _unchanged(KEYS.host_spec(name), reading.host_specs.get(name)),
-            _unchanged(KEYS.host_state(name), reading.host_states.get(name)))
+    return (_unchanged(reading.keys.host(name), reading.hosts.get(name)),
+            _unchanged(reading.keys.host_registration(name), reading.host_registrations.get(name)),
+            _unchanged(reading.keys.host_spec(name), reading.host_specs.get(name)),
+            _unchanged(reading.keys.host_state(name), reading.host_states.get(name)))
 
 
 def _job_unchanged(reading: ClusterReading, name: str | None) -> tuple[Compare, ...]:
     if name is None:
         return ()
-    return (_unchanged(KEYS.job(name), reading.jobs.get(name)),
-            _unchanged(KEYS.job_state(name), reading.job_states.get(name)))
+    return (_unchanged(reading.keys.job(name), reading.jobs.get(name)),
+            _unchanged(reading.keys.job_state(name), reading.job_states.get(name)))
 
 
 def _unchanged(key: str, stored: Stored[R] | None) -> Compare:

@@ -22,10 +22,7 @@ from elastic_rl.etcd.keys import ClusterKeys
 
 log = logging.getLogger(__name__)
 
-KEYS = ClusterKeys()
-READ = (KEYS.hosts_prefix(), KEYS.host_registrations_prefix(), KEYS.host_statuses_prefix(), KEYS.host_specs_prefix(),
-        KEYS.host_states_prefix(), KEYS.assignments_prefix(), KEYS.jobs_prefix(), KEYS.job_states_prefix())
-"""What a pass decides by."""
+_LOOP = "the cluster"
 _INTERVAL_S = 1.0
 """Longest pause between two passes: some of what is due depends on time alone."""
 _POLL_S = 0.2
@@ -36,13 +33,18 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 class ClusterReconciler:
     """Runs passes in a thread while this replica leads: one after each interval, and one when something has changed."""
 
-    def __init__(self, etcd: EtcdClient, election: Election, limits: ClusterLimits = ClusterLimits(), *,
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, election: Election,
+                 limits: ClusterLimits = ClusterLimits(), *,
                  outcomes: Callable[[], Mapping[str, JobOutcome]] = dict,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
-        """``election``: that of the cluster's keys. ``outcomes``: reads what the drivers of jobs wrote about their end,
-        by job."""
-        self._etcd, self._election, self._limits, self._outcomes = etcd, election, limits, outcomes
-        self._clock = LeaderClock(etcd, KEYS, election.writer, monotonic)
+        """``outcomes``: reads what the drivers of jobs wrote about their end, by job."""
+        self._etcd, self._keys, self._election, self._limits, self._outcomes = etcd, keys, election, limits, outcomes
+        self._read_prefixes = (
+            keys.hosts_prefix(), keys.host_registrations_prefix(), keys.host_statuses_prefix(),
+            keys.host_specs_prefix(), keys.host_states_prefix(), keys.assignments_prefix(), keys.jobs_prefix(),
+            keys.job_states_prefix())
+        """What a pass decides by."""
+        self._clock = LeaderClock(etcd, keys, election.writer, monotonic)
         self._term = self._revision = 0
         self._watch: Watch | None = None
         self.unreadable: dict[str, str] = {}
@@ -52,12 +54,14 @@ class ClusterReconciler:
         self._thread = threading.Thread(target=self._run, name="cluster-reconciler", daemon=True)
 
     def start(self) -> None:
+        self._election.health.expect(_LOOP)
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        self._election.health.ended(_LOOP)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -76,15 +80,15 @@ class ClusterReconciler:
     def _run_pass(self) -> None:
         """One pass, whatever it raises; the next one reads everything again."""
         health = self._election.health
-        health.pass_began()
+        health.pass_began(_LOOP)
         try:
             self.reconcile_once()
         except Fenced as e:  # another replica leads: nothing has failed
-            health.pass_failed(str(e))
+            health.pass_failed(_LOOP, str(e))
             log.info("the pass over the cluster ended: %s", e)
         except Exception as e:  # a bug must not end the replica: the others would meet it next
             error = f"{type(e).__name__}: {e}"
-            health.pass_failed(error, stays=isinstance(e, EtcdFull))
+            health.pass_failed(_LOOP, error, stays=isinstance(e, EtcdFull))
             if self._error != error:
                 expected = isinstance(e, ElasticRLError)
                 log.log(logging.WARNING if expected else logging.ERROR, "the pass over the cluster failed: %s", error,
@@ -92,7 +96,7 @@ class ClusterReconciler:
             self._error = error
         else:
             self._error = ""
-            health.pass_succeeded()
+            health.pass_succeeded(_LOOP)
 
     def _wait(self) -> None:
         """Waits for a change of what a pass decides by, after the last one has read it, or for the interval."""
@@ -107,7 +111,8 @@ class ClusterReconciler:
                 log.info("the watch of the cluster is opened again: %s", e)
                 self._close_watch()
                 return
-            if change is not None and change.kv.mod_revision > self._revision and change.kv.key.startswith(READ):
+            if (change is not None and change.kv.mod_revision > self._revision
+                    and change.kv.key.startswith(self._read_prefixes)):
                 return
 
     def _close_watch(self) -> None:
@@ -130,10 +135,10 @@ class ClusterReconciler:
         """The cluster at one revision."""
         leader_s, outcomes = self._clock.now(), self._outcomes()
         kvs, revision = list[KeyValue](), 0
-        for prefix in READ:
+        for prefix in self._read_prefixes:
             found, revision = self._etcd.range(prefix, revision=revision)
             kvs += found
         self._revision, self.unreadable = revision, {}
         if self._watch is None:
-            self._watch = self._etcd.watch(KEYS.root, start_revision=revision + 1)
-        return ClusterReading.of(kvs, revision, leader_s, outcomes, self.unreadable)
+            self._watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
+        return ClusterReading.of(self._keys, kvs, revision, leader_s, outcomes, self.unreadable)

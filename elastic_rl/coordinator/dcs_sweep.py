@@ -40,6 +40,11 @@ class DcsSweep:
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
+    @property
+    def ended(self) -> bool:
+        """Whether no sweep is in progress, and none will be."""
+        return self._stopping.is_set() and not self._thread.is_alive()
+
     def problem(self) -> str:
         """What is wrong with the sweeps; empty while they succeed. Never blocks."""
         began_at = self._began_at

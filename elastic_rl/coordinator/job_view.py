@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import TypeVar
 
 from pydantic import BaseModel
 
-from elastic_rl.coordinator.election.election import leading
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Epoch, JobStatus, Leader
+from elastic_rl.etcd.records import Epoch, JobStatus, Leader, Record
+
+R = TypeVar("R", bound=Record)
 
 
 class JobView(BaseModel):
-    """A job. ``status`` is null before its first run, ``leader`` while no replica leads."""
+    """A job by its ``name``. ``status`` is null before its first run, ``leader`` while no replica decides about it."""
 
-    job: str
+    name: str
     status: JobStatus | None = None
     epoch: int = 0
     leader: Leader | None = None
@@ -24,18 +26,23 @@ class JobView(BaseModel):
     """The coordinator that answered."""
 
 
-def view(keys: Keys, replica: str, status: KeyValue | None, epoch: KeyValue | None,
-         candidates: Sequence[KeyValue]) -> JobView:
-    first = leading(candidates)
-    # What this release cannot read is shown as missing.
-    current = decode(epoch, Epoch, {}) if epoch else None
-    return JobView(job=keys.job, status=decode(status, JobStatus, {}) if status else None,
-                   epoch=current.number if current else 0, leader=decode(first, Leader, {}) if first else None,
-                   replica=replica)
+def view(keys: Keys, replica: str, kvs: Iterable[KeyValue]) -> JobView:
+    """The job as those of its keys say that are in ``keys_of``. What this release cannot read is shown as missing."""
+    found = {kv.key: kv for kv in kvs}
+
+    def read(key: str, kind: type[R]) -> R | None:
+        return decode(found[key], kind, {}) if key in found else None
+
+    epoch = read(keys.epoch(), Epoch)
+    return JobView(name=keys.job, status=read(keys.job_status(), JobStatus), epoch=epoch.number if epoch else 0,
+                   leader=read(keys.leader(), Leader), replica=replica)
+
+
+def keys_of(keys: Keys) -> tuple[str, ...]:
+    """The keys that the view of a job is made of."""
+    return keys.job_status(), keys.epoch(), keys.leader()
 
 
 def read(etcd: EtcdClient, keys: Keys, replica: str) -> JobView:
     """The job as of one revision. Raises EtcdUnavailable."""
-    found = etcd.txn([], [Op.get(keys.job_status()), Op.get(keys.epoch()), Op.get_prefix(keys.leader_prefix())])
-    return view(keys, replica, found.get(keys.job_status()), found.get(keys.epoch()),
-                [kv for kv in found.kvs if kv.key.startswith(keys.leader_prefix())])
+    return view(keys, replica, etcd.txn([], [Op.get(key) for key in keys_of(keys)]).kvs)

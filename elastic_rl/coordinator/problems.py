@@ -47,6 +47,7 @@ class Kind(StrEnum):
     HTTP = "http"
     INTERNAL = "internal"
     NO_LEADER = "no-leader"
+    JOB_NOT_OPEN = "job-not-open"
     ETCD_UNAVAILABLE = "etcd-unavailable"
     STOPPING = "stopping"
     NOT_RECONCILING = "not-reconciling"

@@ -58,6 +58,11 @@ _PASS_S = metrics.histogram("reconcile_seconds", "Duration of a reconcile pass o
 _FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", ("error",))
 
 
+def loop_of(job: str) -> str:
+    """Name of the leader's loop of a job (``LeaderHealth``)."""
+    return f"job {job}"
+
+
 class PassFailed(ElasticRLError):
     """Stages of a reconcile pass failed; the log has the tracebacks."""
 
@@ -70,6 +75,7 @@ class Reconciler:
                  monotonic: Callable[[], float] = time.monotonic) -> None:
         self._etcd, self._keys, self._cfg, self._election = etcd, keys, cfg, election
         self._sweep, self._clock = sweep, clock
+        self._loop = loop_of(keys.job)
         self._wake, self._stopping = threading.Event(), threading.Event()
         guarded = election.writer
         operations = OperationService(etcd, keys, election, cfg, clock=clock)
@@ -96,6 +102,7 @@ class Reconciler:
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
+        self._election.health.expect(self._loop)
         self._thread.start()
 
     def wake(self) -> None:
@@ -104,8 +111,14 @@ class Reconciler:
     def stop(self, timeout_s: float = 5.0) -> None:
         self._stopping.set()
         self._wake.set()
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
         self._probe.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no pass is in progress, and none will be."""
+        return self._stopping.is_set() and not self._thread.is_alive()
 
     # -- the loop -----------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -125,13 +138,13 @@ class Reconciler:
 
     def _run_pass(self) -> None:
         """One pass, whatever it raises; the next one reads everything again."""
-        health = self._election.health
-        health.pass_began()
+        health, loop = self._election.health, self._loop
+        health.pass_began(loop)
         try:
             with _PASS_S.time(), traces.span("coordinator.reconcile"):
                 self.reconcile_once()
         except Fenced as e:  # another replica leads: nothing has failed
-            health.pass_failed(str(e))
+            health.pass_failed(loop, str(e))
             log.info("pass ended: %s", e)
         except (EtcdDenied, EtcdFull, EtcdRefused) as e:
             self._failed(e, stays=isinstance(e, EtcdFull))
@@ -146,14 +159,14 @@ class Reconciler:
             self._failed(e, bug=True)
             self._pass_failures.failed(f"{type(e).__name__}: {e}")
         else:
-            health.pass_succeeded()
+            health.pass_succeeded(loop)
             self._write_failures.succeeded()
             self._pass_failures.succeeded()
 
     def _failed(self, error: Exception, *, stays: bool = False, bug: bool = False) -> None:
         _FAILED.labels(type(error).__name__).inc()
         self._log_failure("the reconcile pass", error, bug=bug)
-        self._election.health.pass_failed(f"{type(error).__name__}: {error}", stays=stays)
+        self._election.health.pass_failed(self._loop, f"{type(error).__name__}: {error}", stays=stays)
 
     def _log_failure(self, what: str, error: Exception, *, bug: bool) -> None:
         """Logs an error, the same one at most once a minute: passes follow one another in fractions of a second.
@@ -207,16 +220,19 @@ class Reconciler:
             self._stage_errors[name] = f"{type(e).__name__}: {e}"
 
     def _begin_term(self) -> None:
-        """Announces this leadership once: a record and the event leader.elected in one transaction."""
-        mine = self._etcd.get(self._keys.leader(self._election.replica))
+        """Announces this leadership to the job once: a record, the event leader.elected, and the key of the job's
+        leader, which lives as long as this candidacy, in one transaction."""
+        mine = self._etcd.get(self._election.key)
         if mine is None:
             raise Fenced(f"{self._election.replica} has no candidate key")
         if self._term == mine.create_revision:
             return
         self._membership.begin_term()
         self._leader_clock.begin_term()
-        found = self._etcd.get(self._keys.leadership())
+        found, named = self._etcd.get(self._keys.leadership()), self._etcd.get(self._keys.leader())
         before = decode(found, Leadership, {}) if found else None
+        said = named is not None and named.lease == mine.lease
+        ops = [] if said else [Op.put(self._keys.leader(), mine.value, mine.lease)]
         if before is None or before.term != mine.create_revision:
             leader = Leader.decode(mine.value)
             record = Leadership(replica=leader.replica, url=leader.url, pid=leader.pid, term=mine.create_revision,
@@ -224,10 +240,10 @@ class Reconciler:
             after = f" after {before.replica}" if before else ""
             event = events.build(event_kinds.LEADER_ELECTED, leader.replica, f"{leader.replica} leads{after}",
                                  term=record.term, previous=before.replica if before else "", by=registry.BY_LEADER)
-            unchanged = Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)
-            if not self._election.writer([unchanged], [Op.put(self._keys.leadership(), record.encode()),
-                                                       events.put_op(self._keys, event)]):
-                return  # the next pass announces it
+            ops += [Op.put(self._keys.leadership(), record.encode()), events.put_op(self._keys, event)]
+        unchanged = Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)
+        if ops and not self._election.writer([unchanged], ops):
+            return  # the next pass announces it
         self._term = mine.create_revision
 
     def _record_reported_deaths(self, batch: EventBatch) -> None:

@@ -1,5 +1,5 @@
 """``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P --tokens FILE
-[--secret FILE] [--logs FOLDER]``: one replica.
+--secret FILE [--logs FOLDER]``: one replica.
 
 Exit codes: 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the preflight
 checks or the configuration failed (a port is taken), 3 when etcd was unavailable or refused access at the start.
@@ -20,30 +20,26 @@ from pathlib import Path
 
 from elastic_rl import config
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.api.app import make_app
 from elastic_rl.coordinator.api.auth import TokenTable
 from elastic_rl.coordinator.api.authentication import Authenticator
-from elastic_rl.coordinator.api.change_stream import ChangeStream
-from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.change_stream import StreamLimit
+from elastic_rl.coordinator.api.context import ReplicaContext
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.listening import advertised, bind, make_server
 from elastic_rl.coordinator.api.sessions import SessionStore
-from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.etcd_maintenance import EtcdMaintenance
-from elastic_rl.coordinator.membership.registry import COORDINATOR
-from elastic_rl.coordinator.operations.service import OperationService
-from elastic_rl.coordinator.reconciler import Reconciler
-from elastic_rl.coordinator.watch_trigger import WatchTrigger
-from elastic_rl.dcs.catalog.maintenance import Maintenance
+from elastic_rl.coordinator.jobs.job_scope import JobScope
+from elastic_rl.coordinator.jobs.job_scopes import JobScopes, OpenScope
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
+from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.witness import HostWitness
+from elastic_rl.etcd.cluster_records import JobRecord
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_server import HttpServer
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
@@ -68,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         cfg = config.load(args.config)
         logs.setup(args.replica, cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
-        dcs_security = Security.from_config(cfg, args.secret, required=args.secret is not None)
         return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port, tokens_file=args.tokens,
-                                 dcs_security=dcs_security, logs_folder=args.logs))
+                                 secret=args.secret, logs_folder=args.logs))
     except (PreflightFailed, ConfigError) as e:
         log.error("%s", e)
         return EXIT_PREFLIGHT
@@ -86,17 +81,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--replica", required=True, help="name of this replica, the same after each start")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokens", type=Path, required=True, help="table with the digests of the admin API's tokens")
-    parser.add_argument("--secret", type=Path, help="the cluster's secret, which the DCS nodes' token is derived from")
+    parser.add_argument("--secret", type=Path, required=True, help="file with the cluster's secret")
     parser.add_argument("--logs", type=Path, help="folder of the logs of this host, which the replica then bounds")
     return parser.parse_args(argv)
 
 
-async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, tokens_file: Path,
-                dcs_security: Security, logs_folder: Path | None = None) -> int:
+async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, tokens_file: Path, secret: Path,
+                logs_folder: Path | None = None) -> int:
     """Runs one replica until SIGTERM or SIGINT. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
+    cluster_secret = ClusterSecret.read(secret)
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
-    keys, stopping = Keys(cfg.job), threading.Event()
+    keys, stopping = ClusterKeys(cfg.job), threading.Event()
     with contextlib.ExitStack() as cleanup:
         if logs_folder is not None:
             cleanup.callback(LogRotation(logs_folder, cfg.telemetry).close)
@@ -104,45 +100,35 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, t
         tokens = TokenTable(tokens_file)
         etcd = EtcdClient.from_config(cfg.etcd, endpoints)
         cleanup.callback(etcd.close)
-        etcd.get(keys.epoch())  # raises EtcdUnavailable here, with every endpoint, and not later in a thread
+        etcd.get(keys.leader_clock())  # raises EtcdUnavailable here, with every endpoint, and not later in a thread
         api_etcd = EtcdClient.from_config(cfg.etcd, endpoints,
                                            retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
         cleanup.callback(api_etcd.close)
-        notifier = Notifier(cfg.job, cfg.alerts)
-        cleanup.callback(notifier.close)
         election = Election(etcd, keys, replica, url, cfg.coordinator.lease_ttl_s,
                             LeaderHealth(cfg.coordinator.reconcile_deadline_s))
-        member = Membership(etcd, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
-        cleanup.callback(member.close)
-        witness = HostWitness(etcd, keys, replica, ttl_s=cfg.coordinator.lease_ttl_s).start()
-        cleanup.callback(witness.close)
-        election.start()
-        cleanup.callback(election.stop)
         etcd_maintenance = EtcdMaintenance(etcd, cfg.etcd, is_leader=lambda: election.is_leader).start()
         cleanup.callback(etcd_maintenance.close)
-        maintenance = Maintenance(etcd, keys, cfg.dcs, dcs_security)
-        cleanup.callback(maintenance.close)
-        sweep = DcsSweep(maintenance.sweep, election)
-        cleanup.callback(sweep.close)
-        reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=sweep)
-        trigger = WatchTrigger(etcd, keys, reconciler.wake)
-        sweep.start()
-        reconciler.start()
-        cleanup.callback(reconciler.stop)
-        trigger.start()
-        cleanup.callback(trigger.stop)
         forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S, tls_ca=cfg.coordinator.tls_ca)
         cleanup.callback(forwarder.close)
         sessions = SessionStore(api_etcd, keys, tokens, cfg.coordinator)
-        context = Context(
-            cfg, keys, api_etcd, election, Authenticator(cfg.job, tokens, sessions), sessions, stopping, forwarder,
-            OperationService(api_etcd, keys, election, cfg),
-            ChangeStream(api_etcd, keys, replica, max_subscribers=cfg.coordinator.max_streams),
-            [receiver.name for receiver in notifier.receivers])
+
+        def prepare(job: str, record: JobRecord) -> OpenScope:
+            settings = job_settings.opened(record.settings, job, cluster_secret, cfg)
+            security = Security.from_config(settings, secret, required=True)
+            return lambda: JobScope.open(settings, context, etcd, url, security)
+
+        scopes = JobScopes(etcd, keys, election.health, prepare)
+        context = ReplicaContext(cfg, api_etcd, election, Authenticator(keys.cluster, tokens, sessions), sessions,
+                                 stopping, forwarder, StreamLimit(cfg.coordinator.max_streams), scopes)
+        election.on_elected(scopes.wake)
+        cleanup.callback(scopes.close)
+        scopes.start()
+        election.start()
+        cleanup.callback(election.stop)
         server = make_server(make_app(context), cfg.coordinator)
         if cfg.coordinator.sends_tokens_in_clear:
             log.warning("tokens reach %s in clear: set coordinator.tls_cert and coordinator.tls_key", url)
-        log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
+        log.info("replica %s (pid %d) of cluster %s serves %s", replica, os.getpid(), keys.cluster, url)
         freeze_heap()
         await _listen(server, listener, stopping, election)
     log.info("replica %s has stopped", replica)

@@ -22,8 +22,7 @@ class WatchTrigger:
     def __init__(self, etcd: EtcdClient, keys: Keys, wake: Callable[[], None]) -> None:
         self._etcd, self._keys, self._wake = etcd, keys, wake
         self._prefixes = (keys.members_prefix(), keys.dcs_nodes_prefix(), keys.engines_prefix(), keys.events_prefix(),
-                          keys.pools_prefix(), keys.leader_prefix(), keys.operations_prefix(),
-                          keys.restarts_prefix())
+                          keys.pools_prefix(), keys.operations_prefix(), keys.restarts_prefix())
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-trigger", daemon=True)
 
@@ -37,7 +36,7 @@ class WatchTrigger:
     def matters(self, change: WatchEvent) -> bool:
         """Whether a change triggers a pass. Of members only those that come and go do: heartbeats are too frequent."""
         key = change.kv.key
-        if key == self._keys.job_status():
+        if key in (self._keys.job_status(), self._keys.leader()):
             return True
         if not key.startswith(self._prefixes):
             return False
@@ -47,7 +46,7 @@ class WatchTrigger:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                _, revision = self._etcd.range(self._keys.leader_prefix())
+                revision = self._etcd.page(self._keys.job_status(), limit=1).revision
                 watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
                 try:
                     while not self._stopping.is_set():

@@ -161,8 +161,8 @@ class Assignment(Record):
 class JobRecord(Record):
     """A job as it was submitted; written through the API."""
 
-    settings: dict[str, Any] = {}
-    """The job's settings, without secrets."""
+    settings: str = ""
+    """The job's settings, sealed (``job_settings``)."""
     priority: int = 0
     """Among waiting jobs the highest is started first."""
     submission: int = 1

@@ -16,20 +16,13 @@ def write_token(client: str, slot: int) -> str:
 
 
 class LeaderKeys(ABC):
-    """Keys of what has a leader: a job, or the cluster. A method ending in ``_prefix`` names a range, every other one a
-    single key."""
+    """Keys of what a leader decides about: a job, or the cluster. A method ending in ``_prefix`` names a range, every
+    other one a single key."""
 
     @property
     @abstractmethod
     def root(self) -> str:
         """Prefix of all its keys."""
-
-    def leader_prefix(self) -> str:
-        """Candidates for leadership, one key per replica; the lowest create revision leads."""
-        return f"{self.root}leader/"
-
-    def leader(self, replica: str) -> str:
-        return self.leader_prefix() + replica
 
     def leader_clock(self) -> str:
         """Key of how long there has been a leader, as last written."""
@@ -44,11 +37,29 @@ class LeaderKeys(ABC):
 
 @dataclass(frozen=True)
 class ClusterKeys(LeaderKeys):
-    """Keys of the cluster, which outlives its jobs. No job may be named ``_cluster``, so no job's key is among them."""
+    """Keys of a cluster, which outlives its jobs. Several clusters can share an etcd, under different names, as long as
+    no two have a job of the same name. No job may be named ``_clusters``, so no job's key is among them."""
+
+    cluster: str = "default"
 
     @property
     def root(self) -> str:
-        return f"{ROOT}/_cluster/"
+        return f"{ROOT}/_clusters/{self.cluster}/"
+
+    def leader_prefix(self) -> str:
+        """Candidates for leadership, one key per coordinator; the lowest create revision leads."""
+        return f"{self.root}leader/"
+
+    def leader(self, replica: str) -> str:
+        return self.leader_prefix() + replica
+
+    def session_links_prefix(self) -> str:
+        """One-time links to the dashboard, by the digest of their code; leased."""
+        return f"{self.root}session_links/"
+
+    def sessions_prefix(self) -> str:
+        """Sessions of the dashboard, by the digest of their secret; leased."""
+        return f"{self.root}sessions/"
 
     def hosts_prefix(self) -> str:
         """The registration of each host, written by its agent under its lease."""
@@ -220,14 +231,6 @@ class Keys(LeaderKeys):
     def idempotency(self, digest: str) -> str:
         return self.idempotency_prefix() + digest
 
-    def session_links_prefix(self) -> str:
-        """One-time links to the dashboard, by the digest of their code; leased."""
-        return f"{self.root}session_links/"
-
-    def sessions_prefix(self) -> str:
-        """Sessions of the dashboard, by the digest of their secret; leased."""
-        return f"{self.root}sessions/"
-
     def restarts_prefix(self) -> str:
         return f"{self.root}restarts/"
 
@@ -267,6 +270,10 @@ class Keys(LeaderKeys):
 
     def receiver(self, name: str) -> str:
         return self.receivers_prefix() + name
+
+    def leader(self) -> str:
+        """The coordinator that decides about the job; under its lease, so the key is gone while none does."""
+        return f"{self.root}leader"
 
     def leader_heartbeat(self) -> str:
         """The leader's last heartbeat, from which the next leader knows how long there was none."""

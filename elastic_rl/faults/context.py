@@ -68,8 +68,7 @@ class FaultContext:
         return status is not None and status.phase in ("finished", "failed")
 
     def leader(self) -> Leader | None:
-        items, _ = self.etcd.range(self.keys.leader_prefix())
-        return Leader.decode(min(items, key=lambda kv: kv.create_revision).value) if items else None
+        return readable_one(self.etcd.get(self.keys.leader()), Leader)
 
     def members(self, role: str) -> list[Member]:
         return members(self.etcd, self.keys, role)

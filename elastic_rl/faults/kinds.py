@@ -303,7 +303,7 @@ class PoolScaled:
 
     def inject(self) -> tuple[str, str]:
         self.desired = self.context.cfg.rollout.engines + max(self.change, 0)
-        self.context.api.patch(f"/v1/pools/{ROLLOUT_POOL}", {"desired": self.desired})
+        self.context.api.patch(f"pools/{ROLLOUT_POOL}", {"desired": self.desired})
         return f"pool {ROLLOUT_POOL}", f"PATCH desired={self.desired} was accepted"
 
     def detected(self) -> bool:

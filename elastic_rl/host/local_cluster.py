@@ -24,12 +24,16 @@ import httpx
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.listening import advertised
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
+from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import (
     cluster_secrets,
     cluster_settings,
@@ -45,6 +49,7 @@ from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import preflight_writes, private_folder, require_own_folder
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
@@ -88,8 +93,9 @@ class Cluster:
         """Folder of an etcd that this start has begun."""
 
     # -- up -----------------------------------------------------------------------------------------------------
-    def up(self) -> ClusterInfo:
-        """Starts what does not run and returns when every service answers.
+    def up(self, *, resubmit: bool = True) -> ClusterInfo:
+        """Starts what does not run and returns when every service answers. ``resubmit``: whether the job's record gets
+        these settings where it has others.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
         small, no etcd program, no space or no locks in run_dir), EtcdUnavailable (a configured etcd does not answer) or
@@ -102,7 +108,7 @@ class Cluster:
             known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
             supervised = bool(self.agents.running())
             try:
-                return self._up(set(before))
+                return self._up(set(before), resubmit)
             except BaseException:
                 if not supervised and not self.paths.info.exists():
                     self._stop_agents()
@@ -115,7 +121,7 @@ class Cluster:
                     shutil.rmtree(self._new_data, ignore_errors=True)
                 raise
 
-    def _up(self, running: set[str]) -> ClusterInfo:
+    def _up(self, running: set[str], resubmit: bool) -> ClusterInfo:
         self._require_same_etcd()
         kept_state.require_same_disk(self.cfg)
         self._require_records()
@@ -131,6 +137,8 @@ class Cluster:
         self._await_coordinators(coordinators)
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
+        self.submit(endpoints, resubmit=resubmit, reseal=not running)  # when nothing can be refused any more
+        self._await_job(coordinators)
         ca = self.cfg.coordinator.tls_ca
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(self.paths.credentials),
                            str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
@@ -334,7 +342,7 @@ class Cluster:
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
         for name, url in urls.items():
-            self._await(name, name, partial(_answers, url, self.cfg.coordinator.tls_ca), _START_TIMEOUT_S)
+            self._await(name, name, partial(_answers, f"{url}/healthz", self.cfg.coordinator.tls_ca), _START_TIMEOUT_S)
 
     def _start_dcs_node(self, running: set[str], endpoints: list[str]) -> int | None:
         """Starts the DCS node; returns its pid, or None where it is running."""
@@ -373,6 +381,26 @@ class Cluster:
                                   hint="`elastic-rl down`, then `elastic-rl up`")
         cluster_secrets.write_secrets(self.paths, self._say)
         engine_key_file(self.cfg)
+
+    def submit(self, endpoints: list[str], *, resubmit: bool = True, reseal: bool = False) -> None:
+        """Writes the record of the job, with which the coordinators take it up. ``resubmit``: also where there is one
+        with other settings; ``reseal``: also where these were sealed with another secret than the cluster has now.
+        Raises PreflightFailed where they were and coordinators run, ConfigError and EtcdUnavailable."""
+        keys = ClusterKeys(self.cfg.job)
+        with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
+            try:
+                job_settings.submit(etcd, keys, self.cfg, ClusterSecret.read(self.paths.secret), resubmit=resubmit,
+                                    reseal=reseal)
+            except job_settings.OtherSecret as e:
+                raise PreflightFailed(f"{self.paths.secret} is not the secret that the cluster's services run with",
+                                      hint="put that one back, or `elastic-rl down`, then `elastic-rl up`") from e
+
+    def _await_job(self, urls: dict[str, str]) -> None:
+        """Returns when each coordinator has taken up the job."""
+        token = read_token(self.paths.credentials, Role.VIEWER)
+        for name, url in urls.items():
+            self._await(f"job {self.cfg.job} on {name}", name, partial(
+                _answers, url + job_path(self.cfg.job), self.cfg.coordinator.tls_ca, token), _START_TIMEOUT_S)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
@@ -645,9 +673,11 @@ def _down_order(name: str) -> int:
     return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
 
 
-def _answers(url: str, ca_file: str) -> bool:
+def _answers(url: str, ca_file: str, token: str = "") -> bool:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        return http_client.request("GET", f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
+        return http_client.request("GET", url, timeout=1.0, headers=headers,
+                                   verify=tls.trust(ca_file)).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -52,6 +52,10 @@ class ClusterSecret:
         """What whoever connects to the Ray of this epoch must have."""
         return self._derived(f"ray/{job}/{epoch}")
 
+    def settings(self, job: str) -> str:
+        """The key that seals the settings of the job in its record (``etcd.job_settings``)."""
+        return self._derived(f"settings/{job}")
+
     def api(self, role: str) -> str:
         """The token of the admin API for a role: operator or viewer."""
         return self._derived(role)

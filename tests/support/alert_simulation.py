@@ -20,11 +20,11 @@ from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, KeyValue, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobStatus, Member, Record, Severity, Silence
 
 KEYS = Keys("j")
-GUARD = KEYS.leader("leader")
+GUARD = ClusterKeys(KEYS.job).leader("leader")
 TICK_S = 1.0
 SKEW_S = 3.0
 LATENCY_S = 4.0

@@ -17,7 +17,7 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Operation, PoolSpec, Record
 from elastic_rl.net import http_client
-from support.coordinators import AUTH, Replicas
+from support.coordinators import AUTH, JobClient, Replicas
 from support.etcd_server import EtcdServers
 
 _READ_S = 20.0
@@ -39,9 +39,9 @@ class ApiCluster:
         self.replicas.close()
         self.etcd.close()
 
-    def client(self, name: str, **more: Any) -> httpx.Client:
+    def client(self, name: str, **more: Any) -> JobClient:
         """An operator's client of one replica."""
-        return http_client.client(base_url=self.replicas.urls[name], timeout=20, **{"headers": AUTH, **more})
+        return self.replicas.client(name, **more)
 
     def bulk(self, records: Sequence[tuple[str, Record]]) -> None:
         for start in range(0, len(records), 100):
@@ -83,7 +83,7 @@ def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
 
 def items(api: httpx.Client, what: str) -> list[dict[str, Any]]:
     """The first page of a listing."""
-    answer = api.get(f"/v1/{what}")
+    answer = api.get(what)
     assert answer.status_code == 200, answer.text
     return list(answer.json()["items"])
 
@@ -93,7 +93,7 @@ def walk(api: httpx.Client, what: str, limit: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     after = ""
     for _ in range(1000):
-        answer = api.get(f"/v1/{what}{'&' if '?' in what else '?'}limit={limit}" + (f"&after={after}" if after else ""))
+        answer = api.get(f"{what}{'&' if '?' in what else '?'}limit={limit}" + (f"&after={after}" if after else ""))
         assert answer.status_code == 200, answer.text
         page = answer.json()
         assert len(page["items"]) <= limit
@@ -113,9 +113,10 @@ class Frame:
 
 @dataclass
 class Reader:
-    """Reads /v1/changes; a context manager."""
+    """Reads the changes of a job; a context manager."""
 
     url: str
+    """Of the job on a replica."""
     last: int | None = None
     """Last-Event-ID to resume from."""
     verify: Any = True
@@ -124,7 +125,7 @@ class Reader:
     def __enter__(self) -> Self:
         headers = {**AUTH, **({} if self.last is None else {"Last-Event-ID": str(self.last)})}
         self._client = http_client.client(timeout=_READ_S, verify=self.verify)
-        self._stream = self._client.stream("GET", f"{self.url}/v1/changes", headers=headers)
+        self._stream = self._client.stream("GET", f"{self.url}/changes", headers=headers)
         answer = self._stream.__enter__()
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")

@@ -45,11 +45,16 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sync_api.Brows
         launched.close()
 
 
+def job_page(cluster: ApiCluster, replica: str) -> str:
+    """Address of the job's page on a replica."""
+    return f"{cluster.replicas.urls[replica]}/jobs/{cluster.keys.job}"
+
+
 def dashboard_link(cluster: ApiCluster, replica: str, role: str = "operator") -> str:
-    """A one-time link to the dashboard of a replica."""
+    """A one-time link to the job's page on a replica."""
     url = cluster.replicas.urls[replica]
     made = http_client.request("POST", f"{url}/v1/session-links", json={"role": role}, headers=AUTH, timeout=20)
-    return f"{url}/#link={made.json()['link']}"
+    return f"{job_page(cluster, replica)}#link={made.json()['link']}"
 
 
 def is_live(page: Page) -> None:
@@ -89,7 +94,7 @@ class Pages:
              **context: Any) -> Page:
         """The dashboard of a replica in a new tab of a new profile; ``role`` "": without a session."""
         page = self.page(self.context(**context), expected)
-        page.goto(dashboard_link(self.cluster, replica, role) if role else self.cluster.replicas.urls[replica] + "/")
+        page.goto(dashboard_link(self.cluster, replica, role) if role else job_page(self.cluster, replica))
         if live:
             is_live(page)
         return page

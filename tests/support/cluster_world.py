@@ -212,7 +212,7 @@ class ClusterWorld(ElectionWorld):
     def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float) -> ClusterReading:
         outcomes = {kv.key.split("/")[2]: JobOutcome(int(kv.value), reason="every step is done")
                     for kv in kvs if kv.key.endswith("/outcome")}
-        return ClusterReading.of(kvs, revision, leader_s, outcomes, {})
+        return ClusterReading.of(KEYS, kvs, revision, leader_s, outcomes, {})
 
     def _guard(self, r: Replica) -> list[Compare] | None:
         """The fencing token of a replica; None when it does not lead."""

@@ -13,11 +13,18 @@ from typing import Any
 import httpx
 import yaml
 
+from elastic_rl import config
 from elastic_rl.coordinator.api import auth, tls
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.coordinator.api_paths import job_path
+from elastic_rl.etcd import job_settings
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.records import Leader
 from elastic_rl.host import processes
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
+from elastic_rl.net.cluster_secret import ClusterSecret
 from support import forked
 from support.hosts import Host
 from support.waiting import wait_until
@@ -40,6 +47,20 @@ def write_tokens(table: Path, **roles: str) -> None:
     fresh.write_text(json.dumps({"tokens": entries}))
     fresh.chmod(0o600)
     fresh.rename(table)
+
+
+class JobClient(httpx.Client):
+    """A client of one replica. Paths without a leading slash are below the job's path; the empty one is the job."""
+
+    def __init__(self, url: str, job: str, **more: Any) -> None:
+        super().__init__(base_url=url, trust_env=False, **{"verify": url.startswith("https://"), **more})
+        self._job = job_path(job)
+
+    def build_request(self, method: str, url: httpx.URL | str, **more: Any) -> httpx.Request:
+        path = str(url)
+        if not path.startswith(("/", "http")):
+            path = self._job + (f"/{path}" if path else "")
+        return super().build_request(method, path, **more)
 
 
 @dataclass
@@ -75,10 +96,24 @@ class Replicas:
                                         "coordinator": coordinator}))
         return path
 
+    @property
+    def secret(self) -> Path:
+        """File with the cluster's secret."""
+        path = self.folder / "secret"
+        if not path.exists():
+            ClusterSecret.generate().save(path)
+        return path
+
+    def submit(self) -> None:
+        """Writes the record of the job, with which replicas take it up."""
+        cfg = config.load(self.config_file("job"))
+        with self._connect() as etcd:
+            job_settings.submit(etcd, ClusterKeys(cfg.job), cfg, ClusterSecret.read(self.secret))
+
     def spawn(self, name: str, port: int) -> subprocess.Popen[bytes]:
         """A replica's process, which may end at once: none of ``running``."""
         arguments = ["--config", str(self.config_file(name)), "--etcd", ",".join(self.etcd_servers), "--replica", name,
-                     "--port", str(port), "--tokens", str(self.token_table)]
+                     "--port", str(port), "--tokens", str(self.token_table), "--secret", str(self.secret)]
         if name not in self.hosts:
             return forked.spawn(MODULE, *arguments, log=self.log(name))
         return processes.spawn([*self.hosts[name].inside, *processes.python(MODULE, *arguments)], log=self.log(name))
@@ -101,8 +136,17 @@ class Replicas:
         self.credentials.write_text(json.dumps({"operator": OPERATOR, "viewer": VIEWER}))
         self.credentials.chmod(0o600)
 
+    def job_url(self, name: str) -> str:
+        """URL of the job on a replica."""
+        return self.urls[name] + job_path(self.keys.job)
+
+    def client(self, name: str, **more: Any) -> JobClient:
+        """An operator's client of one replica."""
+        return JobClient(self.urls[name], self.keys.job, **{"headers": AUTH, "timeout": 20, **more})
+
     def launch(self, *names: str) -> None:
         """Starts replicas and returns at once."""
+        self.submit()
         for name in names:
             port = free_port()
             scheme = "https" if self._tls.get("tls_cert") else "http"
@@ -126,21 +170,17 @@ class Replicas:
             return False
 
     def leader(self, *, not_: str = "") -> str:
-        """Name of the replica that leads, by the word of any that is alive."""
+        """Name of the replica that leads and has said so to the job."""
+        with self._connect() as etcd:
+            def look() -> str:
+                found = readable_one(etcd.get(self.keys.leader()), Leader)
+                return found.replica if found is not None and found.replica != not_ else ""
 
-        def look() -> str:
-            for name, process in self.running.items():
-                if name == not_ or process.poll() is not None:
-                    continue
-                try:
-                    found = self._ask(name).json().get("leader") or ""
-                except httpx.HTTPError:
-                    continue
-                if found and found != not_:
-                    return str(found)
-            return ""
+            return str(wait_until(look, what="a leader"))
 
-        return str(wait_until(look, what="a leader"))
+    def _connect(self) -> EtcdClient:
+        cfg = config.load(self.config_file("job"))
+        return EtcdClient.from_config(cfg.etcd, self.etcd_servers)
 
     def kill(self, name: str, sig: signal.Signals = signal.SIGKILL) -> None:
         """Signals a replica; after SIGKILL it is gone when this returns."""

@@ -133,9 +133,9 @@ def _past_events(now: float) -> list[Event]:
 
 
 def _operator_and_faults(cluster: ApiCluster) -> None:
-    api = cluster.replicas.urls["coordinator-0"]
+    api = cluster.replicas.job_url("coordinator-0")
     # First: an alert on an engine is resolved while its pool is complete.
-    http_client.request("POST", f"{api}/v1/pools/rollout/scale", json={"desired": 3}, headers=AUTH,
+    http_client.request("POST", f"{api}/pools/rollout/scale", json={"desired": 3}, headers=AUTH,
                         timeout=20).raise_for_status()
     for event in (events.build(event_kinds.VERSION_DROPPED, "policy",
                                "version 73 was dropped: node-0 did not confirm 2 chunks", severity=Severity.WARNING),
@@ -146,7 +146,7 @@ def _operator_and_faults(cluster: ApiCluster) -> None:
         cluster.etcd.put(cluster.keys.event(event.id), event.encode())
 
     def firing() -> bool:
-        alerts = http_client.request("GET", f"{api}/v1/alerts", headers=AUTH, timeout=20).json()["items"]
+        alerts = http_client.request("GET", f"{api}/alerts", headers=AUTH, timeout=20).json()["items"]
         return len([a for a in alerts if a["phase"] == "firing"]) >= 2
 
     wait_until(firing, what="the alerts")

@@ -13,7 +13,7 @@ from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.reconciler import Reconciler
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Operation
 from support.waiting import wait_until
 
@@ -28,7 +28,8 @@ class Leader:
         self.etcd, self.keys = etcd, keys
         self.notifier = Notifier(keys.job, cfg.alerts)
         self.health = LeaderHealth(cfg.coordinator.reconcile_deadline_s)
-        self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s, self.health).start()
+        self.election = Election(etcd, ClusterKeys(keys.job), name, f"http://{name}",
+                                 cfg.coordinator.lease_ttl_s, self.health).start()
         self.operations = OperationService(etcd, keys, self.election, cfg, clock=lambda: time.time() + skew_s)
         self.sweep = DcsSweep(sweep, self.election, every_s=0.1) if sweep else None
         self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep,

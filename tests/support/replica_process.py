@@ -13,14 +13,14 @@ import time
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 
 def main() -> None:
     endpoints, job, name, ttl_s = sys.argv[1:]
     keys = Keys(job)
     etcd = EtcdClient(endpoints.split(","))
-    election = Election(etcd, keys, name, f"http://{name}", int(ttl_s)).start()
+    election = Election(etcd, ClusterKeys(keys.job), name, f"http://{name}", int(ttl_s)).start()
     n = 0
     while True:
         time.sleep(0.01)

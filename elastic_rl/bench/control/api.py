@@ -17,18 +17,18 @@ from elastic_rl.bench.control.testbed import Replicas, Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.timing import seconds
 from elastic_rl.bench.workers import Worker
+from elastic_rl.coordinator.api_paths import OF_JOB
 from elastic_rl.etcd.records import Operation
 from elastic_rl.report.build import percentile
 from elastic_rl.runtime.waiting import wait_until
 
 ENGINES, CLIENTS = 1000, 16
 GOAL_P99_MS, GOAL_CORES = 50.0, 0.5
-PATHS = {"job": "/v1/job", "pools": "/v1/pools?limit=100", "pool": "/v1/pools/pool-042",
-         "members": "/v1/members?limit=100", "engines": "/v1/engines?limit=100", "engine": "/v1/engines/m-0042",
-         "events": "/v1/events?limit=100", "versions": "/v1/versions?limit=100",
-         "operations": "/v1/operations?limit=100", "operations-running": "/v1/operations?limit=100&state=running",
-         "steps": "/v1/steps?limit=100", "alerts": "/v1/alerts"}
-"""Requests by the end of their row's id."""
+PATHS = {"job": "", "pools": "/pools?limit=100", "pool": "/pools/pool-042", "members": "/members?limit=100",
+         "engines": "/engines?limit=100", "engine": "/engines/m-0042", "events": "/events?limit=100",
+         "versions": "/versions?limit=100", "operations": "/operations?limit=100",
+         "operations-running": "/operations?limit=100&state=running", "steps": "/steps?limit=100", "alerts": "/alerts"}
+"""Paths below that of the job, by the end of their row's id."""
 _HEALTH, _METRICS, _SCRAPES = "/healthz", "/metrics", 5
 _SETTLE_S = 5.0
 _FIRST_PASSES_S = 120.0
@@ -48,15 +48,17 @@ def measure(testbed: Testbed) -> Iterator[Row]:
                 yield Row.of("scrape", f"{_METRICS} of the leader, one client", [t * 1e3 for t in scrapes], "ms")
             with testbed.api_clients(replicas, leader, CLIENTS) as clients:
                 floor = clients.call("get", paths=[_HEALTH], seconds=window_s / 3)["ms"][_HEALTH]
-                found = clients.call("get", paths=list(PATHS.values()), seconds=window_s)["ms"]
+                paths = [replicas.path + path for path in PATHS.values()]
+                times = clients.call("get", paths=paths, seconds=window_s)["ms"]
+                found = {path.removeprefix(replicas.path): times[path] for path in paths}
                 ranges = clients.call("ranges", prefix=replicas.keys.engines_prefix(), limit=100, seconds=window_s / 3)
                 yield from request_rows(found, floor, next(iter(ranges["ms"].values())), window_s)
 
 
 def request_rows(found: Mapping[str, Sequence[float]], floor: Sequence[float], ranges: Sequence[float],
                  window_s: float) -> Iterator[Row]:
-    """Pure. Milliseconds of the requests by path, of ``/healthz``, and of ranges of 100 engines from etcd; each by as
-    many clients."""
+    """Pure. Milliseconds of the requests by their paths below that of the job, of ``/healthz``, and of ranges of 100
+    engines from etcd; each by as many clients."""
     times = [t for of in found.values() for t in of]
     name, other = f"API, {ENGINES} engines, {CLIENTS} clients", "the clients read 100 engines from etcd themselves"
     for quantile, title in ((0.99, "99th percentile"), (0.5, "median")):
@@ -68,8 +70,9 @@ def request_rows(found: Mapping[str, Sequence[float]], floor: Sequence[float], r
               samples=len(times))
     for part, path in PATHS.items():
         of = found[path]
-        yield Row(id=f"api-p99-{part}", name=f"… {path}: 99th percentile", unit="ms", value=percentile(of, 0.99),
-                  samples=len(of), low=percentile(of, 0.05), high=percentile(of, 0.95), limit=percentile(floor, 0.99))
+        yield Row(id=f"api-p99-{part}", name=f"… {OF_JOB}{path}: 99th percentile", unit="ms",
+                  value=percentile(of, 0.99), samples=len(of), low=percentile(of, 0.05), high=percentile(of, 0.95),
+                  limit=percentile(floor, 0.99))
 
 
 def _settle(testbed: Testbed, replicas: Replicas, newest: str) -> None:

@@ -32,31 +32,32 @@ def measure(testbed: Testbed) -> Iterator[Row]:
         etcd = testbed.etcd
         with replicas.client("a", timeout=60.0) as client:
             for what, prefix in prefixes.items():
+                path = f"{replicas.path}/{what}"
                 keys = [kv.key for kv in etcd.range(prefix)[0]]
-                page = seconds(partial(_page, client, what), samples)
+                page = seconds(partial(_page, client, path), samples)
                 bare = seconds(partial(etcd.page, prefix, limit=_PAGE, after=keys[-_PAGE - 1]), samples)
                 newest = seconds(partial(etcd.range, prefix, limit=_PAGE, newest_first=True), samples)
                 yield Row.of(f"list-10k-{what}", f"the newest {_PAGE} of {len(keys):,} {what}", [t * 1e3 for t in page],
                              "ms", limit=median(bare) * 1e3,
                              alternatives={"etcd's own newest-first range": median(newest) * 1e3})
-                whole = seconds(partial(_walk, client, what), 3)
+                whole = seconds(partial(_walk, client, path), 3)
                 everything = seconds(partial(etcd.range, prefix), 3)
                 yield Row.of(f"list-10k-{what}-all", f"… all of them, in pages of {_LARGE_PAGE}", whole, "s",
                              limit=median(everything))
 
 
-def _page(client: httpx.Client, what: str) -> None:
-    client.get(f"/v1/{what}?limit={_PAGE}").raise_for_status()
+def _page(client: httpx.Client, path: str) -> None:
+    client.get(f"{path}?limit={_PAGE}").raise_for_status()
 
 
-def _walk(client: httpx.Client, what: str) -> None:
+def _walk(client: httpx.Client, path: str) -> None:
     """Every page. Raises RuntimeError unless all records came."""
     seen, after = 0, ""
     while True:
-        page = client.get(f"/v1/{what}", params={"limit": _LARGE_PAGE, **({"after": after} if after else {})})
+        page = client.get(path, params={"limit": _LARGE_PAGE, **({"after": after} if after else {})})
         body = page.raise_for_status().json()
         seen, after = seen + len(body["items"]), body["next"]
         if not after:
             break
     if seen < large_job.VERSIONS:
-        raise RuntimeError(f"only {seen} of {large_job.VERSIONS} {what} came")
+        raise RuntimeError(f"only {seen} of {large_job.VERSIONS} of {path} came")

@@ -18,17 +18,20 @@ import httpx
 import psutil
 import yaml
 
+from elastic_rl import config
 from elastic_rl.bench.etcd import end, start_etcd
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import auth
-from elastic_rl.etcd import fencing
+from elastic_rl.coordinator.api_paths import job_path
+from elastic_rl.etcd import fencing, job_settings
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host.address import own_address
 from elastic_rl.host.processes import python, spawn
 from elastic_rl.net.addresses import free_port
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = CoordinatorConfig().lease_ttl_s
@@ -45,6 +48,9 @@ class Replicas:
         self._folder.mkdir()
         self._config = self._folder / "settings.yaml"
         self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
+        self._secret, secret = self._folder / "cluster-secret", ClusterSecret.generate()
+        secret.save(self._secret)
+        job_settings.submit(self.etcd, ClusterKeys(self.keys.job), config.load(self._config), secret)
         self._tokens, self.token = self._folder / "tokens", auth.new_token()
         auth.write_table(self._tokens, {auth.Role.OPERATOR: self.token})
         self._stack = stack
@@ -58,12 +64,18 @@ class Replicas:
             self.urls[name] = f"http://{own_address()}:{port}"
             self.running[name] = process = spawn(python(
                 "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.testbed.endpoint,
-                "--replica", name, "--port", str(port), "--tokens", str(self._tokens)),
+                "--replica", name, "--port", str(port), "--tokens", str(self._tokens),
+                "--secret", str(self._secret)),
                 log=self._folder / f"{name}.log")
             self._stack.callback(end, process)
         for name in names:
             wait_until(lambda n=name: self._ready(n), timeout_s=_START_S, what=f"replica {name}",
                        alive=lambda n=name: self.running[n].poll() is None)
+
+    @property
+    def path(self) -> str:
+        """Path of the job in the API."""
+        return job_path(self.keys.job)
 
     def client(self, name: str, *, timeout: httpx.Timeout | float) -> httpx.Client:
         """A client of a replica's API with an operator's token."""
@@ -83,7 +95,7 @@ class Replicas:
         def find() -> str:
             found = self.etcd.get(self.keys.leadership())
             name = Leadership.decode(found.value).replica if found else ""
-            return name if name in self.running and self.etcd.get(self.keys.leader(name)) else ""
+            return name if name in self.running and self.etcd.get(self.keys.leader()) else ""
 
         return str(wait_until(find, timeout_s=_START_S, what="a leader"))
 

@@ -40,11 +40,11 @@ class Receiver:
         self._end()
 
 
-def stream_receiver(client: httpx.Client) -> Receiver:
-    """Reads a stream of the API."""
+def stream_receiver(client: httpx.Client, path: str) -> Receiver:
+    """Reads the stream of the job's events; ``path``: that of the job."""
     def read(receiver: Receiver) -> None:
         with contextlib.suppress(httpx.HTTPError, RuntimeError), client.stream(
-                "GET", "/v1/events?limit=0", headers={"Accept": "text/event-stream"}) as answer:
+                "GET", f"{path}/events?limit=0", headers={"Accept": "text/event-stream"}) as answer:
             kind = ""
             for line in answer.iter_lines():
                 now = time.monotonic()
@@ -81,7 +81,8 @@ def measure(testbed: Testbed) -> Iterator[Row]:
             return watch_receiver(testbed.endpoint, replicas.keys.events_prefix())
 
         alone = median(_delays(replicas, [watching()], samples)["last"])
-        found = _delays(replicas, [stream_receiver(replicas.client(names[n % len(names)], timeout=timeout))
+        found = _delays(replicas, [stream_receiver(replicas.client(names[n % len(names)], timeout=timeout),
+                                                   replicas.path)
                                    for n in range(STREAMS)], samples)
         last = Row.of("watch-delay", f"write of an event → the last of {STREAMS} streams has it", found["last"], "ms",
                       limit=alone)

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from elastic_rl.coordinator.alerts import state_machine
 from elastic_rl.coordinator.alerts.receiver_queue import ReceiverQueue
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, notified_entry
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_leader, not_found
@@ -62,7 +63,7 @@ def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operat
     test = state_machine.make_test_alert(time.time(), secrets.token_hex(6), by)
     key = keys.alert(f"{test.key}/{test.id}")
     change = LeaderTransaction([Compare.absent(key)], [Op.put(key, test.encode())], proof=key)
-    if not change.commit(etcd, election.writer, claim, f"/v1/alerts/tests/{test.id}"):
+    if not change.commit(etcd, election.writer, claim, job_path(keys.job, "alerts", "tests", test.id)):
         raise concurrent_modification()
     return test.id
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
@@ -38,7 +39,7 @@ def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration
     message = f"alerts {kind} of {subject} are silenced for {duration_s:.0f} s" + (f" by {by}" if by else "")
     event = events.build(event_kinds.ALERTS_SILENCED, silence.id, message, by=by, until=silence.until)
     change = LeaderTransaction.with_event(keys, event, [Compare.absent(key)], [Op.put(key, silence.encode())])
-    if not change.commit(etcd, election.writer, claim, f"/v1/silences/{silence.id}"):
+    if not change.commit(etcd, election.writer, claim, job_path(keys.job, "silences", silence.id)):
         raise concurrent_modification()
     return silence
 

@@ -13,17 +13,18 @@ from elastic_rl.coordinator import dashboard, problems
 from elastic_rl.coordinator.api import (
     alert_routes,
     change_routes,
+    cluster_routes,
     openapi,
     read_routes,
     sample_routes,
     session_routes,
     stream_routes,
 )
-from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.context import ReplicaContext
 from elastic_rl.coordinator.api.middleware import RequestMiddleware
 from elastic_rl.coordinator.problems import Kind, Problem
 
-_ABOUT = """Admin API of an elastic-rl job. Every replica answers reads; the leader applies changes.
+_ABOUT = """Admin API of an elastic-rl cluster and its jobs. Every replica answers reads; the leader applies changes.
 
 Every request needs a token (or a browser session) but for the probes. POST and PATCH need `Content-Type:
 application/json`, also without a body. Listings are paged: `{"items": […], "next": "…"}`, with `limit` and `after`.
@@ -35,6 +36,7 @@ def _routes() -> FastAPI:
                   description=_ABOUT, separate_input_output_schemas=False, redirect_slashes=False,
                   dependencies=[Depends(_require_json), Depends(_reject_unknown_parameters)])
     problems.install(app)
+    cluster_routes.install(app)
     read_routes.install(app)
     sample_routes.install(app)
     stream_routes.install(app)
@@ -46,7 +48,7 @@ def _routes() -> FastAPI:
     return app
 
 
-def make_app(context: Context) -> ASGIApp:
+def make_app(context: ReplicaContext) -> ASGIApp:
     """The application of a replica, for a server."""
     return RequestMiddleware(APP, context)
 

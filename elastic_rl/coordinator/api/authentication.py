@@ -46,9 +46,9 @@ class Credentials:
 class Authenticator:
     """Identifies callers by their tokens and sessions."""
 
-    def __init__(self, job: str, tokens: TokenTable, sessions: SessionStore) -> None:
+    def __init__(self, cluster: str, tokens: TokenTable, sessions: SessionStore) -> None:
         self._tokens, self._sessions = tokens, sessions
-        self.cookie = f"elastic-rl-{hashlib.blake2s(job.encode(), digest_size=4).hexdigest()}"
+        self.cookie = f"elastic-rl-{hashlib.blake2s(cluster.encode(), digest_size=4).hexdigest()}"
         """Name of the session's cookie. Cookies of a host are shared by all its ports, and so by its clusters."""
 
     def credentials(self, headers: Headers) -> Credentials:

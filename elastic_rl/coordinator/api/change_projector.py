@@ -1,7 +1,7 @@
 """What a change of a key in etcd means to subscribers of the API. No I/O.
 
 Most kinds are one record under one key and go out as they are stored. A pool is two keys (spec and status) and the job
-is several (status, epoch, candidates for the leadership), so a ``ChangeProjector`` remembers these parts.
+is several (status, epoch, leader), so a ``ChangeProjector`` remembers these parts.
 """
 
 from __future__ import annotations
@@ -96,10 +96,7 @@ class ChangeProjector:
 
     def _job(self, name: str, event: WatchEvent) -> ObjectChange:
         self._remember(event)
-        prefix = self._keys.leader_prefix()
-        candidates = [kv for key, kv in self._parts.items() if key.startswith(prefix)]
-        shown = job_view.view(self._keys, self._replica, self._parts.get(self._keys.job_status()),
-                          self._parts.get(self._keys.epoch()), candidates)
+        shown = job_view.view(self._keys, self._replica, self._parts.values())
         return ObjectChange(event.kv.mod_revision, "job", self._keys.job, shown.model_dump_json().encode())
 
     def _alert(self, name: str, event: WatchEvent) -> ObjectChange | None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastic_rl.coordinator import job_view
 from elastic_rl.coordinator.api.change_projector import ChangeProjector, ObjectChange
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable
@@ -75,13 +76,30 @@ class Subscription:
         return taken
 
 
+class StreamLimit:
+    """Counts the subscribers of all jobs on a replica. Every method is called from the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._open = most, 0
+
+    def take(self) -> None:
+        """Raises a 503 problem at the limit."""
+        if self._open >= self._most:
+            raise Problem(503, Kind.TOO_MANY_STREAMS, "Too many event streams are open",
+                          f"this replica keeps {self._most} open (coordinator.max_streams)",
+                          headers={"Retry-After": "10"})
+        self._open += 1
+
+    def free(self) -> None:
+        self._open -= 1
+
+
 class ChangeStream:
     """The changes of one job. Every method is called from the event loop."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, *, max_subscribers: int) -> None:
-        self._etcd, self._keys, self._replica, self._max_subscribers = etcd, keys, replica, max_subscribers
+    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, limit: StreamLimit) -> None:
+        self._etcd, self._keys, self._replica, self._limit = etcd, keys, replica, limit
         self._subscribers: set[Subscription] = set()
-        self._joining = 0  # subscribers that wait for the watch to start
         self._start_lock = asyncio.Lock()
         self._watcher: _Watcher | None = None
         self._history: deque[ObjectChange] = deque()
@@ -94,17 +112,14 @@ class ChangeStream:
 
         Raises a 503 problem when there are too many subscribers, and EtcdUnavailable.
         """
-        if len(self._subscribers) + self._joining >= self._max_subscribers:
-            raise Problem(503, Kind.TOO_MANY_STREAMS, "Too many event streams are open",
-                          f"this replica keeps {self._max_subscribers} open (coordinator.max_streams)",
-                          headers={"Retry-After": "10"})
-        self._joining += 1
+        self._limit.take()
         try:
             async with self._start_lock:
                 if self._watcher is None or self._watcher.ended:
                     await self._start(after)
-        finally:
-            self._joining -= 1
+        except BaseException:
+            self._limit.free()
+            raise
         subscription = Subscription(kinds)
         if after is not None and after > self._floor:
             subscription.missed = [c for c in self._history
@@ -116,7 +131,9 @@ class ChangeStream:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        self._subscribers.discard(subscription)
+        if subscription in self._subscribers:
+            self._subscribers.remove(subscription)
+            self._limit.free()
         if not self._subscribers and self._watcher is not None and self._idle is None:
             self._idle = asyncio.get_running_loop().call_later(_IDLE_S, self._stop_if_idle)
 
@@ -170,8 +187,7 @@ class _Watcher:
     def open(self, revision: int) -> int:
         """Starts the watch behind ``revision`` (below 1: behind the present one) and returns it. Raises Compacted."""
         keys, kvs = self._keys, []
-        for prefix in (keys.pools_prefix(), keys.leader_prefix(), keys.job_status(), keys.epoch(),
-                       keys.alerts_prefix()):
+        for prefix in (keys.pools_prefix(), *job_view.keys_of(keys), keys.alerts_prefix()):
             found = self._etcd.page(prefix, limit=_MAX_KEYS, revision=max(0, revision))
             revision = found.revision
             kvs += found.kvs

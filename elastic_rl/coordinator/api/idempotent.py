@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from elastic_rl.coordinator.alerts import alert_test
 from elastic_rl.coordinator.api import idempotency, pages
-from elastic_rl.coordinator.api.context import Context, caller_of
+from elastic_rl.coordinator.api.context import JobContext, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
 from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.problems import Kind, Problem, no_leader
@@ -20,7 +20,6 @@ from elastic_rl.etcd.records import Leader, Member
 from elastic_rl.telemetry import traces
 
 REPLAYED = "Idempotency-Replayed"
-OPERATIONS, SILENCES, TESTS = "/v1/operations/", "/v1/silences/", "/v1/alerts/tests/"
 
 DryRun = Annotated[bool, Query(description="Only say what would be done, and change nothing.")]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", pattern=idempotency.PATTERN, description=(
@@ -35,26 +34,26 @@ class Created(NamedTuple):
     body: str
 
 
-def forward(request: Request, ctx: Context) -> Response:
+def forward(request: Request, ctx: JobContext) -> Response:
     """The leader's answer to the request. Raises a problem when there is no leader to forward to."""
-    leader = ctx.election.current()
+    leader = ctx.replica.election.current()
     if leader is not None:
         _require_registered(leader, ctx)
-    return ctx.forwarder.send(request, request.state.body, leader)
+    return ctx.replica.forwarder.send(request, request.state.body, leader)
 
 
-def _require_registered(leader: Leader, ctx: Context) -> None:
+def _require_registered(leader: Leader, ctx: JobContext) -> None:
     """Raises a problem unless the leader's URL is the one that its live member record has. A forwarded request carries
     the caller's token, so a leader record alone must not decide where it goes."""
-    found = ctx.etcd.get(ctx.keys.member(COORDINATOR, leader.replica))
+    found = ctx.replica.etcd.get(ctx.keys.member(COORDINATOR, leader.replica))
     if found is None or Member.decode(found.value).url != leader.url:
         raise no_leader(f"the URL of leader {leader.replica} is not that of a registered coordinator")
 
 
-def carry_out(request: Request, ctx: Context, body: BaseModel | None, key: str | None, change: Callable[
+def carry_out(request: Request, ctx: JobContext, body: BaseModel | None, key: str | None, change: Callable[
         [Claim | None], Created], *, dry_run: bool, status: int = 202) -> Response:
     """Answers with what ``change`` creates, or with what the same request has created before."""
-    if not ctx.election.is_leader:
+    if not ctx.replica.election.is_leader:
         return forward(request, ctx)
     with traces.span("api.change", parent=traces.extract(request.headers), path=request.url.path):
         if dry_run:
@@ -77,7 +76,7 @@ def carry_out(request: Request, ctx: Context, body: BaseModel | None, key: str |
             raise
 
 
-def _claim(request: Request, ctx: Context, body: BaseModel | None, key: str) -> Claim:
+def _claim(request: Request, ctx: JobContext, body: BaseModel | None, key: str) -> Claim:
     digest = idempotency.digest(request.method, request.url.path, request.url.query,
                                 request.headers.get("if-match", ""), body.model_dump_json() if body else "")
     return idempotency.claim(ctx.keys, caller_of(request).name, key, digest, time.time())
@@ -87,9 +86,9 @@ def _answer(created: Created, status: int, **headers: str) -> Response:
     return Response(created.body, status, {"Location": created.location, **headers}, pages.JSON)
 
 
-def _replay(ctx: Context, claim: Claim, status: int) -> Response | None:
+def _replay(ctx: JobContext, claim: Claim, status: int) -> Response | None:
     """The answer to a request that was carried out before; None if it was not."""
-    done = idempotency.found(ctx.etcd, claim)
+    done = idempotency.found(ctx.replica.etcd, claim)
     if done is None:
         return None
     body = _current(ctx, done.location)
@@ -99,13 +98,13 @@ def _replay(ctx: Context, claim: Claim, status: int) -> Response | None:
     return _answer(Created(done.location, body), status, **{REPLAYED: "true"})
 
 
-def _current(ctx: Context, location: str) -> str | None:
-    """The record that is at a location now."""
-    name = location.rpartition("/")[2]
-    if location.startswith(TESTS):
+def _current(ctx: JobContext, location: str) -> str | None:
+    """The record of the job that is at a location now."""
+    *_, collection, name = location.split("/")
+    if collection == "tests":
         try:
-            return alert_test.result(ctx.etcd, ctx.keys, ctx.receivers, name).model_dump_json()
+            return alert_test.result(ctx.replica.etcd, ctx.keys, ctx.receivers, name).model_dump_json()
         except Problem:
             return None
-    kv = ctx.etcd.get(ctx.keys.silence(name) if location.startswith(SILENCES) else ctx.keys.operation(name))
+    kv = ctx.replica.etcd.get(ctx.keys.silence(name) if collection == "silences" else ctx.keys.operation(name))
     return kv.value.decode() if kv else None

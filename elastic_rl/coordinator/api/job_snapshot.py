@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from elastic_rl.config import Stream
 from elastic_rl.coordinator import job_view, pools
 from elastic_rl.coordinator.api import pages
-from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.context import JobContext
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.records import OperationState
 
@@ -24,22 +24,19 @@ def downsample(kvs: Sequence[KeyValue], limit: int) -> list[KeyValue]:
     return [kvs[(n + 1) * len(kvs) // limit - 1] for n in range(limit)]
 
 
-def take(ctx: Context) -> tuple[bytes, int]:
+def take(ctx: JobContext) -> tuple[bytes, int]:
     """The snapshot as JSON, and its revision.
 
     Raises EtcdUnavailable, and Compacted when etcd was compacted while it was read.
     """
-    keys, etcd = ctx.keys, ctx.etcd
-    revision = etcd.page(keys.leader_prefix(), limit=1).revision
+    keys, etcd = ctx.keys, ctx.replica.etcd
+    revision = etcd.page(keys.job_status(), limit=1).revision
 
     def read(prefix: str, limit: int = _MAX_ITEMS, *, newest_first: bool = False) -> list[KeyValue]:
         return etcd.page(prefix, limit=limit, newest_first=newest_first, revision=revision).kvs
 
-    def read_one(key: str) -> KeyValue | None:
-        return next((kv for kv in read(key, 1) if kv.key == key), None)
-
-    job = job_view.view(keys, ctx.election.replica, read_one(keys.job_status()), read_one(keys.epoch()),
-                        read(keys.leader_prefix()))
+    job = job_view.view(keys, ctx.replica.election.replica,
+                        (kv for key in job_view.keys_of(keys) for kv in read(key, 1)))
     operations = read(keys.operations_prefix(), 10 * OPERATIONS, newest_first=True)
     parts = {
         "pools": [p.model_dump_json().encode() for p in pools.views(keys, read(keys.pools_prefix()))],
@@ -55,10 +52,10 @@ def take(ctx: Context) -> tuple[bytes, int]:
     return b'{"job":' + job.model_dump_json().encode() + b"," + lists + b"}", revision
 
 
-def _newest_versions(ctx: Context, revision: int) -> list[bytes]:
+def _newest_versions(ctx: JobContext, revision: int) -> list[bytes]:
     """The newest versions over all streams."""
     kvs = [kv for stream in Stream
-           for kv in pages.newest_versions(ctx.etcd, ctx.keys, stream, VERSIONS, revision=revision)]
+           for kv in pages.newest_versions(ctx.replica.etcd, ctx.keys, stream, VERSIONS, revision=revision)]
     kvs.sort(key=lambda kv: float(pages.fields(kv).get("created_at", 0.0)), reverse=True)
     return pages.readable(kvs[:VERSIONS])
 

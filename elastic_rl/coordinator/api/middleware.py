@@ -20,7 +20,7 @@ from elastic_rl.coordinator import problems
 from elastic_rl.coordinator.api import request_origin
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.authentication import SESSION, Caller
-from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.context import ReplicaContext
 from elastic_rl.coordinator.api.request_origin import ServedHosts
 from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.problems import Kind, Problem
@@ -66,7 +66,7 @@ class _Limit:
 class RequestMiddleware:
     """The outermost part of the ASGI application."""
 
-    def __init__(self, app: ASGIApp, context: Context) -> None:
+    def __init__(self, app: ASGIApp, context: ReplicaContext) -> None:
         self._app, self._context, self._cfg = app, context, context.cfg.coordinator
         self._hosts = ServedHosts.from_config(self._cfg)
         self._authenticated, self._anonymous = _Limit(self._cfg.max_requests), _Limit(_MAX_ANONYMOUS)
@@ -101,6 +101,8 @@ class RequestMiddleware:
             response.count(self._authenticated)
             if connection is not None:
                 connection.busy()
+        if b"%2f" in scope["raw_path"].lower():
+            raise Problem(404, Kind.NOT_FOUND, "Not found", "a name in a path may have no slash, also not as %2F")
         if method == "HEAD":
             scope["method"] = "GET"
         if method in _WITH_BODY:

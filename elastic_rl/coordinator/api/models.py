@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.api.auth import Role
+from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.etcd.records import Engine, Event, Member, Operation, SampleRecord, Silence, StepMetrics, Version
 
@@ -82,6 +83,10 @@ class _Page(BaseModel):
 
     next: str | None
     """The value of ``after`` for the next page; null on the last one."""
+
+
+class JobPage(_Page):
+    items: list[JobView]
 
 
 class PoolPage(_Page):

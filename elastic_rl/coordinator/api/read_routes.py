@@ -1,4 +1,4 @@
-"""Routes that read."""
+"""Routes that read the state of a job."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from fastapi import FastAPI, Path, Query, Response
 from elastic_rl.config import Stream
 from elastic_rl.coordinator import job_view, pools, problems
 from elastic_rl.coordinator.api import pages, route_docs
-from elastic_rl.coordinator.api.context import Ctx
+from elastic_rl.coordinator.api.context import JobContext, JobCtx
 from elastic_rl.coordinator.api.models import (
     AlertPage,
     EnginePage,
     MemberPage,
     OperationPage,
     PoolPage,
-    Readiness,
-    ReplicaHealth,
     StepPage,
     VersionPage,
 )
 from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.route_docs import described
+from elastic_rl.coordinator.api_paths import OF_JOB
 from elastic_rl.coordinator.job_view import JobView
-from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Engine, Member, Operation, OperationState
-from elastic_rl.telemetry import metrics as registry
 
 Name = Annotated[str, Path(max_length=200)]
 _SCANNED = 2_000
@@ -41,76 +38,48 @@ _SCANNED = 2_000
 def install(app: FastAPI) -> None:
     """Adds the routes."""
     for path, answer, handler, route in (
-            ("/healthz", ReplicaHealth, healthz, route_docs.HEALTH), ("/readyz", Readiness, readyz, route_docs.READY),
-            ("/v1/job", JobView, job, route_docs.JOB),
-            ("/v1/pools", PoolPage, list_pools, route_docs.POOLS),
-            ("/v1/pools/{name}", PoolView, one_pool, route_docs.POOL),
-            ("/v1/engines", EnginePage, list_engines, route_docs.ENGINES),
-            ("/v1/engines/{engine_id}", Engine, one_engine, route_docs.ENGINE),
-            ("/v1/operations", OperationPage, list_operations, route_docs.OPERATIONS),
-            ("/v1/operations/{operation_id}", Operation, one_operation, route_docs.OPERATION),
-            ("/v1/versions", VersionPage, list_versions, route_docs.VERSIONS),
-            ("/v1/members", MemberPage, list_members, route_docs.MEMBERS),
-            ("/v1/alerts", AlertPage, list_alerts, route_docs.ALERTS),
-            ("/v1/steps", StepPage, list_steps, route_docs.STEPS)):
-        app.get(path, response_model=answer, **described(route))(handler)
-    app.get("/metrics", response_model=None, response_class=_Text, **described(route_docs.METRICS))(prometheus)
+            ("", JobView, job, route_docs.JOB),
+            ("/pools", PoolPage, list_pools, route_docs.POOLS),
+            ("/pools/{name}", PoolView, one_pool, route_docs.POOL),
+            ("/engines", EnginePage, list_engines, route_docs.ENGINES),
+            ("/engines/{engine_id}", Engine, one_engine, route_docs.ENGINE),
+            ("/operations", OperationPage, list_operations, route_docs.OPERATIONS),
+            ("/operations/{operation_id}", Operation, one_operation, route_docs.OPERATION),
+            ("/versions", VersionPage, list_versions, route_docs.VERSIONS),
+            ("/members", MemberPage, list_members, route_docs.MEMBERS),
+            ("/alerts", AlertPage, list_alerts, route_docs.ALERTS),
+            ("/steps", StepPage, list_steps, route_docs.STEPS)):
+        app.get(OF_JOB + path, response_model=answer, **described(route))(handler)
 
 
-class _Text(Response):
-    media_type = "text/plain"
-
-
-# -- probes ------------------------------------------------------------------------------------------------------------
-async def healthz(ctx: Ctx) -> ReplicaHealth:
-    """Says that the replica is alive. Does not depend on etcd."""
-    return ReplicaHealth(status="ok", replica=ctx.election.replica)
-
-
-def readyz(ctx: Ctx) -> Readiness:
-    """503 while etcd does not answer, the replica stops, or it leads and its reconcile passes fail."""
-    if ctx.stopping.is_set():
-        raise Problem(503, Kind.STOPPING, "The replica is stopping")
-    if problem := ctx.election.health.problem():
-        raise Problem(503, Kind.NOT_RECONCILING, "The leader's reconcile passes fail", problem)
-    leader = ctx.election.current()
-    return Readiness(status="ready", replica=ctx.election.replica, leader=leader.replica if leader else None)
-
-
-def prometheus(ctx: Ctx) -> Response:
-    """Metrics in the text format. While etcd is away the job's metrics are missing."""
-    return Response(scrape.scrape(ctx.etcd, ctx.keys, ctx.cfg, ctx.election), media_type=registry.CONTENT_TYPE)
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
-def job(ctx: Ctx) -> Response:
+def job(ctx: JobCtx) -> Response:
     """The job as of one revision of etcd."""
-    return _json(job_view.read(ctx.etcd, ctx.keys, ctx.election.replica).model_dump_json().encode())
+    return _json(job_view.read(ctx.replica.etcd, ctx.keys, ctx.replica.election.replica).model_dump_json().encode())
 
 
-def list_pools(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+def list_pools(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:
     """The pools, by name."""
-    found, more = pools.page(ctx.etcd, ctx.keys, limit, pages.place(after) if after else "")
+    found, more = pools.page(ctx.replica.etcd, ctx.keys, limit, pages.place(after) if after else "")
     return pages.page([p.model_dump_json().encode() for p in found], found[-1].name if more and found else None)
 
 
-def one_pool(ctx: Ctx, name: Name) -> Response:
+def one_pool(ctx: JobCtx, name: Name) -> Response:
     """The pool with its ETag, which differs after each change of the desired number, and of nothing else."""
-    found = pools.get_pool(ctx.etcd, ctx.keys, name)
+    found = pools.get_pool(ctx.replica.etcd, ctx.keys, name)
     return _json(found.model_dump_json().encode(), {"ETag": found.etag})
 
 
-def list_engines(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+def list_engines(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:
     """The engines, by id."""
-    return pages.stored(ctx.etcd, ctx.keys.engines_prefix(), limit, after)
+    return pages.stored(ctx.replica.etcd, ctx.keys.engines_prefix(), limit, after)
 
 
-def one_engine(ctx: Ctx, engine_id: Name) -> Response:
+def one_engine(ctx: JobCtx, engine_id: Name) -> Response:
     """The engine's record."""
     return _record(ctx, ctx.keys.engine(engine_id), "engine", engine_id)
 
 
-def list_operations(ctx: Ctx, limit: Limit = 100, after: After = "", state: Annotated[
+def list_operations(ctx: JobCtx, limit: Limit = 100, after: After = "", state: Annotated[
         OperationState | None, Query(description="Only operations in this state.")] = None) -> Response:
     """The newest first; with ``state`` a page may be short and still have a ``next``."""
     prefix = ctx.keys.operations_prefix()
@@ -118,8 +87,8 @@ def list_operations(ctx: Ctx, limit: Limit = 100, after: After = "", state: Anno
         raise Problem(422, Kind.INVALID, "The request is not valid",
                       f"state must be one of {', '.join(OperationState)}")
     if state is None:
-        return pages.stored(ctx.etcd, prefix, limit, after, newest_first=True)
-    found = ctx.etcd.page(prefix, limit=_SCANNED, before=prefix + pages.place(after) if after else "",
+        return pages.stored(ctx.replica.etcd, prefix, limit, after, newest_first=True)
+    found = ctx.replica.etcd.page(prefix, limit=_SCANNED, before=prefix + pages.place(after) if after else "",
                           newest_first=True)
     items: list[bytes] = []
     last = ""
@@ -132,19 +101,19 @@ def list_operations(ctx: Ctx, limit: Limit = 100, after: After = "", state: Anno
     return pages.page(items, last if found.more else None)
 
 
-def one_operation(ctx: Ctx, operation_id: Name) -> Response:
+def one_operation(ctx: JobCtx, operation_id: Name) -> Response:
     """The operation's state, phase, progress, and its error if it failed."""
     return _record(ctx, ctx.keys.operation(operation_id), "operation", operation_id)
 
 
-def list_versions(ctx: Ctx, limit: Limit = 100, after: After = "", stream: Annotated[
+def list_versions(ctx: JobCtx, limit: Limit = 100, after: After = "", stream: Annotated[
         str | None, Query(max_length=100, description="Only of this stream.")] = None) -> Response:
     """The newest first, of one stream or of all."""
     places = _places(after) if after else {}
     heads = []
     for name in Stream if stream is None else (stream,):
         if places.get(name) != 1:
-            found = pages.newest_versions(ctx.etcd, ctx.keys, name, limit + 1, below=places.get(name, 0))
+            found = pages.newest_versions(ctx.replica.etcd, ctx.keys, name, limit + 1, below=places.get(name, 0))
             heads.append([_Head(float(pages.fields(kv).get("created_at", 0.0)), name,
                                 int(kv.key.rpartition("/")[2]), kv) for kv in found])
     merged = _merge(heads)
@@ -154,15 +123,15 @@ def list_versions(ctx: Ctx, limit: Limit = 100, after: After = "", stream: Annot
     return pages.page(pages.readable(head.kv for head in merged[:limit]), rest if len(merged) > limit else None)
 
 
-def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
+def list_members(ctx: JobCtx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
                  limit: Limit = 100, after: After = "", suspected: Annotated[bool, Query(
                      description="Only members that are no longer registered and may be slow or dead.")] = False
                  ) -> Response:
     """The members, by role and id. With ``suspected`` a page may be short and still have a ``next``."""
     if not suspected:
-        return pages.stored(ctx.etcd, ctx.keys.members_prefix(role), limit, after)
+        return pages.stored(ctx.replica.etcd, ctx.keys.members_prefix(role), limit, after)
     prefix = ctx.keys.registry_entry(role, "") if role else ctx.keys.registry_prefix()
-    found = ctx.etcd.page(prefix, limit=_SCANNED, after=prefix + pages.place(after) if after else "")
+    found = ctx.replica.etcd.page(prefix, limit=_SCANNED, after=prefix + pages.place(after) if after else "")
     items: list[bytes] = []
     last = ""
     for kv in found.kvs:
@@ -176,14 +145,14 @@ def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, descriptio
     return pages.page(items, last if found.more else None)
 
 
-def list_alerts(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+def list_alerts(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:
     """The alerts, by kind and subject."""
-    return pages.stored(ctx.etcd, ctx.keys.alerts_prefix(), limit, after)
+    return pages.stored(ctx.replica.etcd, ctx.keys.alerts_prefix(), limit, after)
 
 
-def list_steps(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+def list_steps(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:
     """One point a step; old ones are downsampled."""
-    return pages.stored(ctx.etcd, ctx.keys.steps_prefix(), limit, after, newest_first=True)
+    return pages.stored(ctx.replica.etcd, ctx.keys.steps_prefix(), limit, after, newest_first=True)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -212,8 +181,8 @@ def _places(after: str) -> dict[str, int]:
     return {name: int(number) for name, number in places.items()}
 
 
-def _record(ctx: Ctx, key: str, what: str, name: str) -> Response:
-    found = ctx.etcd.get(key)
+def _record(ctx: JobContext, key: str, what: str, name: str) -> Response:
+    found = ctx.replica.etcd.get(key)
     if found is None:
         raise problems.not_found(what, name)
     return _json(found.value)

@@ -30,6 +30,7 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.IDEMPOTENCY_KEY_REUSED: (422, "The Idempotency-Key was used for another request."),
     Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the pool's ETag, or `*`."),
     Kind.NO_LEADER: (503, "There is no leader at the moment; retry after `Retry-After` seconds."),
+    Kind.JOB_NOT_OPEN: (503, "The replica knows the job and has not taken it up; `detail` says why. Retry."),
     Kind.ETCD_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),
     Kind.TOKEN_TABLE: (503, "The replica cannot read its token table."),
     Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; retry."),
@@ -47,7 +48,8 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
 _ACCESS = (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.UNKNOWN_SESSION, Kind.CROSS_SITE, Kind.UNKNOWN_HOST,
            Kind.TOKEN_TABLE, Kind.OVERLOADED, Kind.ETCD_UNAVAILABLE)
 _READS = (*_ACCESS, Kind.INVALID, Kind.UNKNOWN_PARAMETER)
-_CHANGES = (*_READS, Kind.FORBIDDEN, Kind.NOT_FOUND, Kind.REQUEST_TIMEOUT, Kind.CONFLICT, Kind.BODY_TOO_LARGE,
+_JOB_READS = (*_READS, Kind.NOT_FOUND, Kind.JOB_NOT_OPEN)
+_CHANGES = (*_JOB_READS, Kind.FORBIDDEN, Kind.REQUEST_TIMEOUT, Kind.CONFLICT, Kind.BODY_TOO_LARGE,
             Kind.UNSUPPORTED_MEDIA_TYPE, Kind.NO_LEADER, Kind.OUTCOME_UNKNOWN)
 _BODIES = (Kind.MALFORMED, Kind.REQUEST_TIMEOUT, Kind.BODY_TOO_LARGE, Kind.UNSUPPORTED_MEDIA_TYPE)
 _SESSIONS = (*_READS, Kind.OUTCOME_UNKNOWN)
@@ -133,7 +135,7 @@ _STEP = {"step": 117, "at": 1763724049.0, "reward": 0.61, "eval_accuracy": 0.58,
 _SAMPLE = {"step": 117, "group": 3744, "index": 2, "prompt": "17 + 25 =", "response": " 42", "reward": 1.1,
            "reward_parts": {"answer": 1.0, "format": 0.1}, "advantage": 0.87, "finish_reason": "stop",
            "versions": [118], "prompt_tokens": 6, "response_tokens": 3, "at": 1763724049.0, "cut": False}
-_JOB = {"job": "quickstart", "status": {
+_JOB = {"name": "quickstart", "status": {
     "phase": "rl", "step": 117, "steps": 400, "stage": "generate", "waiting_for":
     "an engine that serves version 118: rollout-3f2a syncing v117", "waiting_kind": "engines", "waiting_since":
     1763724041.0}, "epoch": 2, "leader":
@@ -153,35 +155,35 @@ def _operation(name: str, summary: str, errors: Sequence[Kind]) -> Route:
                  schema="Operation")
 
 
-_ONE = (*_READS, Kind.NOT_FOUND)
 HEALTH = Route("health", "Liveness of the process", "probes", (), {"status": "ok", "replica": "coordinator-0"})
 READY = Route("readiness", "Readiness to serve requests", "probes",
               (Kind.ETCD_UNAVAILABLE, Kind.STOPPING, Kind.NOT_RECONCILING),
               {"status": "ready", "replica": "coordinator-0", "leader": "coordinator-1"})
 METRICS = Route("metrics", "Metrics for Prometheus", "probes", _ACCESS, media_type="text/plain")
-JOB = Route("getJob", "The job: its progress, and its leader", "state", _READS, _JOB)
-POOLS = Route("listPools", "Pools of engines", "pools", _READS, _page(_POOL))
-POOL = Route("getPool", "One pool", "pools", _ONE, _POOL, headers=_ETAG)
+JOBS = Route("listJobs", "The jobs of the cluster", "state", _READS, _page(_JOB))
+JOB = Route("getJob", "One job: its progress, and its leader", "state", _JOB_READS, _JOB)
+POOLS = Route("listPools", "Pools of engines", "pools", _JOB_READS, _page(_POOL))
+POOL = Route("getPool", "One pool", "pools", _JOB_READS, _POOL, headers=_ETAG)
 PATCH_POOL = Route("changePool", "Change a pool that has not changed since it was read", "pools",
                    (*_CHANGES, Kind.MALFORMED, Kind.PRECONDITION_FAILED, Kind.PRECONDITION_REQUIRED), _POOL,
                    headers=_ETAG)
 SCALE = _operation("scalePool", "Scale a pool to a number of engines", (*_POSTS, Kind.PRECONDITION_FAILED))
-ENGINES = Route("listEngines", "Engines", "engines", _READS, _page(_ENGINE))
-ENGINE = Route("getEngine", "One engine", "engines", _ONE, _ENGINE)
+ENGINES = Route("listEngines", "Engines", "engines", _JOB_READS, _page(_ENGINE))
+ENGINE = Route("getEngine", "One engine", "engines", _JOB_READS, _ENGINE)
 DRAIN = _operation("drainEngine", "Drain an engine: it finishes its requests and leaves", _POSTS)
 REGISTER = _operation("registerEngine", "Register an external engine, which joins a pool", _POSTS)
 DEREGISTER = _operation("deregisterEngine", "Deregister an external engine, which leaves its pool",
                         (*_CHANGES, Kind.GONE, Kind.IDEMPOTENCY_KEY_REUSED))
 RESTART = _operation("restart", "Restart a part of the compute plane", _POSTS)
-OPERATIONS = Route("listOperations", "Operations, the newest first", "operations", _READS, _page(_OPERATION))
-OPERATION = Route("getOperation", "One operation", "operations", _ONE, _OPERATION)
+OPERATIONS = Route("listOperations", "Operations, the newest first", "operations", _JOB_READS, _page(_OPERATION))
+OPERATION = Route("getOperation", "One operation", "operations", _JOB_READS, _OPERATION)
 CANCEL = _operation("cancelOperation", "Cancel an operation", _CHANGES)
 VERSIONS = Route("listVersions", "Versions of the weights and of the trainer's state, the newest first", "state",
-                 _READS, _page(_VERSION))
-MEMBERS = Route("listMembers", "Processes that are registered, or suspected", "state", _READS, _page(_MEMBER))
+                 _JOB_READS, _page(_VERSION))
+MEMBERS = Route("listMembers", "Processes that are registered, or suspected", "state", _JOB_READS, _page(_MEMBER))
 ALERTS = Route("listAlerts", "Alerts that are open, or whose resolution not every receiver was notified of", "alerts",
-               _READS, _page(_ALERT))
-LIST_SILENCES = Route("listSilences", "Silences", "alerts", _READS, _page(_SILENCE))
+               _JOB_READS, _page(_ALERT))
+LIST_SILENCES = Route("listSilences", "Silences", "alerts", _JOB_READS, _page(_SILENCE))
 SILENCE = Route("silence", "Silence alerts for a while", "alerts", _POSTS, _SILENCE, 201,
                 "The silence that was created.", {"Location": "Path of the silence, for DELETE."}, dry_run=_SILENCE,
                 schema="Silence")
@@ -189,18 +191,18 @@ END_SILENCE = Route("endSilence", "End a silence", "alerts", _CHANGES, _SILENCE)
 TEST_ALERTS = Route("testAlerts", "Send a test to every receiver of alerts", "alerts", _POSTS, _TEST, 202,
                     "The test that was started; follow it at Location.", {"Location": "Path of the test."},
                     dry_run=_TEST, schema="TestResult")
-TEST_RESULT = Route("getTest", "Result of a test", "alerts", _ONE, _TEST)
-STEPS = Route("listSteps", "Step metrics of the run, the newest step first", "state", _READS, _page(_STEP))
-SAMPLES = Route("listSamples", "A few samples of each of the last steps, the newest step first", "state", _READS,
+TEST_RESULT = Route("getTest", "Result of a test", "alerts", _JOB_READS, _TEST)
+STEPS = Route("listSteps", "Step metrics of the run, the newest step first", "state", _JOB_READS, _page(_STEP))
+SAMPLES = Route("listSamples", "A few samples of each of the last steps, the newest step first", "state", _JOB_READS,
                 _page(_SAMPLE))
-EVENTS = Route("listEvents", "Events, as a listing or as a stream", "state", (*_READS, Kind.TOO_MANY_STREAMS),
+EVENTS = Route("listEvents", "Events, as a listing or as a stream", "state", (*_JOB_READS, Kind.TOO_MANY_STREAMS),
                _page(_EVENT))
 CHANGES = Route("followChanges", "The state of the job as a stream of changes", "state",
-                (*_READS, Kind.TOO_MANY_STREAMS), 'id: 812\nevent: change\ndata: {"kind":"pool","id":"rollout",'
+                (*_JOB_READS, Kind.TOO_MANY_STREAMS), 'id: 812\nevent: change\ndata: {"kind":"pool","id":"rollout",'
                 '"object":{…}}\n\n', media_type="text/event-stream")
 SESSION_LINK = Route("createSessionLink", "Create a one-time link to the dashboard", "access",
                      (*_SESSIONS, Kind.FORBIDDEN, *_BODIES), {**_SESSION, "link": "kX3…"}, 201,
-                     "The link. Open `/#link=<link>` of any replica.")
+                     "The link. Open `/#link=<link>` of any replica, or `/jobs/{job}#link=<link>` for one job.")
 OPEN_SESSION = Route("openSession", "Open a browser session with a link or a token", "access",
                      (*_SESSIONS, Kind.UNKNOWN_LINK, *_BODIES), _SESSION,
                      headers={"Set-Cookie": "The session: HttpOnly, SameSite=Strict, for coordinator.session_ttl_s."})

@@ -7,10 +7,11 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Response
 
 from elastic_rl.coordinator.api import pages, route_docs
-from elastic_rl.coordinator.api.context import Ctx
+from elastic_rl.coordinator.api.context import JobCtx
 from elastic_rl.coordinator.api.models import SamplePage
 from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.route_docs import described
+from elastic_rl.coordinator.api_paths import OF_JOB
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.records import SampleRecord
 
@@ -23,10 +24,10 @@ Place = tuple[int, int, int]
 
 def install(app: FastAPI) -> None:
     """Adds the route."""
-    app.get("/v1/samples", response_model=SamplePage, **described(route_docs.SAMPLES))(list_samples)
+    app.get(OF_JOB + "/samples", response_model=SamplePage, **described(route_docs.SAMPLES))(list_samples)
 
 
-def list_samples(ctx: Ctx, limit: Limit = 100, after: After = "",
+def list_samples(ctx: JobCtx, limit: Limit = 100, after: After = "",
                  step: Annotated[int | None, Query(ge=0, le=_LARGEST, description="Only of this step.")] = None,
                  group: Annotated[int | None, Query(
                      ge=0, le=_LARGEST, description="Only of this prompt group.")] = None,
@@ -37,7 +38,7 @@ def list_samples(ctx: Ctx, limit: Limit = 100, after: After = "",
                  finish_reason: Annotated[str | None, Query(
                      max_length=64, description="Only those that ended so, such as ``length``.")] = None) -> Response:
     """The newest step first, then by prompt group and index. A few samples of each of the last steps are kept."""
-    found = ctx.etcd.page(ctx.keys.samples_prefix(), limit=_SCANNED).kvs
+    found = ctx.replica.etcd.page(ctx.keys.samples_prefix(), limit=_SCANNED).kvs
     below = _place(after) if after else None
     samples = sorted((_order(s), kv.value) for s, kv in readable(found, SampleRecord)
                      if (step is None or s.step == step) and (group is None or s.group == group)

@@ -10,7 +10,7 @@ from elastic_rl.coordinator import problems
 from elastic_rl.coordinator.api import pages, route_docs
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.authentication import Caller
-from elastic_rl.coordinator.api.context import Ctx, caller_of
+from elastic_rl.coordinator.api.context import ReplicaCtx, caller_of
 from elastic_rl.coordinator.api.models import NewSession, NewSessionLink, SessionLink, SessionView
 from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.problems import Kind, Problem
@@ -24,9 +24,10 @@ def install(app: FastAPI) -> None:
     app.delete("/v1/session", response_model=SessionView, **described(route_docs.END_SESSION))(end_session)
 
 
-def create_link(request: Request, ctx: Ctx, body: Annotated[NewSessionLink, Body()] = NewSessionLink()) -> Response:
-    """The dashboard at ``/#link=<link>`` of any replica opens a session with it, once, until ``expires_at``. It takes a
-    token: a session makes no further ones."""
+def create_link(request: Request, ctx: ReplicaCtx, body: Annotated[NewSessionLink, Body()] = NewSessionLink()
+                ) -> Response:
+    """Any page of the dashboard opens a session with it, once, until ``expires_at``: append ``#link=<link>`` to the
+    page's address. It takes a token: a session makes no further ones."""
     caller = caller_of(request)
     if caller.token is None:
         raise Problem(403, Kind.FORBIDDEN, "A session may not do this", "this needs a token")
@@ -37,7 +38,7 @@ def create_link(request: Request, ctx: Ctx, body: Annotated[NewSessionLink, Body
     return _json(SessionLink(link=link, name=grant.name, role=grant.role, expires_at=grant.expires_at), 201)
 
 
-def open_session(request: Request, ctx: Ctx, body: Annotated[NewSession, Body()] = NewSession()) -> Response:
+def open_session(request: Request, ctx: ReplicaCtx, body: Annotated[NewSession, Body()] = NewSession()) -> Response:
     """Opens a session with a link in the body, or with a token in the header. The session is in the cookie of the
     answer, which no script can read and which is sent with requests of the dashboard's own page only."""
     caller: Caller | None = request.state.caller
@@ -65,7 +66,7 @@ def session(request: Request) -> Response:
     return _json(_view(caller_of(request)))
 
 
-def end_session(request: Request, ctx: Ctx) -> Response:
+def end_session(request: Request, ctx: ReplicaCtx) -> Response:
     """Ends the caller's own session, on every replica."""
     caller = caller_of(request)
     if not caller.session:

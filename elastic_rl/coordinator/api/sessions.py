@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.auth import Role, Token, TokenTable, digest, new_token
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Record
 
 MAX_GRANTS = 32
@@ -36,10 +36,10 @@ class Grant(Record):
 
 
 class SessionStore:
-    """Links and sessions of one job. Every method raises EtcdUnavailable when etcd does not answer, and those that
+    """Links and sessions of one cluster. Every method raises EtcdUnavailable when etcd does not answer, and those that
     check the token behind a grant raise ConfigError when the token table cannot be read."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, tokens: TokenTable, cfg: CoordinatorConfig, *,
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, tokens: TokenTable, cfg: CoordinatorConfig, *,
                  clock: Callable[[], float] = time.time) -> None:
         self._etcd, self._keys, self._tokens, self._cfg, self._clock = etcd, keys, tokens, cfg, clock
 

@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 from elastic_rl.coordinator.api import job_snapshot, pages
 from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import ChangeStream, Subscription
-from elastic_rl.coordinator.api.context import Context, Ctx
+from elastic_rl.coordinator.api.context import JobContext, JobCtx
 from elastic_rl.coordinator.api.models import EventPage
 from elastic_rl.coordinator.api.pages import After
 from elastic_rl.coordinator.api.route_docs import CHANGES, EVENTS, described
+from elastic_rl.coordinator.api_paths import OF_JOB
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.errors import Compacted, EtcdUnavailable
 from elastic_rl.etcd.client import KeyValue
@@ -41,11 +42,11 @@ LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=32,
 
 def install(app: FastAPI) -> None:
     """Adds the routes."""
-    app.get("/v1/events", response_model=EventPage, **described(EVENTS))(list_events)
-    app.get("/v1/changes", response_model=None, **described(CHANGES))(follow_changes)
+    app.get(OF_JOB + "/events", response_model=EventPage, **described(EVENTS))(list_events)
+    app.get(OF_JOB + "/changes", response_model=None, **described(CHANGES))(follow_changes)
 
 
-async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after: After = "",
+async def list_events(request: Request, ctx: JobCtx, limit: EventLimit = 100, after: After = "",
                       last_event_id: LastEventId = None) -> Response:
     """The newest events first, in pages.
 
@@ -53,7 +54,7 @@ async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after
     new one. A stream resumes behind the revision in ``Last-Event-ID`` (or in ``after``).
     """
     if MEDIA_TYPE not in request.headers.get("accept", ""):
-        return await run_in_threadpool(pages.events, ctx.etcd, ctx.keys, limit, after)
+        return await run_in_threadpool(pages.events, ctx.replica.etcd, ctx.keys, limit, after)
     since = _revision(last_event_id or after)
     subscription = await ctx.changes.subscribe(frozenset({"event"}))
     try:
@@ -66,7 +67,7 @@ async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after
                                                       _event_change_frame))
 
 
-async def follow_changes(request: Request, ctx: Ctx, last_event_id: LastEventId = None) -> Response:
+async def follow_changes(request: Request, ctx: JobCtx, last_event_id: LastEventId = None) -> Response:
     """The job as it is, and then every change of it.
 
     The first frame is ``event: snapshot``: job, pools, engines, versions (the newest 20), operations (the running ones
@@ -99,15 +100,15 @@ def _revision(text: str) -> int | None:
     return int(text)
 
 
-def _reachable(ctx: Context, since: int | None) -> int | None:
+def _reachable(ctx: JobContext, since: int | None) -> int | None:
     """The revision, unless it is of another etcd or too old to resume from."""
     if since is None:
         return None
-    present = ctx.etcd.page(ctx.keys.leader_prefix(), limit=1).revision
+    present = ctx.replica.etcd.page(ctx.keys.job_status(), limit=1).revision
     return since if 0 < since <= present and present - since <= _MAX_LAG else None
 
 
-def _snapshot_frame(ctx: Context) -> tuple[bytes, int]:
+def _snapshot_frame(ctx: JobContext) -> tuple[bytes, int]:
     try:
         taken, revision = job_snapshot.take(ctx)
     except Compacted:  # between two of its reads
@@ -115,12 +116,13 @@ def _snapshot_frame(ctx: Context) -> tuple[bytes, int]:
     return b"id: %d\nevent: snapshot\ndata: " % revision + taken + b"\n\n", revision
 
 
-def _kept(ctx: Context, limit: int, since: int | None) -> tuple[list[KeyValue], int]:
+def _kept(ctx: JobContext, limit: int, since: int | None) -> tuple[list[KeyValue], int]:
     """Events that a stream starts with, in the order of their revisions, and the revision at which they were read."""
     found: list[KeyValue] = []
     before, revision, more = "", 0, True
     while more and len(found) < (limit if since is None else _MAX_EVENTS):
-        page = pages.newest_events(ctx.etcd, ctx.keys, limit if since is None else pages.MAX_ITEMS, before=before)
+        page = pages.newest_events(ctx.replica.etcd, ctx.keys, limit if since is None else pages.MAX_ITEMS,
+                                   before=before)
         revision = revision or page.revision
         fresh = [kv for kv in page.kvs if since is None or kv.mod_revision > since]
         found += [kv for kv in fresh if pages.fields(kv)]
@@ -139,13 +141,13 @@ def _event_frame(revision: int, raw: bytes, kind: str) -> bytes:
     return f"id: {revision}\nevent: {kind.splitlines()[0] if kind else 'event'}\ndata: ".encode() + one_line + b"\n\n"
 
 
-async def _frames(ctx: Context, subscription: Subscription, request: Request, first: bytes, revision: int,
+async def _frames(ctx: JobContext, subscription: Subscription, request: Request, first: bytes, revision: int,
                   encode: Callable[[ObjectChange], bytes]) -> AsyncGenerator[bytes, None]:
     """``first``, then the changes of revisions after ``revision``, until the subscription ends, the replica stops, or
     the caller's token or session does. Yields nothing now and then, so that the sender sees a client that has gone."""
     sent_at = checked_at = time.monotonic()
     yield b"retry: 1000\n\n" + first
-    while not ctx.stopping.is_set():
+    while not ctx.replica.stopping.is_set():
         changes = await subscription.take(_POLL_S)
         if frames := [encode(c) for c in changes if c.revision > revision]:
             yield b"".join(frames)
@@ -163,10 +165,10 @@ async def _frames(ctx: Context, subscription: Subscription, request: Request, fi
             sent_at = time.monotonic()
 
 
-def _still_admitted(ctx: Context, request: Request) -> bool:
+def _still_admitted(ctx: JobContext, request: Request) -> bool:
     """Whether the caller's token or session still counts; true while etcd cannot be asked."""
     try:
-        ctx.authenticator.identify(ctx.authenticator.credentials(request.headers))
+        ctx.replica.authenticator.identify(ctx.replica.authenticator.credentials(request.headers))
     except Problem:
         return False
     except EtcdUnavailable:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx
 
 from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
+from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
 from elastic_rl.net import http_client
 from elastic_rl.runtime.backoff import RetryBackoff
@@ -23,7 +25,7 @@ from elastic_rl.runtime.backoff import RetryBackoff
 _PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
 _POLL_S, _MAX_POLL_S = 0.1, 1.0
-_NOT_APPLIED = ("no-leader", "etcd-unavailable", "stopping", "overloaded", "token-table")
+_NOT_APPLIED = ("no-leader", "job-not-open", "etcd-unavailable", "stopping", "overloaded", "token-table")
 """Problems of 5xx after which nothing was changed."""
 
 
@@ -64,6 +66,9 @@ class OperationFailed(ElasticRLError):
 class AdminClient:
     """Tries the replicas in turn, the one that answered last first, for ``timeout_s`` seconds each.
 
+    Every ``path`` is relative to the job's own: ``pools/rollout`` is ``/v1/jobs/NAME/pools/rollout``, and the empty one
+    is the job itself.
+
     Raises EtcdUnavailable when none of them answers (OutcomeUnknown when a change may have been applied), and
     RequestRefused, or one of its kinds, when one answers with a problem.
     """
@@ -74,7 +79,8 @@ class AdminClient:
 
         Raises ConfigError when the token or the authority of ``info`` cannot be read.
         """
-        self._urls, self._timeout_s, self._budget_s = list(info.coordinators), timeout_s, retry_budget_s
+        self._info, self._urls = info, list(info.coordinators)
+        self._timeout_s, self._budget_s = timeout_s, retry_budget_s
         token = info.token(role)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls.ReloadingTrust(info.ca_file)
@@ -84,17 +90,36 @@ class AdminClient:
         """URL of the replica that answered last."""
         return self._urls[0]
 
+    @property
+    def info(self) -> ClusterInfo:
+        """How to connect to the cluster, and the job: where none was named, the only one of the cluster. Raises
+        ConfigError unless it has exactly one."""
+        if not self._info.job:
+            names = [job["name"] for job in self.jobs()]
+            if len(names) != 1:
+                raise ConfigError(f"the cluster has several jobs: {', '.join(names)}" if names else
+                                  "the cluster has no job", hint="name one with --job=NAME, beside --url")
+            self._info = replace(self._info, job=names[0])
+        return self._info
+
     # -- reads ----------------------------------------------------------------------------------------------------
+    def jobs(self) -> list[dict[str, Any]]:
+        """The jobs of the cluster, by name."""
+        return self._items("/v1/jobs")
+
     def get(self, path: str) -> Any:
-        return self._send("GET", path).json()
+        return self._send("GET", self._of_job(path)).json()
 
     def items(self, path: str, *, limit: int = 0) -> list[dict[str, Any]]:
         """All items of a listing, over its pages, or the first ``limit``."""
+        return self._items(self._of_job(path), limit)
+
+    def _items(self, path: str, limit: int = 0) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         after = ""
         while not limit or len(found) < limit:
             query = {"limit": min(_PAGE, limit - len(found)) if limit else _PAGE, **({"after": after} if after else {})}
-            page = self.get(path + ("&" if "?" in path else "?") + urlencode(query))
+            page = self._send("GET", path + ("&" if "?" in path else "?") + urlencode(query)).json()
             found += page["items"]
             if page["next"] is None:
                 break
@@ -104,13 +129,13 @@ class AdminClient:
     # -- changes --------------------------------------------------------------------------------------------------
     def post(self, path: str, body: dict[str, Any], *, key: str = "") -> Any:
         """The answer to a POST, such as an operation. ``key``: the Idempotency-Key; empty: a new one."""
-        return self._send("POST", path, body, {"Idempotency-Key": key or _new_key()}).json()
+        return self._send("POST", self._of_job(path), body, {"Idempotency-Key": key or _new_key()}).json()
 
     def patch(self, path: str, body: dict[str, Any]) -> Any:
         """Changes a resource as it is now. Raises Changed if it was modified concurrently."""
-        etag = self._send("GET", path).headers["ETag"]
+        etag = self._send("GET", self._of_job(path)).headers["ETag"]
         try:
-            return self._send("PATCH", path, body, {"If-Match": etag}).json()
+            return self._send("PATCH", self._of_job(path), body, {"If-Match": etag}).json()
         except Changed:
             now = self.get(path)
             if body.items() <= now.items():  # an earlier attempt was applied, and its answer lost
@@ -118,32 +143,32 @@ class AdminClient:
             raise
 
     def delete(self, path: str) -> Any:
-        answer = self._send("DELETE", path, headers={"Idempotency-Key": _new_key()})
+        answer = self._send("DELETE", self._of_job(path), headers={"Idempotency-Key": _new_key()})
         return answer.json() if answer.content else None
 
     # -- operations -----------------------------------------------------------------------------------------------
     def scale(self, pool: str, desired: int, *, dry_run: bool = False) -> dict[str, Any]:
-        return self._begin(f"/v1/pools/{_part(pool)}/scale", {"desired": desired}, dry_run)
+        return self._begin(f"pools/{_part(pool)}/scale", {"desired": desired}, dry_run)
 
     def drain(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
-        return self._begin(f"/v1/engines/{_part(engine_id)}/drain", {"replace": replace}, dry_run)
+        return self._begin(f"engines/{_part(engine_id)}/drain", {"replace": replace}, dry_run)
 
     def register_engine(self, url: str, pool: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Has an SGLang server that this cluster did not start join a pool."""
-        return self._begin("/v1/engines", {"url": url, "pool": pool}, dry_run)
+        return self._begin("engines", {"url": url, "pool": pool}, dry_run)
 
     def deregister_engine(self, engine_id: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Has an external engine leave its pool."""
-        return dict(self.delete(_with_dry_run(f"/v1/engines/{_part(engine_id)}", dry_run)))
+        return dict(self.delete(_with_dry_run(f"engines/{_part(engine_id)}", dry_run)))
 
     def restart(self, target: str, *, reason: str = "", dry_run: bool = False) -> dict[str, Any]:
-        return self._begin("/v1/restarts", {"target": target, "reason": reason}, dry_run)
+        return self._begin("restarts", {"target": target, "reason": reason}, dry_run)
 
     def cancel(self, operation_id: str, *, dry_run: bool = False) -> dict[str, Any]:
-        return dict(self.delete(_with_dry_run(f"/v1/operations/{_part(operation_id)}", dry_run)))
+        return dict(self.delete(_with_dry_run(f"operations/{_part(operation_id)}", dry_run)))
 
     def operation(self, operation_id: str) -> dict[str, Any]:
-        return dict(self.get(f"/v1/operations/{_part(operation_id)}"))
+        return dict(self.get(f"operations/{_part(operation_id)}"))
 
     def wait(self, operation: dict[str, Any], timeout_s: float,
              on_progress: Callable[[dict[str, Any]], None] = lambda operation: None) -> dict[str, Any]:
@@ -175,25 +200,29 @@ class AdminClient:
         return dict(self.post(_with_dry_run(path, dry_run), body))
 
     def end_silence(self, silence_id: str) -> Any:
-        return self.delete(f"/v1/silences/{_part(silence_id)}")
+        return self.delete(f"silences/{_part(silence_id)}")
 
     # -- alerts and the dashboard ---------------------------------------------------------------------------------
     def test_alerts(self, timeout_s: float) -> dict[str, Any]:
         """Sends a test to every receiver of alerts. The result has for each ``delivered``, ``failed`` with a
         ``detail``, or ``waiting`` if that is not known after ``timeout_s``."""
-        end, test = time.monotonic() + timeout_s, dict(self.post("/v1/alerts/test", {}))
+        end, test = time.monotonic() + timeout_s, dict(self.post("alerts/test", {}))
         while any(r["status"] == "waiting" for r in test["receivers"]) and time.monotonic() + _POLL_S < end:
             time.sleep(_POLL_S)
-            test = dict(self.get(f"/v1/alerts/tests/{_part(test['id'])}"))
+            test = dict(self.get(f"alerts/tests/{_part(test['id'])}"))
         return test
 
     def dashboard_link(self, role: str = "") -> dict[str, Any]:
-        """A one-time link to the dashboard: ``url``, ``role``, and ``expires_at`` in unix seconds. ``role`` "": that of
-        the token."""
-        made = dict(self.post("/v1/session-links", {"role": role or None}))
-        return {"url": f"{self.url}/#link={made['link']}", "role": made["role"], "expires_at": made["expires_at"]}
+        """A one-time link to the job's page of the dashboard, or to the list of the jobs where none was named: ``url``,
+        ``role``, and ``expires_at`` in unix seconds. ``role`` "": that of the token."""
+        made = self._send("POST", "/v1/session-links", {"role": role or None}).json()
+        page = f"jobs/{_part(self._info.job)}" if self._info.job else ""
+        return {"url": f"{self.url}/{page}#link={made['link']}", "role": made["role"], "expires_at": made["expires_at"]}
 
     # -- requests -------------------------------------------------------------------------------------------------
+    def _of_job(self, path: str) -> str:
+        return job_path(self.info.job) + (f"/{path}" if path else "")
+
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None,
               headers: dict[str, str] | None = None) -> httpx.Response:
         """One request, tried on each replica, and again while they wait for a leader or for etcd. No attempt is applied

@@ -16,6 +16,7 @@ class ClusterInfo:
     """How to connect to a cluster; kept in a file while the cluster is up."""
 
     job: str
+    """Name of the job that is addressed; empty where none was named."""
     etcd_endpoints: list[str]
     """``host:port`` of every member."""
     coordinators: list[str]

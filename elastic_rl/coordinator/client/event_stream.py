@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.client.admin_client import problem_of
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import EtcdUnavailable
@@ -61,7 +62,7 @@ class Decoder:
 
 
 class EventFollower:
-    """Iterates over the newest ``limit`` events and every later one, in order.
+    """Iterates over the newest ``limit`` events of the job of ``info``, and every later one, in order.
 
     Raises RequestRefused when a replica refuses the request, and EtcdUnavailable when none was reached for
     ``patience_s``.
@@ -69,6 +70,7 @@ class EventFollower:
 
     def __init__(self, info: ClusterInfo, *, limit: int, patience_s: float = 60.0, role: str = "operator") -> None:
         self._urls, self._limit, self._patience_s = list(info.coordinators), limit, patience_s
+        self._path = job_path(info.job, "events")
         token = info.token(role)
         self._headers = {"Accept": "text/event-stream", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._tls = tls.ReloadingTrust(info.ca_file)
@@ -99,7 +101,7 @@ class EventFollower:
         """Frames of one stream until it ends; None for its other lines."""
         # One revision earlier, since the stream may have broken off between two events of the same one.
         resume = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
-        with http_client.stream("GET", f"{url}/v1/events", params={"limit": self._limit},
+        with http_client.stream("GET", url + self._path, params={"limit": self._limit},
                                 headers={**self._headers, **resume}, timeout=httpx.Timeout(5.0, read=_SILENCE_S),
                                 verify=self._tls.for_url(url)) as answer:
             if answer.status_code >= 400:

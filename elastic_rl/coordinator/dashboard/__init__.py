@@ -1,5 +1,5 @@
-"""The dashboard at ``/``: one page on every replica, live over ``GET /v1/changes``. Its files need no build and load
-nothing from elsewhere."""
+"""The dashboard on every replica: ``/`` lists the jobs, and each has its page at ``/jobs/NAME``, live over its stream
+of changes. Its files need no build and load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Asset:
 
 
 def _assets() -> dict[str, _Asset]:
-    """The page's files by name, read once: a requested name is looked up here and never in a folder."""
+    """The files of the pages by name, read once: a requested name is looked up here and never in a folder."""
     found = {}
     for entry in resources.files(__name__).iterdir():
         suffix = entry.name[entry.name.rfind("."):]
@@ -46,7 +46,7 @@ def _assets() -> dict[str, _Asset]:
 
 
 def install(app: FastAPI) -> None:
-    """Adds the page and its files. They hold no data of the job and so need no token; what they read does."""
+    """Adds the pages and their files. They hold no data of any job and so need no token; what they read does."""
     assets = _assets()
 
     def answer(request: Request, name: str) -> Response:
@@ -59,8 +59,12 @@ def install(app: FastAPI) -> None:
         return Response(asset.content, media_type=asset.media_type, headers=headers)
 
     @app.get("/", include_in_schema=False)
-    async def page(request: Request) -> Response:
+    async def jobs(request: Request) -> Response:
         return answer(request, "index.html")
+
+    @app.get("/jobs/{name}", include_in_schema=False)
+    async def job(request: Request, name: str) -> Response:  # also for one that is not there: the page needs no token
+        return answer(request, "job.html")
 
     @app.get("/dashboard/{name}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:

@@ -1,8 +1,7 @@
 // Signing in: the one-time link in the address, and the dialog that explains it, takes a token, and signs out.
 
 import { Problem, SIGN_IN, session } from "./api.js";
-import { el, text } from "./dom.js";
-import { field } from "./dialogs.js";
+import { el, field, text } from "./dom.js";
 import { clock } from "./format.js";
 
 const LINK = /^#link=([\w-]+)$/;

@@ -1,7 +1,7 @@
 // The changes that an operator can make here. Each asks first, then shows the operation and follows it.
 
-import { confirm, field } from "./dialogs.js";
-import { el, text } from "./dom.js";
+import { confirm } from "./dialogs.js";
+import { el, field, text } from "./dom.js";
 import { plural } from "./format.js";
 import { TRAINER_GROUPS } from "./groups.js";
 import { describe } from "./health.js";
@@ -32,7 +32,7 @@ export class Actions {
     confirm({ title: `Scale pool ${pool.name}`, verb: "Scale", done: this.follow,
       what: `${pool.ready} of ${pool.desired} engines are ready.`, fields: [field("Desired engines", input), effect],
       ready: () => desired() !== null,
-      request: () => ({ method: "POST", path: `v1/pools/${part(pool.name)}/scale`, body: { desired: desired() } }) });
+      request: () => ({ method: "POST", path: `pools/${part(pool.name)}/scale`, body: { desired: desired() } }) });
     input.select();
   }
 
@@ -41,13 +41,13 @@ export class Actions {
     confirm({ title: `Drain engine ${engine.id}`, verb: "Drain", danger: true, done: this.follow,
       what: `It takes no new requests, finishes those in flight and leaves pool ${engine.pool}. This cannot be cancelled.`,
       fields: [el("label", { class: "check" }, replace, el("span", { text: "Start another engine in its place" }))],
-      request: () => ({ method: "POST", path: `v1/engines/${part(engine.id)}/drain`, body: { replace: replace.checked } }) });
+      request: () => ({ method: "POST", path: `engines/${part(engine.id)}/drain`, body: { replace: replace.checked } }) });
   }
 
   deregister(engine) {
     confirm({ title: `Deregister engine ${engine.id}`, verb: "Deregister", danger: true, done: this.follow,
       what: `It takes no new requests, finishes those in flight and leaves pool ${engine.pool}. Its server keeps running.`,
-      request: () => ({ method: "DELETE", path: `v1/engines/${part(engine.id)}` }) });
+      request: () => ({ method: "DELETE", path: `engines/${part(engine.id)}` }) });
   }
 
   /** `target` as the API names it; without one the dialog asks which part. */
@@ -56,7 +56,7 @@ export class Actions {
     const selected = () => target || choice.value;
     const reason = el("input", { type: "text", maxlength: "500", autocomplete: "off" });
     const effect = el("p", { class: "effect", role: "status" });
-    const job = this.model.job?.job ?? "";
+    const job = this.model.job?.name ?? "";
     const typed = el("input", { type: "text", autocomplete: "off", spellcheck: "false" });
     const confirmation = field(`To restart everything, type the job's name: ${job}`, typed);
     const explain = () => {
@@ -69,7 +69,7 @@ export class Actions {
       done: this.follow, what: "Committed state is kept; work since then is repeated.",
       fields: [...(choice ? [field("What", choice)] : []), effect, field("Why (is recorded)", reason), confirmation],
       ready: () => selected() !== "job" || typed.value.trim() === job,
-      request: () => ({ method: "POST", path: "v1/restarts", body: { target: selected(), reason: reason.value.trim() } }) });
+      request: () => ({ method: "POST", path: "restarts", body: { target: selected(), reason: reason.value.trim() } }) });
   }
 
   #targets() {
@@ -84,7 +84,7 @@ export class Actions {
     confirm({ title: `Cancel: ${describe(operation)}`, verb: "Cancel it", danger: true, done: this.follow,
       what: operation.kind === "scale" ? `The pool returns to ${plural(operation.params?.previous ?? 0, "engine")}.`
         : "This works only if it has not begun.",
-      request: () => ({ method: "DELETE", path: `v1/operations/${part(operation.id)}` }) });
+      request: () => ({ method: "DELETE", path: `operations/${part(operation.id)}` }) });
   }
 
   silence(alert) {
@@ -95,7 +95,7 @@ export class Actions {
       what: "Receivers are not notified of it for that time. The alert stays on this page.",
       fields: [field("For", hours), field("Why", comment)],
       done: () => this.notices.say(`${alert.kind} ${alert.subject} is silenced for ${hours.selectedOptions[0].text}.`),
-      request: () => ({ method: "POST", path: "v1/silences", body: {
+      request: () => ({ method: "POST", path: "silences", body: {
         kind: alert.kind, subject: alert.subject, duration_s: Number(hours.value) * 3600, comment: comment.value.trim() } }) });
   }
 }

@@ -1,6 +1,8 @@
 // Requests to the admin API with the browser's session, and its problems (RFC 9457) as text that says what to do.
 
 const TIMEOUT_MS = 15_000;
+const ROOT = new URL("../", import.meta.url); // of the cluster's paths, also behind a proxy that has them below another one
+const JOB = /\/jobs\/([^/]+)$/.exec(location.pathname)?.[1]; // the page's job, as it is in the address
 const KIND = "urn:elastic-rl:problem:";
 
 export const SIGN_IN = "Run “elastic-rl dashboard” where the cluster was started: it opens this page with a link that works once.";
@@ -52,7 +54,7 @@ async function problemOf(answer) {
 async function request(path, options) {
   let answer;
   try {
-    answer = await fetch(new URL(path, document.baseURI), { ...options, credentials: "same-origin", cache: "no-store",
+    answer = await fetch(new URL(path, ROOT), { ...options, credentials: "same-origin", cache: "no-store",
       redirect: "error" });
   } catch (error) {
     if (options.signal?.aborted && options.signal.reason?.name !== "TimeoutError") throw error;
@@ -70,15 +72,23 @@ async function send(method, path, body, headers = {}) {
   return answer.status === 204 ? null : answer.json();
 }
 
-/** Opens the stream of changes. Throws Problem. */
+const ofJob = (path) => `v1/jobs/${JOB}/${path}`;
+
+/** Address of a job's page; `root`: that of a replica. */
+export const pageOf = (job, root = ROOT) => new URL(`jobs/${encodeURIComponent(job)}`, root).href;
+
+/** The jobs of the cluster, by name. Throws Problem. */
+export const jobs = async () => (await send("GET", "v1/jobs?limit=1000")).items;
+
+/** Opens the stream of the job's changes. Throws Problem. */
 export const openChanges = (headers, signal) =>
-  request("v1/changes", { headers: { Accept: "text/event-stream", ...headers }, signal });
+  request(ofJob("changes"), { headers: { Accept: "text/event-stream", ...headers }, signal });
 
 /** A page of samples. Throws Problem. */
-export const samples = (query) => send("GET", `v1/samples?${new URLSearchParams(query)}`);
+export const samples = (query) => send("GET", ofJob(`samples?${new URLSearchParams(query)}`));
 
-/** Requests a change. The same `key` twice is one change. Returns the API's answer; throws Problem. */
-export const change = (method, path, body, key) => send(method, path, body, { "Idempotency-Key": key });
+/** Requests a change; `path` is below that of the job. The same `key` twice is one change. Returns the API's answer; throws Problem. */
+export const change = (method, path, body, key) => send(method, ofJob(path), body, { "Idempotency-Key": key });
 
 /** The browser's session: {name, role, expires_at}. Each throws Problem. */
 export const session = {

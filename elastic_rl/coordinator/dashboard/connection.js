@@ -1,5 +1,6 @@
 // The state of the connection: live, or how old the shown data is, and what to do about it.
 
+import { pageOf } from "./api.js";
 import { attr, el, text } from "./dom.js";
 import { clock, duration } from "./format.js";
 
@@ -44,13 +45,13 @@ export class Connection {
     this.#otherReplicas(this.banner.querySelector(".then"));
   }
 
-  /** Links to the other replicas, which show the same job. */
+  /** Links to the job's pages on the other replicas. */
   #otherReplicas(node) {
-    const here = this.model.job?.replica;
+    const { name, replica: here } = this.model.job ?? {};
     const others = [...this.model.members.values()].filter((m) => m.role === "coordinator" && m.id !== here && /^https?:\/\//.test(m.url));
     const urls = others.map((m) => m.url).join(" ");
     if (node.dataset.urls === urls) return;
     node.dataset.urls = urls;
-    node.replaceChildren(...(others.length ? ["Other replicas: ", ...others.flatMap((m, i) => [i ? ", " : "", el("a", { href: m.url, text: m.id, rel: "noreferrer" })])] : []));
+    node.replaceChildren(...(others.length ? ["Other replicas: ", ...others.flatMap((m, i) => [i ? ", " : "", el("a", { href: pageOf(name, m.url), text: m.id, rel: "noreferrer" })])] : []));
   }
 }

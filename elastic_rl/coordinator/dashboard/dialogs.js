@@ -64,6 +64,3 @@ function show(node, error) {
     ...(error.message && error.message !== error.title ? [el("p", { text: error.message })] : []),
     ...(known && error.advice ? [el("p", { class: "advice", text: error.advice })] : []));
 }
-
-export const field = (label, input, note = "") =>
-  el("label", { class: "field" }, el("span", { text: label }), input, note ? el("small", { text: note }) : null);

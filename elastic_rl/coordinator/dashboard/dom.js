@@ -31,6 +31,10 @@ export function attr(node, name, value) {
   return node;
 }
 
+/** An input with its label, and a note below it. */
+export const field = (label, input, note = "") =>
+  el("label", { class: "field" }, el("span", { text: label }), input, note ? el("small", { text: note }) : null);
+
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) {

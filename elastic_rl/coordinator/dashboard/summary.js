@@ -37,7 +37,7 @@ export class Summary {
       attr(node, "class", r.level);
       text(node, r.what);
     });
-    const job = model.job?.job;
+    const job = model.job?.name;
     text(document.getElementById("job"), job ?? "elastic-rl");
     document.title = `${SIGN[found.level]}${job ?? "elastic-rl"}${job ? " · elastic-rl" : ""}`;
     this.#numbers(model);

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from elastic_rl.coordinator.election.protocol import (
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Watch
 from elastic_rl.etcd.fencing import FencedWriter
-from elastic_rl.etcd.keys import LeaderKeys
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.records import Leader
 from elastic_rl.etcd.transaction import Compare, Op
@@ -46,7 +47,7 @@ class _Candidacy:
 class Election:
     """This replica's part in the election, run by a background thread between ``start`` and ``stop``."""
 
-    def __init__(self, etcd: EtcdClient, keys: LeaderKeys, replica: str, url: str, ttl_s: int,
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, replica: str, url: str, ttl_s: int,
                  health: LeaderHealth | None = None) -> None:
         """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader.
         ``health``: the health of this replica's reconcile passes; a leader whose passes fail for too long resigns."""
@@ -56,10 +57,16 @@ class Election:
         """Writes under this replica's fencing token."""
         self._etcd, self._keys, self._ttl_s = etcd, keys, ttl_s
         self._me = Leader(replica=replica, url=url, pid=os.getpid())
-        self._key = keys.leader(replica)
+        self.key = keys.leader(replica)
+        """Key of this replica's candidacy."""
         self._candidacy: _Candidacy | None = None
+        self._on_elected: Callable[[], None] = lambda: None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election", daemon=True)
+
+    def on_elected(self, call: Callable[[], None]) -> None:
+        """Calls ``call``, which must not wait, at the beginning of each term of this replica."""
+        self._on_elected = call
 
     def start(self) -> Election:
         self._thread.start()
@@ -120,7 +127,7 @@ class Election:
     def _run_candidacy(self) -> None:
         """One candidacy, from the grant of its lease until that is lost or given back."""
         with self._etcd.keepalive(self._ttl_s) as lease, _CandidateWatch(self._etcd, self._keys) as watch:
-            protocol = ElectionProtocol(self._key, self._ttl_s, lambda: lease.alive)
+            protocol = ElectionProtocol(self.key, self._ttl_s, lambda: lease.alive)
             self._candidacy = _Candidacy(protocol, lease)
             steps, answer, led = protocol.steps(), None, False
             try:
@@ -130,6 +137,7 @@ class Election:
                         led = True
                         self.health.leading(True)
                         log.info("replica %s leads from revision %d on", self.replica, protocol.revision)
+                        self._on_elected()
                     if protocol.leads and (reason := self.health.reason_to_resign()):
                         log.error("replica %s resigns: %s", self.replica, reason)
                         self.health.resigned()
@@ -145,8 +153,8 @@ class Election:
         """Executes a step of the protocol and returns its answer."""
         match step:
             case Campaign():
-                put = Op.put(self._key, self._me.encode(), lease.id)
-                created = self._etcd.txn([Compare.absent(self._key)], [put])
+                put = Op.put(self.key, self._me.encode(), lease.id)
+                created = self._etcd.txn([Compare.absent(self.key)], [put])
                 return created.revision if created.succeeded else 0
             case ReadCandidates():
                 try:
@@ -160,7 +168,7 @@ class Election:
 
     def _delete_key(self, protocol: ElectionProtocol) -> None:
         try:
-            self._etcd.txn([protocol.guard], [Op.delete(self._key)])
+            self._etcd.txn([protocol.guard], [Op.delete(self.key)])
         except EtcdUnavailable as e:
             log.warning("cannot delete the candidate key, it expires with its lease: %s", e)
 
@@ -169,7 +177,7 @@ class _CandidateWatch:
     """Makes a change of the candidates known promptly. It may fail without harm: the candidacy depends on the lease
     alone, and the next reading of the candidates opens another watch."""
 
-    def __init__(self, etcd: EtcdClient, keys: LeaderKeys) -> None:
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys) -> None:
         self._etcd, self._prefix = etcd, keys.leader_prefix()
         self._watch: Watch | None = None
 

@@ -1,9 +1,10 @@
 """Health of the leader: whether its reconcile passes succeed, and when a leader whose passes fail resigns. No I/O.
 
 A leader that renews its lease but whose passes fail (a bug, an etcd user without the right role, a pass that never
-returns) would keep every other replica from trying. So it resigns when no pass has succeeded for its *tolerance*. After
-that it tolerates twice as long, up to ``MAX_TOLERANCE_S``, until a pass succeeds: where every replica fails alike, the
-leadership changes less and less often.
+returns) would keep every other replica from trying. It has a loop of passes for each live job, and resigns when one of
+them has not had a successful pass for the loop's *tolerance*. After that it tolerates twice as long of this loop, up to
+``MAX_TOLERANCE_S``, until a pass of it succeeds: where every replica fails alike, the leadership changes less and less
+often, whatever the other loops do.
 """
 
 from __future__ import annotations
@@ -11,8 +12,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 MAX_TOLERANCE_S = 900.0
+
+
+@dataclass
+class _Loop:
+    """The passes of one loop."""
+
+    good_at: float
+    """When a pass succeeded last, or the term or the loop began."""
+    tolerance_s: float
+    in_pass: bool = False
+    stuck: bool = False
+    """Whether the replica resigned during a pass that has not returned since."""
+    error: str = ""
+    stays: bool = False
+
+    def returned(self, error: str, *, stays: bool = False) -> None:
+        self.in_pass, self.stuck, self.error, self.stays = False, False, error, stays
+
+    def problem(self, name: str, now: float, limit_s: float) -> str:
+        if now - self.good_at <= limit_s:
+            return ""
+        why = self.error or ("a pass does not return" if self.in_pass else "no pass has run")
+        return f"no reconcile pass of {name} has succeeded for {now - self.good_at:.0f} s: {why}"
 
 
 class LeaderHealth:
@@ -21,63 +46,74 @@ class LeaderHealth:
     def __init__(self, deadline_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds that never go back."""
         self._deadline_s, self._clock = deadline_s, clock
-        self._tolerance_s = deadline_s
         self._lock = threading.Lock()
         self._leads = False
-        self._good_at = 0.0
-        """When a pass succeeded last, or the term began."""
-        self._in_pass = False
-        self._stuck = False
-        """Whether it resigned during a pass that has not returned since."""
-        self._error = ""
-        self._stays = False
+        self._loops: dict[str, _Loop] = {}
 
-    # -- reported by the reconciler -----------------------------------------------------------------------------
-    def pass_began(self) -> None:
+    # -- reported by the loops; each has a name ---------------------------------------------------------------------
+    def expect(self, loop: str) -> None:
+        """From now on a loop makes passes, if it did not before."""
         with self._lock:
-            self._in_pass = True
+            self._loops.setdefault(loop, _Loop(self._clock(), self._deadline_s))
 
-    def pass_succeeded(self) -> None:
+    def ended(self, loop: str) -> None:
+        """A loop makes no further pass."""
         with self._lock:
-            self._in_pass, self._stuck, self._error, self._stays = False, False, "", False
-            self._good_at, self._tolerance_s = self._clock(), self._deadline_s
+            self._loops.pop(loop, None)
 
-    def pass_failed(self, error: str, *, stays: bool = False) -> None:
+    def pass_began(self, loop: str) -> None:
+        with self._lock:
+            if found := self._loops.get(loop):
+                found.in_pass = True
+
+    def pass_succeeded(self, loop: str) -> None:
+        with self._lock:
+            if found := self._loops.get(loop):
+                found.returned("")
+                found.good_at, found.tolerance_s = self._clock(), self._deadline_s
+
+    def pass_failed(self, loop: str, error: str, *, stays: bool = False) -> None:
         """``stays``: the cause is not this replica's, so no other one could do better (etcd is full)."""
         with self._lock:
-            self._in_pass, self._stuck, self._error, self._stays = False, False, error, stays
+            if found := self._loops.get(loop):
+                found.returned(error, stays=stays)
 
     # -- used by the election and the API -----------------------------------------------------------------------
     def leading(self, leads: bool) -> None:
         """A term of this replica begins or ends. It begins healthy."""
         with self._lock:
             if leads and not self._leads:
-                self._good_at, self._error, self._stays = self._clock(), "", False
+                for loop in self._loops.values():
+                    loop.good_at, loop.error, loop.stays = self._clock(), "", False
             self._leads = leads
 
     def problem(self) -> str:
         """Why a leader is not healthy; empty for a healthy one, and for a replica that does not lead."""
         with self._lock:
-            return self._problem(self._deadline_s)
+            problems = (loop.problem(name, self._clock(), self._deadline_s) for name, loop in self._loops.items())
+            return "; ".join(filter(None, problems)) if self._leads else ""
 
     def reason_to_resign(self) -> str:
         """Why the leader is to resign now; empty while it is to stay."""
         with self._lock:
-            return "" if self._stays and not self._in_pass else self._problem(self._tolerance_s)
+            return "; ".join(problem for _, problem in self._intolerable()) if self._leads else ""
 
     def resigned(self) -> None:
         with self._lock:
-            self._leads, self._stuck = False, self._in_pass
-            self._tolerance_s = min(2 * self._tolerance_s, MAX_TOLERANCE_S)
+            for loop, _ in self._intolerable():
+                loop.tolerance_s = min(2 * loop.tolerance_s, MAX_TOLERANCE_S)
+            for loop in self._loops.values():
+                loop.stuck = loop.in_pass
+            self._leads = False
 
     def may_lead(self) -> bool:
         """False while the pass in which it resigned does not return: it could only hold the leadership, not use it."""
         with self._lock:
-            return not self._stuck
+            return not any(loop.stuck for loop in self._loops.values())
 
-    def _problem(self, limit_s: float) -> str:
+    def _intolerable(self) -> list[tuple[_Loop, str]]:
+        """The loops for which the leader is to resign, and why."""
         now = self._clock()
-        if not self._leads or now - self._good_at <= limit_s:
-            return ""
-        why = self._error or ("a pass does not return" if self._in_pass else "no pass has run")
-        return f"no reconcile pass has succeeded for {now - self._good_at:.0f} s: {why}"
+        found = ((loop, loop.problem(name, now, loop.tolerance_s)) for name, loop in self._loops.items()
+                 if loop.in_pass or not loop.stays)
+        return [(loop, problem) for loop, problem in found if problem]

@@ -1,1 +1,1 @@
-"""Jobs of the cluster: their queue and their phases."""
+"""Jobs of the cluster: what a replica does for each of them, their queue and their phases."""

@@ -56,7 +56,7 @@ def learn(intervals: ProgressIntervals, phase: str, interval_s: float) -> Progre
     """The intervals with one more in a phase."""
     longest = max(interval_s, intervals.longest_s.get(phase, 0.0) * _FADE)
     return intervals.replace(
-        longest_s={**intervals.longest_s, phase: round(longest, 3)},
+        longest_s={**intervals.longest_s, phase: longest},
         samples={**intervals.samples, phase: min(_KNOWN_AFTER, intervals.samples.get(phase, 0) + 1)})
 
 

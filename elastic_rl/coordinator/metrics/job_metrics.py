@@ -1,6 +1,6 @@
-"""The job's metrics: the metric families that follow from a snapshot.
+"""The metrics of jobs: the metric families that follow from a snapshot of each.
 
-Read at each scrape, so that every replica, leader or not, shows the same job. Counters come from what etcd counts (the
+Read at each scrape, so that every replica, leader or not, shows the same jobs. Counters come from what etcd counts (the
 version of a key) or from the leader's fault statistics, so they survive every replica.
 """
 
@@ -15,7 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from elastic_rl.config import Stream
 from elastic_rl.coordinator.alerts.state_machine import Alert
-from elastic_rl.coordinator.election.election import leading
 from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, EventCursor, FaultStatistics, Histogram
 from elastic_rl.coordinator.membership.hang_detection import is_idle, stalled_s
 from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot
@@ -58,7 +57,7 @@ def read_counters(etcd: EtcdClient, snapshot: ClusterSnapshot) -> JobCounters:
     leadership, cursor = etcd.get(keys.leadership()), etcd.get(keys.event_cursor())
     counted = decode(cursor, EventCursor, {}) if cursor else None
     last_step = etcd.get(keys.step_metrics(status.step)) if status else None
-    leader = leading(etcd.range(keys.leader_prefix())[0])
+    leader = etcd.get(keys.leader())
     oldest: dict[str, Member] = {}
     for m in snapshot.members:
         if m.role not in oldest or m.beat_at < oldest[m.role].beat_at:
@@ -83,6 +82,17 @@ def families(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     return [*_control(s, c), *_members(s, c), *_faults(c.statistics), *_run(s, c.last_step), *_waiting(s),
             *_last_step(c.last_step), *_pools(s), *_engines(s),
             *_versions(s, c), *_nodes(s)]
+
+
+def merged(jobs: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """The families of several jobs, by their names, as one list in which each family is once: its samples have the
+    label ``job``. Pure."""
+    found: dict[str, Metric] = {}
+    for job, of_job in jobs.items():
+        for family in of_job:
+            whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [s._replace(labels={"job": job, **s.labels}) for s in family.samples]
+    return list(found.values())
 
 
 Rows = Mapping[str, float | None] | Mapping[tuple[str, str], float | None]
@@ -122,7 +132,7 @@ def _control(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     firing = Counter(a.kind for a in c.alerts if a.phase == "firing")
     active = Counter(str(o.kind) for o in s.operations.values() if not o.state.ended)
     return [
-        _gauge("job_info", "Always 1; the name of the job", "name", {s.job: 1}), elections,
+        _one("job_info", "Always 1, for each job", 1), elections,
         _one("epoch", "Fencing epoch of the run", s.epoch),
         _one("leader_lease_left_seconds", "Time that the leader's lease has left if it is not renewed",
              c.leader_lease_s),

@@ -1,8 +1,9 @@
-"""The answer to a Prometheus scrape: the metrics of this replica, of etcd and of the job."""
+"""The answer to a Prometheus scrape: the metrics of this replica, of etcd and of every job."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -34,20 +35,24 @@ class _Page:
         return self._found
 
 
-def scrape(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election) -> bytes:
+def scrape(etcd: EtcdClient, jobs: Iterable[tuple[Keys, Config]], election: Election) -> bytes:
     """Reads etcd and returns every metric in the Prometheus text format. Without etcd ``elastic_rl_etcd_up`` is 0 and
-    the job's metrics are missing: an old value would look like a fresh one."""
+    the metrics of the jobs are missing: an old value would look like a fresh one."""
     began = time.monotonic()
     found = _etcd(etcd.statuses())
     try:
-        snapshot = SnapshotReader(etcd, keys, cfg).read()
-        found += job_metrics.families(snapshot, job_metrics.read_counters(etcd, snapshot))
+        found += job_metrics.merged({keys.job: _job(etcd, keys, cfg) for keys, cfg in jobs})
         _ETCD_UP.set(1)
     except EtcdUnavailable:
         _ETCD_UP.set(0)
     _SCRAPE_S.set(time.monotonic() - began)
     _LEADER.set(election.is_leader)
     return metrics.render() + generate_latest(_Page(found))  # type: ignore[arg-type]  # it needs collect alone
+
+
+def _job(etcd: EtcdClient, keys: Keys, cfg: Config) -> list[Metric]:
+    snapshot = SnapshotReader(etcd, keys, cfg).read()
+    return job_metrics.families(snapshot, job_metrics.read_counters(etcd, snapshot))
 
 
 def _etcd(statuses: list[MemberStatus]) -> list[Metric]:

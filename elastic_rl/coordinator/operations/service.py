@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from elastic_rl.config import ROLLOUT_POOL, Config, EngineConfig
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator import pools
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
 from elastic_rl.coordinator.operations import external_engines, state_machine
@@ -291,7 +292,7 @@ class OperationService:
                 raise Problem(409, "conflict", "There are too many operations",
                               f"{_MAX_OPERATIONS} operations run or ended lately; wait for them, or cancel some")
             writes.put(self._keys.operation(op.id), 0, op)
-            if self._commit(writes, event, claim, f"/v1/operations/{op.id}"):
+            if self._commit(writes, event, claim, job_path(self._keys.job, "operations", op.id)):
                 return op
         raise concurrent_modification()
 

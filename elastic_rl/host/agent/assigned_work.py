@@ -9,6 +9,7 @@ from typing import Self
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import CommandOf, Singletons
@@ -38,7 +39,7 @@ class AssignedWork:
         etcd = EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=times.lease_ttl_s / 3)
         singletons = Singletons(host.id, host.incarnation, ServiceFiles(cluster.paths.singletons), cluster.paths.log,
                                 command_of, times)
-        return cls(HostSession(etcd, host, times), singletons, times)
+        return cls(HostSession(etcd, ClusterKeys(cluster.cfg.job), host, times), singletons, times)
 
     def start(self) -> Self:
         self._session.start()

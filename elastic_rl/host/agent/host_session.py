@@ -41,7 +41,6 @@ from elastic_rl.runtime.clock import boottime_s
 
 log = logging.getLogger(__name__)
 
-KEYS = ClusterKeys()
 _READ_EVERY_S = 5.0
 """The assignments are read when one has changed, and so often."""
 _CHECK_EVERY_S = 5.0
@@ -96,16 +95,16 @@ class _Registration:
 class HostSession:
     """Keeps a host registered from ``start`` until ``close``."""
 
-    def __init__(self, etcd: EtcdClient, host: Host, times: HostTimes) -> None:
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, host: Host, times: HostTimes) -> None:
         """``etcd``: a client for this object alone, which closes it. Its calls should give up before a lease ends."""
         self.host = host
         self.waits_for = ""
         """Why the host is not registered; empty while it is, or is about to be."""
         self.replaced = threading.Event()
         """An agent of this host that was started later has its name now."""
-        self._etcd, self._ttl_s = etcd, math.ceil(times.lease_ttl_s)
-        self._key, self._registration_key = KEYS.host(host.id), KEYS.host_registration(host.id)
-        self._writer = FencedWriter(etcd, KEYS, self._token, f"the registration of host {host.id}")
+        self._etcd, self._keys, self._ttl_s = etcd, keys, math.ceil(times.lease_ttl_s)
+        self._key, self._registration_key = keys.host(host.id), keys.host_registration(host.id)
+        self._writer = FencedWriter(etcd, keys, self._token, f"the registration of host {host.id}")
         self._renewed_at = boottime_s()
         """The same as ``AgentLease.renewed_at``, while there is no registration."""
         self._held: _Registration | None = None
@@ -216,8 +215,8 @@ class HostSession:
         """Reads assignments and writes the status until the lease is lost, or the registration replaced."""
         held = self._held
         assert held is not None
-        assignments = _AssignmentReader(self._etcd)
-        status = _StatusWriter(self._writer, KEYS.host_status(self.host.id), held)
+        assignments = _AssignmentReader(self._etcd, self._keys.assignments_prefix())
+        status = _StatusWriter(self._writer, self._keys.host_status(self.host.id), held)
         problem = ""
         try:
             while not self._stopping.is_set() and held.lease.alive:
@@ -244,8 +243,8 @@ class HostSession:
 class _AssignmentReader:
     """Reads all assignments, again and again. A watch says when; it may fail without harm."""
 
-    def __init__(self, etcd: EtcdClient) -> None:
-        self._etcd = etcd
+    def __init__(self, etcd: EtcdClient, prefix: str) -> None:
+        self._etcd, self._prefix = etcd, prefix
         self._watch: Watch | None = None
         self._read_at = float("-inf")
         self.changed_at = 0
@@ -257,12 +256,11 @@ class _AssignmentReader:
         if self._watch is not None and boottime_s() - self._read_at < _READ_EVERY_S and not self._changed(self._watch):
             return known
         asked = boottime_s()
-        prefix = KEYS.assignments_prefix()
-        kvs, revision = self._etcd.range(prefix)
+        kvs, revision = self._etcd.range(self._prefix)
         self._read_at, self.changed_at = asked, max((kv.mod_revision for kv in kvs), default=0)
         if self._watch is None:
-            self._watch = self._etcd.watch(prefix, start_revision=revision + 1)
-        return known.updated(asked, revision, {kv.key.removeprefix(prefix): Order(assignment, kv.version)
+            self._watch = self._etcd.watch(self._prefix, start_revision=revision + 1)
+        return known.updated(asked, revision, {kv.key.removeprefix(self._prefix): Order(assignment, kv.version)
                                                for assignment, kv in readable(kvs, Assignment)})
 
     def _changed(self, watch: Watch) -> bool:

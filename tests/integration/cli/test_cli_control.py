@@ -417,7 +417,7 @@ def test_status_shows_leader_pools_and_members(control: Control, run: Run) -> No
             (row,) = [line for line in run(*command)[1].splitlines() if "advantages-1" in line]
             assert row.split()[-1] == "suspected"
         found = json.loads(run("status", "-o", "json")[1])
-        assert found["job"]["job"] == control.keys.job and len(found["pools"]) == 1
+        assert found["job"]["name"] == control.keys.job and len(found["pools"]) == 1
         assert _completed(control, "elastic-rl restart roles/") == ["roles/advantages"]
     finally:
         member.close()

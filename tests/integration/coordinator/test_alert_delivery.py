@@ -32,7 +32,7 @@ from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.errors import EtcdFull
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, JobStatus, Version, VersionState
 
 pytestmark = pytest.mark.usefixtures("forked_senders")
@@ -84,7 +84,7 @@ class Leader:
         self.cfg = config.parse({"job": keys.job, "alerts": {"group_wait_s": 0.2, "send_timeout_s": 10.0, **alerts},
                                  "coordinator": {"reconcile_interval_s": 0.2}})
         self.notifier = Notifier(keys.job, self.cfg.alerts)
-        self.election = Election(etcd, keys, "a", "http://a", 3).start()
+        self.election = Election(etcd, ClusterKeys(keys.job), "a", "http://a", 3).start()
         self.reconciler = Reconciler(etcd, keys, self.cfg, self.election, self.notifier)
         self.reconciler.start()
         wait_until(lambda: self.election.is_leader, what="the leadership")
@@ -252,7 +252,7 @@ def test_next_leader_reports_how_long_there_was_none_unless_the_last_one_closed(
 
     def lead(name: str) -> Election:
         """One pass of a leader, which then vanishes."""
-        with_it = Election(etcd, keys, name, "", 3).start()
+        with_it = Election(etcd, ClusterKeys(keys.job), name, "", 3).start()
         wait_until(lambda: with_it.is_leader, what="the leadership")
         LeaderGap(etcd, keys, with_it, 15.0, lambda c, ops: etcd.txn(c, ops).succeeded, lambda: now[0]).update()
         with_it.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import socket
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from support.coordinators import AUTH, OPERATOR
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
+from elastic_rl.coordinator.api.app import APP
+from elastic_rl.coordinator.api_paths import OF_JOB, job_path
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.records import (
@@ -36,6 +39,8 @@ from elastic_rl.etcd.records import (
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
+OPERATIONS = [(path, method, operation) for path, methods in APP.openapi()["paths"].items()
+              for method, operation in methods.items()]
 LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max_streams": 3, "max_requests": 12}
 
 
@@ -82,8 +87,8 @@ def test_pages_of_every_listing_hold_everything_once(cluster: ApiCluster, api: h
     assert [s["step"] for s in walk(api, "steps", 10)] == list(range(25))[::-1]
     assert len(items(api, "engines?limit=3")) == 3
     for bad in ("after=%21", "after=bm8", "limit=0", "limit=1001", "limit=x"):
-        assert api.get(f"/v1/{'versions' if bad == 'after=bm8' else 'engines'}?{bad}").status_code == 422, bad
-    problem(api.get("/v1/engines?limt=3"), 422, "unknown-parameter")
+        assert api.get(f"{'versions' if bad == 'after=bm8' else 'engines'}?{bad}").status_code == 422, bad
+    problem(api.get("engines?limt=3"), 422, "unknown-parameter")
 
 
 def test_members_that_are_suspected_have_a_listing_of_their_own(cluster: ApiCluster, api: httpx.Client) -> None:
@@ -101,11 +106,11 @@ def test_members_that_are_suspected_have_a_listing_of_their_own(cluster: ApiClus
 def test_pages_repeat_and_omit_nothing_while_items_come_and_go(cluster: ApiCluster, api: httpx.Client) -> None:
     keys, names = cluster.keys, [f"{n:02d}" for n in range(10)]
     cluster.bulk([(keys.member("moving", n), Member(role="moving", id=n, pid=1, host="h")) for n in names])
-    first = api.get("/v1/members?role=moving&limit=4").json()
+    first = api.get("members?role=moving&limit=4").json()
     for gone in ("01", "03"):
         cluster.etcd.delete(keys.member("moving", gone))
     cluster.etcd.put(keys.member("moving", "00a"), Member(role="moving", id="00a", pid=1, host="h").encode())
-    rest = api.get(f"/v1/members?role=moving&limit=100&after={first['next']}").json()
+    rest = api.get(f"members?role=moving&limit=100&after={first['next']}").json()
     assert [m["id"] for m in first["items"] + rest["items"]] == names and rest["next"] is None
 
 
@@ -144,7 +149,27 @@ def test_operations_are_filtered_by_state(cluster: ApiCluster, api: httpx.Client
     assert [o["id"] for o in walk(api, "operations?state=succeeded", 4)] == [
         op.id for op in ended[::-1] if op.state is OperationState.SUCCEEDED]
     assert {o["id"] for o in walk(api, "operations", 7)} >= {op.id for op in ended}
-    assert api.get("/v1/operations?state=none").status_code == 422
+    assert api.get("operations?state=none").status_code == 422
+
+
+def test_job_is_listed_and_another_one_is_not_found(cluster: ApiCluster, api: httpx.Client) -> None:
+    listed = api.get("/v1/jobs").json()
+    assert [job["name"] for job in listed["items"]] == [cluster.keys.job] and listed["next"] is None
+    assert listed["items"] == [api.get("").json()]
+    problem(api.get("/v1/jobs?limt=3"), 422, "unknown-parameter")
+    for path, method, _ in OPERATIONS:
+        if path.startswith(OF_JOB):
+            other = re.sub(r"\{\w+\}", "x", path.replace("{job}", "another"))
+            body = problem(api.request(method, other, json={} if method in ("post", "patch") else None), 404,
+                           "not-found")
+            assert body["instance"] == other and "'another'" in body["detail"], (method, other)
+
+
+def test_encoded_slash_reaches_no_other_route(cluster: ApiCluster, api: httpx.Client, engine: str) -> None:
+    problem(api.post(f"engines/{engine}%2fdrain", json={}), 404, "not-found")
+    problem(api.get(f"/v1/jobs/{cluster.keys.job}%2Fengines"), 404, "not-found")
+    assert api.get(f"engines/{engine}").json()["state"] == "ready"
+    assert api.get(f"engines/{engine.replace('e', '%65')}").json()["id"] == engine, "other escapes are decoded"
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -168,78 +193,80 @@ def test_samples_come_newest_step_first_are_filtered_and_paged(cluster: ApiClust
         assert found("?max_reward=-1") == [(10, 79, 5)]
         assert found("?finish_reason=stop") == [(10, 80, 0), (9, 72, 0)]
         for bad in ("min_reward=nan", "max_reward=inf", "step=-1", "group=x", "after=bm8", "after=MTox", "rewards=1"):
-            assert api.get(f"/v1/samples?{bad}").status_code == 422, bad
-        assert api.get("/v1/samples", headers={"Authorization": "Bearer nobody's"}).status_code == 401
+            assert api.get(f"samples?{bad}").status_code == 422, bad
+        assert api.get("samples", headers={"Authorization": "Bearer nobody's"}).status_code == 401
     finally:
         cluster.etcd.txn([], [Op.delete_prefix(keys.samples_prefix())])
 
 
 def test_dry_run_of_each_change_changes_nothing(cluster: ApiCluster, api: httpx.Client, pool: str, engine: str) -> None:
-    begun = api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}).json()["id"]
+    begun = api.post(f"pools/{pool}/scale", json={"desired": 3}).json()["id"]
     before = cluster.requested_changes()
     answers = {
-        "patch": api.patch(f"/v1/pools/{pool}?dry_run=true", json={"desired": 4}, headers={"If-Match": "*"}),
-        "scale": api.post(f"/v1/pools/{pool}/scale?dry_run=true", json={"desired": 4},
+        "patch": api.patch(f"pools/{pool}?dry_run=true", json={"desired": 4}, headers={"If-Match": "*"}),
+        "scale": api.post(f"pools/{pool}/scale?dry_run=true", json={"desired": 4},
                           headers={"Idempotency-Key": "d"}),
-        "drain": api.post(f"/v1/engines/{engine}/drain?dry_run=true", json={}),
-        "restart": api.post("/v1/restarts?dry_run=true", json={"target": f"engines/{engine}"}),
-        "adopt": api.post("/v1/engines?dry_run=true", json={"url": "http://10.0.0.9:30000", "pool": pool}),
-        "cancel": api.delete(f"/v1/operations/{begun}?dry_run=true")}
+        "drain": api.post(f"engines/{engine}/drain?dry_run=true", json={}),
+        "restart": api.post("restarts?dry_run=true", json={"target": f"engines/{engine}"}),
+        "adopt": api.post("engines?dry_run=true", json={"url": "http://10.0.0.9:30000", "pool": pool}),
+        "cancel": api.delete(f"operations/{begun}?dry_run=true")}
     assert {name: a.status_code for name, a in answers.items()} == dict.fromkeys(answers, 200)
     assert not any("location" in a.headers for a in answers.values())
     assert answers["patch"].json()["desired"] == 4 and answers["scale"].json()["params"]["desired"] == 4
     assert answers["drain"].json()["target"] == f"engines/{engine}" and answers["cancel"].json()["state"] == "cancelled"
     assert cluster.requested_changes() == before
-    problem(api.patch(f"/v1/pools/{pool}?dry_run=true", json={"desired": 4}, headers={"If-Match": '"1"'}), 412,
+    problem(api.patch(f"pools/{pool}?dry_run=true", json={"desired": 4}, headers={"If-Match": '"1"'}), 412,
             "precondition-failed")
 
 
-def test_operations_are_created_followed_and_cancelled(api: httpx.Client, pool: str, engine: str) -> None:
-    scaled = api.post(f"/v1/pools/{pool}/scale", json={"desired": 5})
+def test_operations_are_created_followed_and_cancelled(cluster: ApiCluster, api: httpx.Client, pool: str,
+                                                       engine: str) -> None:
+    scaled = api.post(f"pools/{pool}/scale", json={"desired": 5})
     assert scaled.status_code == 202
+    assert scaled.headers["location"] == job_path(cluster.keys.job, "operations", scaled.json()["id"])
     assert api.get(scaled.headers["location"]).json()["target"] == f"pools/{pool}"
     gone = api.delete(scaled.headers["location"])
     assert gone.status_code == 202 and gone.json()["state"] == "cancelled"
-    assert api.get(f"/v1/pools/{pool}").json()["desired"] == 2
-    tag = api.get(f"/v1/pools/{pool}").headers["etag"]
-    assert api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}, headers={"If-Match": tag}).status_code == 202
-    problem(api.post(f"/v1/pools/{pool}/scale", json={"desired": 4}, headers={"If-Match": tag}), 412,
+    assert api.get(f"pools/{pool}").json()["desired"] == 2
+    tag = api.get(f"pools/{pool}").headers["etag"]
+    assert api.post(f"pools/{pool}/scale", json={"desired": 3}, headers={"If-Match": tag}).status_code == 202
+    problem(api.post(f"pools/{pool}/scale", json={"desired": 4}, headers={"If-Match": tag}), 412,
             "precondition-failed")
-    drained = api.post(f"/v1/engines/{engine}/drain", json={"replace": True})
-    assert drained.status_code == 202 and api.get(f"/v1/engines/{engine}").json()["state"] == "draining"
+    drained = api.post(f"engines/{engine}/drain", json={"replace": True})
+    assert drained.status_code == 202 and api.get(f"engines/{engine}").json()["state"] == "draining"
     problem(api.delete(drained.headers["location"]), 409, "conflict")
-    problem(api.post(f"/v1/engines/{engine}/drain", json={}), 409, "conflict")
-    for path, body in (("/v1/engines/none/drain", {}), ("/v1/restarts", {"target": "roles/none"}),
-                       ("/v1/pools/none/scale", {"desired": 1})):
+    problem(api.post(f"engines/{engine}/drain", json={}), 409, "conflict")
+    for path, body in (("engines/none/drain", {}), ("restarts", {"target": "roles/none"}),
+                       ("pools/none/scale", {"desired": 1})):
         problem(api.post(path, json=body), 404, "not-found")
-    problem(api.delete("/v1/operations/none"), 404, "not-found")
-    problem(api.post("/v1/restarts", json={"target": "moon"}), 422, "invalid")
+    problem(api.delete("operations/none"), 404, "not-found")
+    problem(api.post("restarts", json={"target": "moon"}), 422, "invalid")
 
 
 def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     body, key = {"url": f"http://{pool}:30000/", "pool": pool}, {"Idempotency-Key": f"register-{pool}"}
-    first, again = (api.post("/v1/engines", json=body, headers=key) for _ in range(2))
+    first, again = (api.post("engines", json=body, headers=key) for _ in range(2))
     assert first.status_code == again.status_code == 202
     assert first.headers["location"] == again.headers["location"] and again.headers["idempotency-replayed"] == "true"
     assert (first.json()["kind"], first.json()["params"]["url"]) == ("register", f"http://{pool}:30000")
-    problem(api.post("/v1/engines", json=body), 409, "conflict")
-    problem(api.post("/v1/engines", json={**body, "pool": "none"}), 404, "not-found")
+    problem(api.post("engines", json=body), 409, "conflict")
+    problem(api.post("engines", json={**body, "pool": "none"}), 404, "not-found")
     for wrong in ({}, {"url": "moon"}, {"url": "https://a:1"}, {"url": 1}, {**body, "x": 1}):
-        problem(api.post("/v1/engines", json=wrong), 422, "invalid")
+        problem(api.post("engines", json=wrong), 422, "invalid")
     assert api.delete(first.headers["location"]).json()["state"] == "cancelled"
     assert cluster.etcd.get(cluster.keys.external_engine(f"http://{pool}:30000")) is None
-    assert api.post("/v1/engines", json=body).status_code == 202
+    assert api.post("engines", json=body).status_code == 202
 
 
 def test_server_is_registered_once_under_any_spelling(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     own, external = free_port(), free_port()
     cluster.etcd.put(cluster.keys.engine(f"{pool}-own"), Engine(
         id=f"{pool}-own", pool=pool, state=EngineState.READY, epoch=1, url=f"http://127.0.0.1:{own}").encode())
-    answer = api.post("/v1/engines", json={"url": f"http://localhost:{external}", "pool": pool})
+    answer = api.post("engines", json={"url": f"http://localhost:{external}", "pool": pool})
     assert answer.status_code == 202 and answer.json()["params"]["url"] == f"http://127.0.0.1:{external}"
     for port in (own, external):
         for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "[::1]"):
-            problem(api.post("/v1/engines", json={"url": f"http://{host}:{port}", "pool": pool}), 409, "conflict")
+            problem(api.post("engines", json={"url": f"http://{host}:{port}", "pool": pool}), 409, "conflict")
 
 
 def test_external_engine_is_deregistered_once_and_others_are_not(cluster: ApiCluster, api: httpx.Client, pool: str,
@@ -247,23 +274,23 @@ def test_external_engine_is_deregistered_once_and_others_are_not(cluster: ApiClu
     external, key = f"x-{pool}", {"Idempotency-Key": f"leave-{pool}"}
     cluster.etcd.put(cluster.keys.engine(external), Engine(
         id=external, pool=pool, state=EngineState.READY, epoch=1, external=True, url="http://10.0.0.9:1").encode())
-    assert api.delete(f"/v1/engines/{external}?dry_run=true").status_code == 200
-    assert api.get(f"/v1/engines/{external}").json()["state"] == "ready"
-    first, again = (api.delete(f"/v1/engines/{external}", headers=key) for _ in range(2))
+    assert api.delete(f"engines/{external}?dry_run=true").status_code == 200
+    assert api.get(f"engines/{external}").json()["state"] == "ready"
+    first, again = (api.delete(f"engines/{external}", headers=key) for _ in range(2))
     assert first.status_code == again.status_code == 202 and first.json()["id"] == again.json()["id"]
     assert again.headers["idempotency-replayed"] == "true" and first.json()["kind"] == "drain"
-    assert api.get(f"/v1/engines/{external}").json()["state"] == "draining"
-    assert api.get(f"/v1/pools/{pool}").json()["desired"] == 2
-    problem(api.delete(f"/v1/engines/{external}"), 409, "conflict")
-    assert "scale the pool" in problem(api.delete(f"/v1/engines/{engine}"), 409, "conflict")["detail"]
-    assert api.get(f"/v1/engines/{engine}").json()["state"] == "ready"
-    problem(api.delete("/v1/engines/none"), 404, "not-found")
+    assert api.get(f"engines/{external}").json()["state"] == "draining"
+    assert api.get(f"pools/{pool}").json()["desired"] == 2
+    problem(api.delete(f"engines/{external}"), 409, "conflict")
+    assert "scale the pool" in problem(api.delete(f"engines/{engine}"), 409, "conflict")["detail"]
+    assert api.get(f"engines/{engine}").json()["state"] == "ready"
+    problem(api.delete("engines/none"), 404, "not-found")
 
 
 # -- idempotency -------------------------------------------------------------------------------------------------------
 def test_same_request_with_the_same_key_counts_once(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     def scale(desired: int, key: str, **more: Any) -> httpx.Response:
-        return api.post(f"/v1/pools/{pool}/scale", json={"desired": desired}, headers={"Idempotency-Key": key}, **more)
+        return api.post(f"pools/{pool}/scale", json={"desired": desired}, headers={"Idempotency-Key": key}, **more)
 
     first, again = scale(3, "one"), scale(3, "one")
     assert first.status_code == again.status_code == 202
@@ -272,7 +299,7 @@ def test_same_request_with_the_same_key_counts_once(cluster: ApiCluster, api: ht
     assert len(cluster.operations(pool)) == 1
     problem(scale(4, "one"), 422, "idempotency-key-reused")
     assert scale(4, "two").json()["id"] != first.json()["id"]
-    problem(api.post("/v1/pools/none/scale", json={"desired": 1}, headers={"Idempotency-Key": "refused"}), 404,
+    problem(api.post("pools/none/scale", json={"desired": 1}, headers={"Idempotency-Key": "refused"}), 404,
             "not-found")
     assert scale(5, "refused").status_code == 202, "a refused request leaves no key behind"
     cluster.etcd.delete(cluster.keys.operation(first.json()["id"]))
@@ -281,7 +308,7 @@ def test_same_request_with_the_same_key_counts_once(cluster: ApiCluster, api: ht
 
 def test_one_of_many_concurrent_repetitions_is_carried_out(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     def scale(_: int) -> httpx.Response:
-        return api.post(f"/v1/pools/{pool}/scale", json={"desired": 6}, headers={"Idempotency-Key": f"race-{pool}"})
+        return api.post(f"pools/{pool}/scale", json={"desired": 6}, headers={"Idempotency-Key": f"race-{pool}"})
 
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(scale, range(16)))
@@ -291,22 +318,22 @@ def test_one_of_many_concurrent_repetitions_is_carried_out(cluster: ApiCluster, 
 
 def test_silence_is_created_once_and_ended(cluster: ApiCluster, api: httpx.Client) -> None:
     body = {"duration_s": 3600, "kind": "engine.*", "comment": "new kernel"}
-    assert api.post("/v1/silences?dry_run=true", json=body).json()["kind"] == "engine.*"
+    assert api.post("silences?dry_run=true", json=body).json()["kind"] == "engine.*"
     assert items(api, "silences") == []
-    made, again = (api.post("/v1/silences", json=body, headers={"Idempotency-Key": "silence"}) for _ in range(2))
+    made, again = (api.post("silences", json=body, headers={"Idempotency-Key": "silence"}) for _ in range(2))
     assert made.status_code == again.status_code == 201 and made.headers["location"] == again.headers["location"]
     assert items(api, "silences") == [made.json()] and made.json()["by"] == "operator"
     assert api.delete(f"{made.headers['location']}?dry_run=true").json() == made.json() == items(api, "silences")[0]
     assert api.delete(made.headers["location"]).json() == made.json()
     problem(api.delete(made.headers["location"]), 404, "not-found")
     for wrong in ({}, {"duration_s": 0}, {"duration_s": "60"}, {"duration_s": 1e9}, {"duration_s": 1, "kind": ""}):
-        problem(api.post("/v1/silences", json=wrong), 422, "invalid")
+        problem(api.post("silences", json=wrong), 422, "invalid")
 
 
 def test_alert_test_is_sent_once_per_key_and_can_be_followed(cluster: ApiCluster, api: httpx.Client) -> None:
-    [planned] = api.post("/v1/alerts/test?dry_run=true", json={}).json()["receivers"]
+    [planned] = api.post("alerts/test?dry_run=true", json={}).json()["receivers"]
     assert planned["status"] == "waiting"
-    begun, again = (api.post("/v1/alerts/test", json={}, headers={"Idempotency-Key": "ring"}) for _ in range(2))
+    begun, again = (api.post("alerts/test", json={}, headers={"Idempotency-Key": "ring"}) for _ in range(2))
     assert begun.status_code == again.status_code == 202 and begun.headers["location"] == again.headers["location"]
 
     def ended() -> str:
@@ -315,12 +342,12 @@ def test_alert_test_is_sent_once_per_key_and_can_be_followed(cluster: ApiCluster
         return "" if receiver["status"] == "waiting" else str(receiver["status"])
 
     assert wait_until(ended, what="the receiver's answer") == "failed", "no server listens there"
-    problem(api.get("/v1/alerts/tests/none"), 404, "not-found")
+    problem(api.get("alerts/tests/none"), 404, "not-found")
 
 
 # -- limits and methods ------------------------------------------------------------------------------------------------
 def test_large_malformed_and_non_json_bodies_are_refused(api: httpx.Client, pool: str) -> None:
-    path, kind = f"/v1/pools/{pool}/scale", {"content-type": "application/json"}
+    path, kind = f"pools/{pool}/scale", {"content-type": "application/json"}
     problem(api.post(path, content=b"x" * 2001, headers=kind), 413, "body-too-large")
     problem(api.post(path, content=iter([b"x" * 1500] * 2), headers=kind), 413, "body-too-large")
     problem(api.post(path, content=b'{"desired": 3}', headers={"content-type": "text/plain"}), 415,
@@ -351,7 +378,8 @@ def test_slow_client_is_disconnected(cluster: ApiCluster, pool: str) -> None:
     assert end_of(b"") == b""
     answered_once = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /heal"
     assert end_of(answered_once).count(b"200 OK") == 1
-    late = end_of(f"POST /v1/pools/{pool}/scale HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
+    path = job_path(cluster.keys.job, "pools", pool, "scale")
+    late = end_of(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
                   "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{".encode())
     assert b" 408 " in late and b"request-timeout" in late
     assert b" 400 " in end_of(b"GET / HTTP/1.1\r\nX-Large: " + b"x" * 40_000)
@@ -359,36 +387,36 @@ def test_slow_client_is_disconnected(cluster: ApiCluster, pool: str) -> None:
 
 def test_allowed_methods_are_named_and_head_works_where_get_does(api: httpx.Client, pool: str) -> None:
     for method in ("PUT", "DELETE", "TRACE", "NONSENSE"):
-        body = problem(refused := api.request(method, f"/v1/pools/{pool}"), 405, "method-not-allowed")
+        body = problem(refused := api.request(method, f"pools/{pool}"), 405, "method-not-allowed")
         assert refused.headers["allow"] == "GET, HEAD, OPTIONS, PATCH" and "PATCH" in body["detail"]
-    assert api.options(f"/v1/pools/{pool}").headers["allow"] == "GET, HEAD, OPTIONS, PATCH"
-    for path in (f"/v1/pools/{pool}", "/v1/members", "/v1/changes", "/healthz", "/metrics", "/openapi.json"):
+    assert api.options(f"pools/{pool}").headers["allow"] == "GET, HEAD, OPTIONS, PATCH"
+    for path in (f"pools/{pool}", "members", "changes", "/healthz", "/metrics", "/openapi.json"):
         head = api.head(path)
         assert head.status_code == 200 and head.content == b"", path
-    assert api.head(f"/v1/pools/{pool}").headers["etag"] == api.get(f"/v1/pools/{pool}").headers["etag"]
-    problem(api.get("/v1/nothing"), 404, "not-found")
-    problem(api.get("/v1/pools/"), 404, "not-found")
+    assert api.head(f"pools/{pool}").headers["etag"] == api.get(f"pools/{pool}").headers["etag"]
+    problem(api.get("nothing"), 404, "not-found")
+    problem(api.get("pools/"), 404, "not-found")
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 def test_change_stream_starts_with_a_snapshot_and_has_every_later_change(cluster: ApiCluster, api: httpx.Client,
                                                                           pool: str,
                                                                           engine: str) -> None:
-    operation = api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}).json()["id"]
-    with Reader(cluster.replicas.urls["a"]) as reader:
+    operation = api.post(f"pools/{pool}/scale", json={"desired": 3}).json()["id"]
+    with Reader(cluster.replicas.job_url("a")) as reader:
         first = reader.next()
         assert first.event == "snapshot"
         data = first.data
         assert set(data) == {"job", "pools", "engines", "versions", "operations", "alerts", "events", "members",
                              "steps"}
-        assert data["job"] == api.get("/v1/job").json()
+        assert data["job"] == api.get("").json()
         assert next(p for p in data["pools"] if p["name"] == pool)["desired"] == 3
         assert engine in {e["id"] for e in data["engines"]} and operation in {o["id"] for o in data["operations"]}
         assert {"a"} == {m["id"] for m in data["members"] if m["role"] == "coordinator"}
         assert len(data["versions"]) <= 20 and len(data["events"]) <= 50
-        tag = api.patch(f"/v1/pools/{pool}", json={"desired": 4}, headers={"If-Match": "*"}).json()["revision"]
+        tag = api.patch(f"pools/{pool}", json={"desired": 4}, headers={"If-Match": "*"}).json()["revision"]
         changed = reader.until(lambda f: f.data["kind"] == "pool" and f.data["id"] == pool)
-        assert changed.id == tag > first.id and changed.data["object"] == api.get(f"/v1/pools/{pool}").json()
+        assert changed.id == tag > first.id and changed.data["object"] == api.get(f"pools/{pool}").json()
         told = reader.until(lambda f: f.data["kind"] == "event" and f.data["object"]["subject"] == pool)
         assert told.data["object"]["kind"] == "pool.scaled" and told.id == tag
         cluster.etcd.delete(cluster.keys.engine(engine))
@@ -406,7 +434,7 @@ def test_change_stream_resumes_or_starts_with_a_new_snapshot(cluster: ApiCluster
     def mine(frame: Any) -> bool:
         return frame.event == "change" and frame.data["id"].startswith(f"{pool}-")
 
-    url = cluster.replicas.urls["a"]
+    url = cluster.replicas.job_url("a")
     with Reader(url) as reader:
         assert reader.next().event == "snapshot"
         engine(1)
@@ -420,16 +448,16 @@ def test_change_stream_resumes_or_starts_with_a_new_snapshot(cluster: ApiCluster
         with Reader(url, nowhere) as reader:
             fresh = reader.next()
             assert fresh.event == "snapshot" and f"{pool}-4" in {e["id"] for e in fresh.data["engines"]}
-    problem(http_client.request("GET", f"{url}/v1/changes",
+    problem(http_client.request("GET", f"{url}/changes",
                                 headers={**AUTH, "Last-Event-ID": "yesterday"}), 422, "invalid")
 
 
 def test_number_of_streams_is_limited(cluster: ApiCluster) -> None:
-    url = cluster.replicas.urls["a"]
+    url = cluster.replicas.job_url("a")
     with contextlib.ExitStack() as opened:
         def one_more() -> httpx.Response | None:
             """Streams of other tests may end only now, so it takes up to some seconds until the fourth is refused."""
-            answer = opened.enter_context(http_client.stream("GET", f"{url}/v1/changes", headers=AUTH, timeout=10))
+            answer = opened.enter_context(http_client.stream("GET", f"{url}/changes", headers=AUTH, timeout=10))
             return answer if answer.status_code != 200 else None
 
         answers = [a for _ in range(4) if (a := one_more()) is not None]
@@ -437,13 +465,14 @@ def test_number_of_streams_is_limited(cluster: ApiCluster) -> None:
         answers[0].read()
         problem(answers[0], 503, "too-many-streams")
         assert answers[0].headers["retry-after"]
-        assert http_client.request("GET", f"{url}/v1/pools", headers=AUTH, timeout=10).status_code == 200
+        assert http_client.request("GET", f"{url}/pools", headers=AUTH, timeout=10).status_code == 200
 
 
 def test_requests_beyond_the_limit_are_refused_and_probes_are_not(cluster: ApiCluster, api: httpx.Client, pool: str
                                                                       ) -> None:
     host, port = cluster.replicas.urls["a"].removeprefix("http://").split(":")
-    start = (f"POST /v1/pools/{pool}/scale HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
+    path = job_path(cluster.keys.job, "pools", pool, "scale")
+    start = (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
              "Content-Type: application/json\r\nContent-Length: 9\r\n\r\n").encode()
 
     def refused() -> httpx.Response | None:
@@ -451,13 +480,13 @@ def test_requests_beyond_the_limit_are_refused_and_probes_are_not(cluster: ApiCl
         with contextlib.ExitStack() as held:
             for _ in range(LIMITS["max_requests"]):
                 held.enter_context(socket.create_connection((host, int(port)), timeout=10)).sendall(start)
-            answers = [api.get("/v1/pools") for _ in range(20)]
+            answers = [api.get("pools") for _ in range(20)]
             assert api.get("/healthz").status_code == 200
         return next((a for a in answers if a.status_code != 200), None)
 
     overloaded = wait_until(refused, what="a refused request")
     problem(overloaded, 503, "overloaded")
-    wait_until(lambda: api.get("/v1/pools").status_code == 200, what="a free slot")
+    wait_until(lambda: api.get("pools").status_code == 200, what="a free slot")
 
 
 def test_unfinished_requests_without_a_token_take_no_slots(cluster: ApiCluster, api: httpx.Client) -> None:
@@ -470,7 +499,7 @@ def test_unfinished_requests_without_a_token_take_no_slots(cluster: ApiCluster, 
         for _ in range(60):
             opened.append(held.enter_context(socket.create_connection((host, int(port)), timeout=10)))
             opened[-1].sendall(start)
-        answers = [api.get("/v1/pools") for _ in range(5)] + [api.post("/v1/session", json={"link": "x"}, headers={
+        answers = [api.get("pools") for _ in range(5)] + [api.post("/v1/session", json={"link": "x"}, headers={
             "Authorization": ""})]
         assert b" 408 " in opened[-1].recv(1000), "the last of them was in progress all the time"
     assert [a.status_code for a in answers] == [200] * 5 + [401]
@@ -488,8 +517,8 @@ def test_records_are_returned_as_stored(cluster: ApiCluster, api: httpx.Client) 
     """Also fields that this release does not know, which a newer replica wrote."""
     newer = b'{"id":"newer","pool":"x","state":"ready","epoch":1,"z":7}'
     cluster.etcd.put(cluster.keys.engine("newer"), newer)
-    assert api.get("/v1/engines/newer").json()["z"] == 7
-    assert json.loads(api.get("/v1/engines/newer").text) in items(api, "engines?limit=1000")
+    assert api.get("engines/newer").json()["z"] == 7
+    assert json.loads(api.get("engines/newer").text) in items(api, "engines?limit=1000")
 
 
 def test_unreadable_records_are_left_out(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
@@ -504,7 +533,7 @@ def test_unreadable_records_are_left_out(cluster: ApiCluster, api: httpx.Client,
         for path in ("engines", "operations", "operations?state=running", "events", "members?role=garbage", "versions",
                      "steps", "alerts"):
             assert "not json" not in str(items(api, path)), path
-        with Reader(cluster.replicas.urls["a"]) as reader:
+        with Reader(cluster.replicas.job_url("a")) as reader:
             first = reader.next()
             assert "op-9-newer" in {o["id"] for o in first.data["operations"]}, "of an unknown state"
             cluster.etcd.put(garbage[0], b"[")

@@ -14,6 +14,8 @@ from support.etcd_server import EtcdServers
 from support.tiers import parametrize
 from support.waiting import wait_until
 
+from elastic_rl.coordinator.api.app import APP
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
 from elastic_rl.net import http_client
 
@@ -43,12 +45,31 @@ def state_of(cluster: ApiCluster, engine: str) -> EngineState:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 def test_loopback_api_requires_token(cluster: ApiCluster, engine: str) -> None:
     with cluster.client("a", headers={}) as api:
-        for path in ("/v1/job", "/v1/engines", "/v1/changes", "/metrics"):
+        for path in ("", "engines", "changes", "/metrics"):
             problem(api.get(path), 401, "unauthorized")
-        problem(api.post(f"/v1/engines/{engine}/drain", json={}), 401, "unauthorized")
-        problem(api.post("/v1/restarts", json={"target": "job"}), 401, "unauthorized")
+        problem(api.post(f"engines/{engine}/drain", json={}), 401, "unauthorized")
+        problem(api.post("restarts", json={"target": "job"}), 401, "unauthorized")
         assert api.get("/healthz").status_code == api.get("/readyz").status_code == 200
     assert state_of(cluster, engine) is EngineState.READY
+
+
+def test_every_route_of_the_cluster_and_of_a_job_requires_a_token_and_every_change_an_operators(
+        cluster: ApiCluster) -> None:
+    """But for the probes, the document and the sign-in; a viewer changes nothing but its own session."""
+    with cluster.client("a", headers={}) as stranger, cluster.client("a", headers={
+            "Authorization": f"Bearer {VIEWER}"}) as viewer:
+        asked = 0
+        for path, methods in APP.openapi()["paths"].items():
+            filled = re.sub(r"\{\w+\}", "x", path.replace("{job}", cluster.keys.job))
+            for method, operation in methods.items():
+                if operation["tags"] == ["probes"] and path != "/metrics":
+                    continue
+                asked += 1
+                body = {"json": {}} if method != "get" else {}
+                problem(stranger.request(method, filled, **body), 401, "unauthorized")
+                if method != "get" and operation["tags"] != ["access"]:
+                    problem(viewer.request(method, filled, **body), 403, "forbidden")
+        assert asked > 25
 
 
 # -- requests that break off -------------------------------------------------------------------------------------------
@@ -66,9 +87,9 @@ def changes_answered(cluster: ApiCluster) -> float:
 def test_request_cut_off_before_its_body_is_complete_changes_nothing(cluster: ApiCluster, engine: str, body: str
                                                                      ) -> None:
     host, port = cluster.replicas.urls["a"].removeprefix("http://").split(":")
-    before = changes_answered(cluster)
+    before, path = changes_answered(cluster), job_path(cluster.keys.job, "engines", engine, "drain")
     with socket.create_connection((host, int(port)), timeout=10) as cut:
-        cut.sendall((f"POST /v1/engines/{engine}/drain HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer "
+        cut.sendall((f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer "
                      f"{OPERATOR}\r\nContent-Type: application/json\r\n{body}").encode())
     wait_until(lambda: changes_answered(cluster) > before, what="the end of the request")
     assert state_of(cluster, engine) is EngineState.READY
@@ -80,7 +101,7 @@ def test_request_cut_off_before_its_body_is_complete_changes_nothing(cluster: Ap
                       "localhost.evil.example", "127.0.0.1.evil.example", ""],
              proved_in="tests/unit/coordinator/test_request_origin.py", why="further names, sent to a replica")
 def test_request_for_unknown_host_name_is_refused(cluster: ApiCluster, host: str) -> None:
-    for path, headers in (("/v1/job", AUTH), ("/metrics", AUTH), ("/openapi.json", {}), ("/", {})):
+    for path, headers in ((job_path(cluster.keys.job), AUTH), ("/metrics", AUTH), ("/openapi.json", {}), ("/", {})):
         answer = http_client.request("GET", cluster.replicas.urls["a"] + path, headers={**headers, "Host": host},
                                      timeout=20)
         assert "allowed_hosts" in problem(answer, 421, "unknown-host")["detail"]
@@ -92,7 +113,7 @@ def test_request_for_unknown_host_name_is_refused(cluster: ApiCluster, host: str
                       "Rl.Example.:443", "a.b.cluster.local", socket.gethostname()], by_default=2,
              proved_in="tests/unit/coordinator/test_request_origin.py", why="further names, sent to a replica")
 def test_request_for_served_host_name_or_address_is_answered(cluster: ApiCluster, host: str) -> None:
-    answer = http_client.request("GET", cluster.replicas.urls["a"] + "/v1/job", headers={**AUTH, "Host": host},
+    answer = http_client.request("GET", cluster.replicas.job_url("a"), headers={**AUTH, "Host": host},
                                  timeout=20)
     assert answer.status_code == 200, answer.text
 
@@ -104,8 +125,8 @@ def test_request_for_served_host_name_or_address_is_answered(cluster: ApiCluster
 def test_request_of_another_site_is_refused_even_with_a_token(cluster: ApiCluster, engine: str, headers: dict[str, str]
                                                               ) -> None:
     with cluster.client("a", headers={**AUTH, **headers}) as api:
-        problem(api.post(f"/v1/engines/{engine}/drain", json={}), 403, "cross-site")
-        problem(api.get("/v1/job"), 403, "cross-site")
+        problem(api.post(f"engines/{engine}/drain", json={}), 403, "cross-site")
+        problem(api.get(""), 403, "cross-site")
     assert state_of(cluster, engine) is EngineState.READY
 
 
@@ -113,7 +134,7 @@ def test_request_of_own_page_is_answered(cluster: ApiCluster, engine: str) -> No
     url = cluster.replicas.urls["a"]
     for headers in ({"Sec-Fetch-Site": "same-origin", "Origin": url}, {"Sec-Fetch-Site": "none"}, {"Origin": url}):
         with cluster.client("a", headers={**AUTH, **headers}) as api:
-            assert api.post(f"/v1/engines/{engine}/drain?dry_run=true", json={}).status_code == 200
+            assert api.post(f"engines/{engine}/drain?dry_run=true", json={}).status_code == 200
 
 
 def test_page_may_be_linked_to_from_anywhere(cluster: ApiCluster) -> None:
@@ -127,8 +148,8 @@ def test_change_without_json_content_type_is_refused(cluster: ApiCluster, engine
     kind = {"Content-Type": content_type} if content_type else {}
     with cluster.client("a", headers={**AUTH, **kind}) as api:
         for content in (b'{"replace": true}', b""):
-            problem(api.post(f"/v1/engines/{engine}/drain", content=content), 415, "unsupported-media-type")
-        problem(api.post("/v1/alerts/test", content=b""), 415, "unsupported-media-type")
+            problem(api.post(f"engines/{engine}/drain", content=content), 415, "unsupported-media-type")
+        problem(api.post("alerts/test", content=b""), 415, "unsupported-media-type")
     assert state_of(cluster, engine) is EngineState.READY
 
 

@@ -35,7 +35,7 @@ def test_schemathesis_finds_no_5xx_and_no_undocumented_answer(etcd_servers: Etcd
         run = subprocess.run(
             [str(Path(sys.executable).parent / "schemathesis"), "run", f"{cluster.replicas.urls['a']}/openapi.json",
              "--header", f"Authorization: Bearer {OPERATOR}", "--checks", "all", "--exclude-checks", ",".join(NOT_OURS),
-             "--exclude-path", "/v1/changes",  # it does not end
+             "--exclude-path", "/v1/jobs/{job}/changes",  # it does not end
              "--max-examples", str(EXAMPLES), "--generation-deterministic", "--no-shrink",
              "--continue-on-failure", "--no-color", "--warnings", "off"],
             capture_output=True, text=True, timeout=900, cwd=tmp_path)

@@ -23,6 +23,7 @@ from elastic_rl.coordinator.api.idempotency import Done
 from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, NotFound, OperationFailed
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, Leader, Member
 from elastic_rl.net import http_client
 
@@ -57,11 +58,11 @@ def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(buil
     headers = {**AUTH, "Idempotency-Key": "over-the-change"}
 
     def scale(replica: str, desired: int) -> httpx.Response:
-        return http_client.request("POST", f"{cluster.replicas.urls[replica]}/v1/pools/rollout/scale",
+        return http_client.request("POST", f"{cluster.replicas.job_url(replica)}/pools/rollout/scale",
                                    json={"desired": desired},
                           headers=headers, timeout=15)
 
-    with Reader(cluster.replicas.urls[old]) as reader:
+    with Reader(cluster.replicas.job_url(old)) as reader:
         assert reader.next().event == "snapshot"
         first = scale(new, 4)  # through the follower
         assert first.status_code == 202
@@ -74,9 +75,9 @@ def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(buil
     assert again.headers["idempotency-replayed"] == "true"
     assert len(cluster.operations("rollout")) == 1
     problem(scale(new, 5), 422, "idempotency-key-reused")
-    with Reader(cluster.replicas.urls[new], last) as reader:
+    with Reader(cluster.replicas.job_url(new), last) as reader:
         assert reader.next().event == "change"
-        elected = reader.until(lambda f: f.data["kind"] == "job")
+        elected = reader.until(lambda f: f.data["kind"] == "job" and f.data["object"]["leader"])
         assert elected.data["object"]["leader"]["replica"] == new and all(f.event == "change" for f in reader.seen)
 
 
@@ -101,12 +102,12 @@ def test_follower_forwards_no_token_to_an_unregistered_url(build: Build) -> None
     sink = HTTPServer(("127.0.0.1", 0), _Sink)
     threading.Thread(target=sink.serve_forever, daemon=True).start()
     try:
-        record = cluster.etcd.get(cluster.keys.leader(leader))
+        record = cluster.etcd.get(ClusterKeys(cluster.keys.job).leader(leader))
         assert record is not None
         forged = Leader.decode(record.value).replace(url=f"http://127.0.0.1:{sink.server_port}")
         cluster.etcd.put(record.key, forged.encode(), lease=record.lease)
         with cluster.client(follower) as api:
-            answer = api.post("/v1/pools/rollout/scale", json={"desired": 3})
+            answer = api.post("pools/rollout/scale", json={"desired": 3})
     finally:
         sink.shutdown()
         sink.server_close()
@@ -118,7 +119,7 @@ def test_follower_forwards_no_token_to_an_unregistered_url(build: Build) -> None
 def test_leader_deletes_keys_after_a_day(build: Build) -> None:
     def write(cluster: ApiCluster) -> None:
         for name, age_s in (("old", idempotency.KEPT_S + 1), ("young", idempotency.KEPT_S - 3600)):
-            done = Done(request="r", location="/v1/operations/x", at=time.time() - age_s)
+            done = Done(request="r", location="operations/x", at=time.time() - age_s)
             cluster.etcd.put(cluster.keys.idempotency(name), done.encode())
 
     cluster = build("a", before=write)
@@ -136,18 +137,18 @@ def test_replicas_and_clients_speak_tls_and_refuse_other_authorities(build: Buil
     follower = "b" if cluster.replicas.leader() == "a" else "a"
     ca = tls.trust(str(authority.cert))
     with cluster.client(follower, verify=ca) as api:
-        scaled = api.post("/v1/pools/rollout/scale", json={"desired": 3})
+        scaled = api.post("pools/rollout/scale", json={"desired": 3})
         assert scaled.status_code == 202, "forwarded to the leader over TLS"
-        assert api.get("/v1/job").json()["leader"]["url"].startswith("https://")
+        assert api.get("").json()["leader"]["url"].startswith("https://")
     client = client_of(cluster, ca_file=str(authority.cert))
     assert client.operation(scaled.json()["id"])["target"] == "pools/rollout"
-    with Reader(cluster.replicas.urls[follower], verify=ca) as reader:
+    with Reader(cluster.replicas.job_url(follower), verify=ca) as reader:
         assert reader.next().event == "snapshot"
     for stranger in (tls.trust(""), tls.trust(str(Authority(tmp_path, "other").cert))):
         with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
             http_client.request("GET", f"{cluster.replicas.urls[follower]}/healthz", verify=stranger)
     with pytest.raises(EtcdUnavailable, match="(?i)certificate"):
-        client_of(cluster, ca_file=str(tmp_path / "other.pem"), retry_budget_s=0.0).get("/v1/job")
+        client_of(cluster, ca_file=str(tmp_path / "other.pem"), retry_budget_s=0.0).get("")
     with pytest.raises(httpx.HTTPError):
         http_client.request("GET", f"http://{cluster.replicas.urls[follower].removeprefix('https://')}/healthz")
     with pytest.raises(ConfigError, match="tls_ca"):
@@ -159,7 +160,7 @@ def test_withdrawn_token_ends_its_streams(build: Build, etcd_servers: EtcdServer
     write_tokens(cluster.replicas.token_table, eve="viewer", bob="viewer")
     try:
         cluster.start("a")
-        url, headers = f"{cluster.replicas.urls['a']}/v1/changes", {"Authorization": "Bearer eve"}
+        url, headers = f"{cluster.replicas.job_url('a')}/changes", {"Authorization": "Bearer eve"}
         problem(http_client.request("GET", url, timeout=10), 401, "unauthorized")
         with http_client.stream("GET", url, headers=headers, timeout=30) as stream:
             lines = stream.iter_lines()
@@ -186,18 +187,18 @@ def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Bu
     cluster = build("a", "b", coordinator={f"tls_{name}": str(path) for name, path in live.items()})
     follower = "b" if cluster.replicas.leader() == "a" else "a"
     client = client_of(cluster, ca_file=str(live["ca"]))
-    assert client.get("/v1/job")["leader"]
+    assert client.get("")["leader"]
     with cluster.client(follower, verify=tls.trust(str(old.cert))) as api:
-        forwarded = api.post("/v1/pools/rollout/scale", json={"desired": 3})
+        forwarded = api.post("pools/rollout/scale", json={"desired": 3})
         assert forwarded.status_code == 202, "the follower has a connection to the leader with the old authority"
-    with Reader(cluster.replicas.urls[follower], verify=tls.trust(str(old.cert))) as reader:
+    with Reader(cluster.replicas.job_url(follower), verify=tls.trust(str(old.cert))) as reader:
         assert reader.next().event == "snapshot"
         install(new)
 
         def renewed(replica: str) -> bool:
             try:
                 with cluster.client(replica, verify=tls.trust(str(new.cert))) as api:
-                    return api.post("/v1/pools/rollout/scale", json={"desired": 4}).status_code == 202
+                    return api.post("pools/rollout/scale", json={"desired": 4}).status_code == 202
             except httpx.ConnectError:
                 return False
 
@@ -212,7 +213,7 @@ def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Bu
 
 def _answers(client: AdminClient) -> bool:
     try:
-        return bool(client.get("/v1/job"))
+        return bool(client.get(""))
     except EtcdUnavailable:
         return False
 
@@ -227,7 +228,7 @@ def test_client_applies_a_change_once_over_the_death_of_the_leader(build: Build)
     wait_until(lambda: old not in cluster.replicas.running, what="the leader's end")
     done.append(client.scale("rollout", 9)["id"])
     assert sorted(op.id for op in cluster.operations("rollout")) == sorted(done), "each one exists once"
-    assert client.get("/v1/pools/rollout")["desired"] == 9
+    assert client.get("pools/rollout")["desired"] == 9
 
 
 def test_client_follows_listings_and_operations_and_raises_typed_refusals(build: Build) -> None:
@@ -235,10 +236,10 @@ def test_client_follows_listings_and_operations_and_raises_typed_refusals(build:
     client, keys = client_of(cluster), cluster.keys
     cluster.bulk([(keys.member("many", f"{n:04d}"), Member(role="many", id=f"{n:04d}", pid=1, host="h"))
                 for n in range(1005)])
-    assert [m["id"] for m in client.items("/v1/members?role=many")] == [f"{n:04d}" for n in range(1005)]
-    assert len(client.items("/v1/members?role=many", limit=7)) == 7
+    assert [m["id"] for m in client.items("members?role=many")] == [f"{n:04d}" for n in range(1005)]
+    assert len(client.items("members?role=many", limit=7)) == 7
     planned = client.scale("rollout", 5, dry_run=True)
-    assert planned["params"]["desired"] == 5 and client.get("/v1/pools/rollout")["desired"] == 2
+    assert planned["params"]["desired"] == 5 and client.get("pools/rollout")["desired"] == 2
     scaled = client.scale("rollout", 5)
     with pytest.raises(DeadlineExceeded, match="cancel it"):
         client.wait(scaled, 0.3)
@@ -246,7 +247,7 @@ def test_client_follows_listings_and_operations_and_raises_typed_refusals(build:
     assert over["state"] == "cancelled"
     with pytest.raises(OperationFailed, match="cancelled by operator"):
         client.wait(scaled, 5.0)
-    assert client.patch("/v1/pools/rollout", {"desired": 4})["desired"] == 4
+    assert client.patch("pools/rollout", {"desired": 4})["desired"] == 4
     with pytest.raises(NotFound) as missing:
         client.drain("none")
     assert missing.value.kind == "not-found"

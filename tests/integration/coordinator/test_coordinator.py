@@ -48,11 +48,11 @@ def events_of(etcd: EtcdClient, keys: Keys, kind: str, subject: str = "") -> lis
 
 
 def items(api: httpx.Client, what: str) -> list[dict[str, Any]]:
-    return list(api.get(f"/v1/{what}").json()["items"])
+    return list(api.get(what).json()["items"])
 
 
 def alerts(replicas: Replicas, name: str = "a") -> list[dict[str, Any]]:
-    with http_client.client(base_url=replicas.urls[name], headers=AUTH, timeout=10) as api:
+    with replicas.client(name) as api:
         return items(api, "alerts")
 
 
@@ -68,44 +68,45 @@ def test_api_serves_reads_and_changes_and_explains_refusals(start: Start, etcd: 
     replicas = start("a")
     etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
     etcd.put(keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=0, draining=0).encode())
-    with http_client.client(base_url=replicas.urls["a"], headers=AUTH, timeout=10) as api:
-        job = api.get("/v1/job").json()
-        assert job["job"] == keys.job and job["leader"]["replica"] == "a" and job["status"] is None
+    with replicas.client("a") as api:
+        job = api.get("").json()
+        assert job["name"] == keys.job and job["leader"]["replica"] == "a" and job["status"] is None
         assert [p["name"] for p in items(api, "pools")] == ["rollout"]
         assert [e["id"] for e in items(api, "engines")] == ["e1"]
-        assert api.get("/v1/engines/e1").json()["state"] == "ready"
+        assert api.get("engines/e1").json()["state"] == "ready"
         assert items(api, "versions") == []
         assert [m["role"] for m in items(api, "members")] == ["coordinator"]
         assert {e["kind"] for e in items(api, "events")} <= {"leader.elected"}
-        problem(api.get("/v1/engines/none"), 404, "not-found")
-        problem(api.get("/v1/pools/none"), 404, "not-found")
-        problem(api.get("/v1/nothing"), 404, "not-found")
+        problem(api.get("engines/none"), 404, "not-found")
+        problem(api.get("pools/none"), 404, "not-found")
+        problem(api.get("nothing"), 404, "not-found")
         assert api.get("/openapi.json").status_code == 200
 
-        pool = api.get("/v1/pools/rollout")
+        pool = api.get("pools/rollout")
         tag = pool.headers["etag"]
         assert pool.json()["desired"] == 2 and pool.json()["ready"] == 2 and pool.json()["etag"] == tag
-        patched = api.patch("/v1/pools/rollout", json={"desired": 3}, headers={"If-Match": tag})
+        patched = api.patch("pools/rollout", json={"desired": 3}, headers={"If-Match": tag})
         assert patched.status_code == 200 and patched.json()["desired"] == 3
         assert patched.headers["etag"] != tag
-        assert api.get("/v1/pools/rollout").headers["etag"] == patched.headers["etag"]
-        problem(api.patch("/v1/pools/rollout", json={"desired": 4}, headers={"If-Match": tag}), 412,
+        assert api.get("pools/rollout").headers["etag"] == patched.headers["etag"]
+        problem(api.patch("pools/rollout", json={"desired": 4}, headers={"If-Match": tag}), 412,
                 "precondition-failed")
-        problem(api.patch("/v1/pools/rollout", json={"desired": 4}), 428, "precondition-required")
-        problem(api.patch("/v1/pools/none", json={"desired": 4}, headers={"If-Match": "*"}), 404, "not-found")
+        problem(api.patch("pools/rollout", json={"desired": 4}), 428, "precondition-required")
+        problem(api.patch("pools/none", json={"desired": 4}, headers={"If-Match": "*"}), 404, "not-found")
         for absurd in (-1, 10**6, 10**30, 0, "3", 2.5, True, None):
-            problem(api.patch("/v1/pools/rollout", json={"desired": absurd}, headers={"If-Match": "*"}), 422, "invalid")
-        problem(api.patch("/v1/pools/rollout", json={}, headers={"If-Match": "*"}), 422, "invalid")
-        problem(api.patch("/v1/pools/rollout", content=b"{", headers={
+            problem(api.patch("pools/rollout", json={"desired": absurd}, headers={"If-Match": "*"}), 422, "invalid")
+        problem(api.patch("pools/rollout", json={}, headers={"If-Match": "*"}), 422, "invalid")
+        problem(api.patch("pools/rollout", content=b"{", headers={
             "If-Match": "*", "content-type": "application/json"}), 400, "malformed")
-        scaled = api.post("/v1/pools/rollout/scale", json={"desired": 2})
+        scaled = api.post("pools/rollout/scale", json={"desired": 2})
         assert scaled.status_code == 202 and scaled.json()["params"] == {"desired": 2, "previous": 3}
         assert api.get(scaled.headers["location"]).json()["id"] == scaled.json()["id"]
         scalings = [(e.data["previous"], e.data["desired"]) for e in events_of(etcd, keys, "pool.scaled")]
         assert scalings == [(2, 3), (3, 2)]
         scraped = api.get("/metrics").text
-        assert 'elastic_rl_pool_desired{pool="rollout"} 2.0' in scraped and "elastic_rl_is_leader 1.0" in scraped
-        assert re.search(r'elastic_rl_api_requests_total\{.*route="/v1/pools/\{name\}".*status="412"', scraped)
+        assert f'elastic_rl_pool_desired{{job="{keys.job}",pool="rollout"}} 2.0' in scraped
+        assert "elastic_rl_is_leader 1.0" in scraped
+        assert re.search(r'api_requests_total\{.*route="/v1/jobs/\{job\}/pools/\{name\}".*status="412"', scraped)
 
 
 def test_role_of_a_token_limits_its_requests(start: Start, tmp_path: Path, keys: Keys) -> None:
@@ -114,7 +115,7 @@ def test_role_of_a_token_limits_its_requests(start: Start, tmp_path: Path, keys:
 
     def call(method: str, token: str | None, **more: Any) -> httpx.Response:
         headers = {"If-Match": "*"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        return http_client.request(method, f"{replicas.urls['a']}/v1/pools/rollout", headers=headers, timeout=10,
+        return http_client.request(method, f"{replicas.job_url('a')}/pools/rollout", headers=headers, timeout=10,
                                    **more)
 
     problem(call("GET", None), 401, "unauthorized")
@@ -135,7 +136,7 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     def patch(desired: int, etag: str = "*") -> httpx.Response:
         """The answer of a leader; a busy one answers too late (504), and then the same change is asked for again."""
         def answered() -> httpx.Response | None:
-            answer = http_client.request("PATCH", f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
+            answer = http_client.request("PATCH", f"{replicas.job_url(new)}/pools/rollout", json={"desired": desired},
                                          headers={**AUTH, "If-Match": etag}, timeout=60)
             return answer if answer.status_code < 500 else None
 
@@ -310,10 +311,10 @@ def test_event_stream_resumes_from_a_revision_on_another_replica(start: Start, e
              event_kinds.ALERTS_UNSILENCED]
     for kind in kinds[:3]:
         events.emit(etcd, keys, kind, "s", "m")
-    first = read_stream(f"{replicas.urls['a']}/v1/events", 3)
+    first = read_stream(f"{replicas.job_url('a')}/events", 3)
     assert [k for _, k in first] == ["leader.elected", "pool.scaled", "pool.removed"]
     threading.Timer(0.5, lambda: events.emit(etcd, keys, kinds[3], "s", "m")).start()
-    rest = read_stream(f"{replicas.urls['b']}/v1/events", 2, {"Last-Event-ID": str(first[-1][0])})
+    rest = read_stream(f"{replicas.job_url('b')}/events", 2, {"Last-Event-ID": str(first[-1][0])})
     assert [k for _, k in rest] == ["alerts.silenced", "alerts.unsilenced"]
     assert [n for n, _ in first + rest] == sorted({n for n, _ in first + rest})
 
@@ -351,11 +352,11 @@ def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any
         replicas.start("a")
         for i in range(3):
             etcd3_cluster.stop(i)
-        url = replicas.urls["a"]
-        problem(http_client.request("GET", f"{url}/readyz", timeout=15), 503, "etcd-unavailable")
-        problem(http_client.request("GET", f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "etcd-unavailable")
-        assert http_client.request("GET", f"{url}/healthz").status_code == 200
-        assert "elastic_rl_etcd_up 0.0" in http_client.request("GET", f"{url}/metrics", headers=AUTH, timeout=15).text
+        with replicas.client("a") as api:
+            problem(api.get("/readyz"), 503, "etcd-unavailable")
+            problem(api.get("pools"), 503, "etcd-unavailable")
+            assert api.get("/healthz").status_code == 200
+            assert "elastic_rl_etcd_up 0.0" in api.get("/metrics").text
         for i in range(3):
             etcd3_cluster.cont(i)
         wait_until(lambda: replicas.ready("a"), what="readiness")

@@ -6,10 +6,24 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 from support.api_cluster import ApiCluster
-from support.browser import Open, Page, Pages, browser, expect, is_live, needs_chromium, pages, sync_api  # noqa: F401
+from support.browser import (
+    Open,
+    Page,
+    Pages,
+    browser,  # noqa: F401
+    dashboard_link,
+    expect,
+    is_live,
+    job_page,
+    needs_chromium,
+    pages,
+    sync_api,
+)
+from support.coordinators import VIEWER
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
 from support.waiting import wait_until
@@ -98,21 +112,56 @@ def row(page: Page, section: str, name: str) -> Locator:
 # -- the files ---------------------------------------------------------------------------------------------------------
 def test_files_need_no_token_and_have_a_strict_content_security_policy(cluster: ApiCluster) -> None:
     with cluster.client("a", headers={}) as api:
-        page = api.get("/")
-        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-        policy = page.headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
-        assert page.headers["x-content-type-options"] == "nosniff"
-        assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|https?://", page.text)
-        for name in re.findall(r'(?:src|href)="(dashboard/[^"]+)"', page.text):
-            found = api.get(f"/{name}")
-            assert found.status_code == 200 and found.headers["content-security-policy"] == policy
-            again = api.get(f"/{name}", headers={"If-None-Match": found.headers["etag"]})
-            assert again.status_code == 304 and not again.content
+        for address in ("/", "/jobs/any"):
+            page = api.get(address)
+            assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+            policy = page.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+            assert page.headers["x-content-type-options"] == "nosniff"
+            assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|https?://", page.text)
+            names = re.findall(r'(?:src|href)="([^"#]+\.\w+)"', page.text)
+            assert len(names) >= 3
+            for name in names:
+                found = api.get(urljoin(address, name))
+                assert found.status_code == 200 and found.headers["content-security-policy"] == policy
+                again = api.get(urljoin(address, name), headers={"If-None-Match": found.headers["etag"]})
+                assert again.status_code == 304 and not again.content
         for outside in ("__init__.py", "..%2Fauth.py", "nothing.js"):
             assert api.get(f"/dashboard/{outside}").status_code == 404, outside
-        assert api.get("/v1/changes").status_code == 401
+        assert api.get("changes").status_code == 401
     assert Path(dashboard.__file__).parent.joinpath("app.js").is_file()
+
+
+# -- the jobs ----------------------------------------------------------------------------------------------------------
+def test_first_page_goes_to_the_only_job_and_lists_several(tabs: Pages, cluster: ApiCluster) -> None:
+    with tabs.without_errors():
+        link = dashboard_link(cluster, "a").partition("#")[2]
+        page, root = tabs.page(tabs.context(), "404"), cluster.replicas.urls["a"] + "/"
+        page.goto(f"{root}#{link}")
+        is_live(page)
+        assert page.url == job_page(cluster, "a")
+        several = [{"name": name, "status": status, "epoch": 1, "leader": None, "replica": "a"} for name, status in (
+            ("<b>first</b>", None), ("second", {"phase": "rl", "step": 3, "steps": 9, "updated_at": time.time()}))]
+        page.route("**/v1/jobs?*", lambda route: route.fulfill(json={"items": several, "next": None}))
+        page.get_by_role("link", name="All jobs").click()
+        expect(page.locator("#jobs .sum")).to_have_text("2 jobs")
+        expect(page.locator("#jobs li").nth(0)).to_contain_text("<b>first</b>")
+        expect(page.locator("#jobs li").nth(1)).to_contain_text("step 3 of 9")
+        assert page.url == root and axe.Axe().run(page).response["violations"] == []
+        page.get_by_role("link", name="second").click()
+        expect(page.locator("#banner .what")).to_contain_text("there is no job 'second'")
+        page.close()
+
+
+def test_first_page_asks_for_a_session(tabs: Pages, cluster: ApiCluster) -> None:
+    page = tabs.page(tabs.context(), expected="401")
+    page.goto(cluster.replicas.urls["a"])
+    dialog = page.get_by_role("dialog", name="Access")
+    dialog.get_by_label("token").fill(VIEWER)
+    dialog.get_by_role("button", name="Use the token").click()
+    is_live(page)
+    assert page.url == job_page(cluster, "a")
+    page.close()
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -371,7 +420,7 @@ def test_samples_are_read_on_demand_and_filtered(show: Open, cluster: ApiCluster
     put_samples(cluster)
     page = show(role="viewer")
     asked: list[str] = []
-    page.on("request", lambda r: asked.append(r.url) if "/v1/samples" in r.url else None)
+    page.on("request", lambda r: asked.append(r.url) if "/samples?" in r.url else None)
     expect(page.locator("#samples li.sample")).to_have_count(0)
     assert asked == []  # nobody looks at them
     page.get_by_role("button", name="Show samples").click()
@@ -444,7 +493,7 @@ def test_page_whose_replica_dies_says_so_and_catches_up_when_it_is_back(show: Op
     port = int(replicas.urls["b"].rpartition(":")[2])
     replicas.kill("b")
     expect(page.locator("#banner")).to_contain_text("Connection lost")
-    expect(page.locator("#banner a")).to_have_attribute("href", replicas.urls["a"])
+    expect(page.locator("#banner a")).to_have_attribute("href", job_page(cluster, "a"))
     cluster.etcd.put(cluster.keys.engine("meanwhile"), engine("meanwhile", "none").encode())
     replicas.running["b"] = replicas.spawn("b", port)
     until(lambda: replicas.ready("b"), "replica b")

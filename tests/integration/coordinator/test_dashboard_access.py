@@ -12,11 +12,22 @@ from typing import Any
 
 import pytest
 from support.api_cluster import ApiCluster, running
-from support.browser import Page, Pages, browser, dashboard_link, expect, is_live, needs_chromium, pages  # noqa: F401
+from support.browser import (
+    Pages,
+    browser,  # noqa: F401
+    dashboard_link,
+    expect,
+    is_live,
+    job_page,
+    needs_chromium,
+    pages,
+)
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
 from support.tiers import parametrize
 
+from elastic_rl.coordinator.api_paths import job_path
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
 from elastic_rl.net import http_client
 
@@ -94,13 +105,13 @@ def test_link_opens_the_page_signed_in_until_the_session_is_ended(tabs: Pages, c
     page = tabs.page(context, "401")
     page.goto(dashboard_link(cluster, "a"))
     is_live(page)
-    assert page.url == cluster.replicas.urls["a"] + "/", "the link is still in the address"
+    assert page.url == job_page(cluster, "a"), "the link is still in the address"
     found = cookie(context)
     assert found["httpOnly"] and found["sameSite"] == "Strict"
     assert page.evaluate("document.cookie + JSON.stringify(sessionStorage) + JSON.stringify(localStorage)") == "{}{}"
     page.reload()
     is_live(page)
-    page.goto(cluster.replicas.urls["b"])  # cookies are of the host, so the replicas of one machine share them
+    page.goto(job_page(cluster, "b"))  # cookies are of the host, so the replicas of one machine share them
     is_live(page)
     expect(page.locator("#pools tbody tr")).to_have_count(1)
     page.get_by_role("button", name="Access").click()
@@ -108,7 +119,7 @@ def test_link_opens_the_page_signed_in_until_the_session_is_ended(tabs: Pages, c
     page.get_by_role("button", name="Sign out").click()
     expect(page.locator("#connection")).to_have_text("no access")
     expect(page.locator("#pools tbody tr")).to_have_count(0)
-    answer = http_client.request("GET", f"{cluster.replicas.urls['a']}/v1/job",
+    answer = http_client.request("GET", f"{cluster.replicas.job_url('a')}",
                                  cookies={found["name"]: found["value"]}, timeout=20)
     assert answer.status_code == 401
 
@@ -147,7 +158,7 @@ def test_used_link_opens_nothing_for_somebody_else(tabs: Pages, cluster: ApiClus
 def test_page_whose_session_or_token_ends_asks_to_sign_in_again(tabs: Pages, cluster: ApiCluster) -> None:
     page = tabs.open(expected="401")
     dialog = page.get_by_role("dialog", name="Access")
-    kvs, _ = cluster.etcd.range(cluster.keys.sessions_prefix())
+    kvs, _ = cluster.etcd.range(ClusterKeys(cluster.keys.job).sessions_prefix())
     for kv in kvs:
         cluster.etcd.revoke(kv.lease)  # as when its time has come
     expect(dialog).to_contain_text("has expired")
@@ -193,7 +204,7 @@ def test_form_of_another_site_changes_nothing(victim: tuple[Pages, Any], cluster
     before = cluster.requested_changes()
     page.goto(site.url("/form", host))
     with page.expect_navigation() as navigation:
-        page.evaluate(FORM, [f"{cluster.replicas.urls['a']}/v1/engines/{engine}/drain", enctype])
+        page.evaluate(FORM, [f"{cluster.replicas.job_url('a')}/engines/{engine}/drain", enctype])
     assert navigation.value is not None and navigation.value.status == 403
     assert cluster.requested_changes() == before
     page.close()
@@ -206,26 +217,27 @@ def test_scripts_of_another_site_change_and_read_nothing(victim: tuple[Pages, An
     tabs, context = victim
     site.html["/fetch"] = "<p>attack</p>"
     before, url = cluster.requested_changes(), cluster.replicas.urls["a"]
+    job = cluster.replicas.job_url("a")
     page = tabs.page(context, REFUSED)
     page.goto(site.url("/fetch", host))
-    outcomes = page.evaluate("""async ([url, engine]) => {
-        const attempt = async (path, options) => {
-            try { const answer = await fetch(url + path, options); return `${answer.type} ${answer.status}`; }
+    outcomes = page.evaluate("""async ([job, session, engine]) => {
+        const attempt = async (url, options) => {
+            try { const answer = await fetch(url, options); return `${answer.type} ${answer.status}`; }
             catch (error) { return error.name; }
         };
         const body = JSON.stringify({target: 'job'});
         return [
-            await attempt('/v1/restarts', {method: 'POST', body, mode: 'no-cors', credentials: 'include'}),
-            await attempt(`/v1/engines/${engine}/drain`, {method: 'POST', mode: 'no-cors', credentials: 'include'}),
-            await attempt('/v1/restarts', {method: 'POST', body, credentials: 'include',
+            await attempt(job + '/restarts', {method: 'POST', body, mode: 'no-cors', credentials: 'include'}),
+            await attempt(`${job}/engines/${engine}/drain`, {method: 'POST', mode: 'no-cors', credentials: 'include'}),
+            await attempt(job + '/restarts', {method: 'POST', body, credentials: 'include',
                                            headers: {'Content-Type': 'application/json'}}),
-            await attempt('/v1/session', {method: 'DELETE', credentials: 'include'}),
-            await attempt('/v1/job', {credentials: 'include'}),
+            await attempt(session, {method: 'DELETE', credentials: 'include'}),
+            await attempt(job, {credentials: 'include'}),
         ];
-    }""", [url, engine])
+    }""", [job, f"{url}/v1/session", engine])
     assert outcomes == ["opaque 0", "opaque 0", "TypeError", "TypeError", "TypeError"], "nothing can be read"
     assert cluster.requested_changes() == before
-    assert context.request.get(f"{url}/v1/job").status == 200, "the session is still there"
+    assert context.request.get(job).status == 200, "the session is still there"
     page.close()
 
 
@@ -237,11 +249,11 @@ def test_rebound_name_reaches_nothing(victim: tuple[Pages, Any], cluster: ApiClu
     answer = page.goto(f"http://rebound.example:{port}/")
     assert answer is not None and answer.status == 421 and "allowed_hosts" in answer.text()
     before = cluster.requested_changes()
-    outcomes = page.evaluate("""async () => {
-        const answers = await Promise.all([fetch('/v1/job'), fetch('/openapi.json'), fetch('/v1/restarts',
+    outcomes = page.evaluate("""async (job) => {
+        const answers = await Promise.all([fetch(job), fetch('/openapi.json'), fetch(`${job}/restarts`,
             {method: 'POST', body: '{"target": "job"}', headers: {'Content-Type': 'application/json'}})]);
         return answers.map((answer) => answer.status);
-    }""")
+    }""", job_path(cluster.keys.job))
     assert outcomes == [421, 421, 421]
     assert cluster.requested_changes() == before
     page.close()
@@ -262,4 +274,4 @@ def test_page_cannot_be_framed_and_a_link_from_elsewhere_opens_it(victim: tuple[
 def test_token_in_the_address_is_never_used(cluster: ApiCluster) -> None:
     token = AUTH["Authorization"].partition(" ")[2]
     for query in (f"token={token}", f"access_token={token}", f"authorization=Bearer%20{token}"):
-        assert http_client.request("GET", f"{cluster.replicas.urls['a']}/v1/job?{query}", timeout=20).status_code == 401
+        assert http_client.request("GET", f"{cluster.replicas.job_url('a')}?{query}", timeout=20).status_code == 401

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Compacted, Fenced
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 TTL_S = 3
 Replicas = Callable[[str], subprocess.Popen[bytes]]
@@ -41,7 +41,7 @@ def replica(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[R
 
 
 def _leader(etcd: EtcdClient, keys: Keys) -> str:
-    current = Election(etcd, keys, "observer", "", TTL_S).current()
+    current = Election(etcd, ClusterKeys(keys.job), "observer", "", TTL_S).current()
     return current.replica if current else ""
 
 
@@ -58,13 +58,13 @@ def _wait_writes(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 45)
 
 
 def _wait_candidate(etcd: EtcdClient, keys: Keys, name: str) -> None:
-    wait_until(lambda: etcd.get(keys.leader(name)), what=f"candidacy of {name}")
+    wait_until(lambda: etcd.get(ClusterKeys(keys.job).leader(name)), what=f"candidacy of {name}")
 
 
 def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Keys) -> None:
-    a = Election(etcd, keys, "a", "http://a", 60).start()
+    a = Election(etcd, ClusterKeys(keys.job), "a", "http://a", 60).start()
     wait_until(lambda: a.is_leader, what="a")
-    b = Election(etcd, keys, "b", "http://b", 60).start()
+    b = Election(etcd, ClusterKeys(keys.job), "b", "http://b", 60).start()
     try:
         _wait_candidate(etcd, keys, "b")
         assert not b.is_leader
@@ -85,14 +85,14 @@ def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Ke
     finally:
         a.stop()
         b.stop()
-    assert not etcd.range(keys.leader_prefix())[0]
+    assert not etcd.range(ClusterKeys(keys.job).leader_prefix())[0]
 
 
 def test_leader_with_a_revoked_lease_stops_leading_and_campaigns_again(etcd: EtcdClient, keys: Keys) -> None:
-    a = Election(etcd, keys, "a", "", TTL_S).start()
+    a = Election(etcd, ClusterKeys(keys.job), "a", "", TTL_S).start()
     try:
         wait_until(lambda: a.is_leader, what="a")
-        old, mine = a.guard, etcd.get(keys.leader("a"))
+        old, mine = a.guard, etcd.get(ClusterKeys(keys.job).leader("a"))
         assert mine is not None
         etcd.revoke(mine.lease)
         assert not etcd.txn(old, []).succeeded
@@ -107,9 +107,9 @@ def test_killed_and_stopped_leaders_are_succeeded_within_the_ttl_and_write_nothi
     _wait_writes(etcd, keys, "one")
     second = replica("two")
     _wait_candidate(etcd, keys, "two")
-    candidate = etcd.get(keys.leader("one"))
+    candidate = etcd.get(ClusterKeys(keys.job).leader("one"))
     assert candidate is not None
-    old_guard = Compare.create(keys.leader("one"), "==", candidate.create_revision)
+    old_guard = Compare.create(ClusterKeys(keys.job).leader("one"), "==", candidate.create_revision)
     assert etcd.txn([old_guard], [Op.put(keys.root + "x", b"in time")]).succeeded
 
     first.kill()
@@ -119,7 +119,7 @@ def test_killed_and_stopped_leaders_are_succeeded_within_the_ttl_and_write_nothi
     assert not etcd.txn([old_guard], [Op.put(keys.root + "x", b"late")]).succeeded
     _wait_writes(etcd, keys, "two")
     _wait_candidate(etcd, keys, "one")
-    again = etcd.get(keys.leader("one"))
+    again = etcd.get(ClusterKeys(keys.job).leader("one"))
     assert again is not None and again.create_revision > candidate.create_revision
 
     with etcd.watch(keys.job_status(), start_revision=etcd.revision() + 1) as watch:
@@ -154,12 +154,12 @@ def test_leader_keeps_its_term_when_its_watch_meets_a_compaction(etcd_servers: E
     with Links() as links:
         link = links.add(port, 1e9)
         with WatchCounter(f"127.0.0.1:{link.port}") as far:
-            election = Election(far, keys, "a", "", 60).start()
+            election = Election(far, ClusterKeys(keys.job), "a", "", 60).start()
             try:
                 wait_until(lambda: election.is_leader, what="the leader")
                 token = election.guard
                 for interruption in (1, 2):
-                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n,
+                    wait_until(lambda n=interruption: far.opened[ClusterKeys(keys.job).leader_prefix()] == n,
                                what="the election's watch")
                     with far.watch(keys.root + "witness", start_revision=etcd.range(keys.root)[1] + 1) as witness:
                         assert witness.get(0.2) is None
@@ -168,7 +168,7 @@ def test_leader_keeps_its_term_when_its_watch_meets_a_compaction(etcd_servers: E
                         with pytest.raises(Compacted):
                             while True:
                                 witness.get(30)
-                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n + 1,
+                    wait_until(lambda n=interruption: far.opened[ClusterKeys(keys.job).leader_prefix()] == n + 1,
                                what="the election's next watch")
                     assert election.guard == token, "the term is another one"
                     assert far.txn(token, [Op.put(keys.root + "led", b"")]).succeeded

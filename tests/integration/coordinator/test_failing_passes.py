@@ -18,7 +18,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.errors import EtcdFull
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Engine, EngineState, Operation, OperationKind, OperationState, PoolSpec, PoolStatus
 from elastic_rl.net import http_client
 
@@ -173,7 +173,7 @@ def test_leader_is_not_ready_while_etcd_takes_no_writes_and_keeps_its_term(keys:
     try:
         replicas.start("a")
         with EtcdClient(servers.endpoints, call_timeout_s=2.0) as etcd:
-            term = etcd.get(keys.leader("a")).create_revision
+            term = etcd.get(ClusterKeys(keys.job).leader("a")).create_revision
             with pytest.raises(EtcdFull):
                 for n in range(1000):
                     etcd.put(f"/fill/{n}", bytes(50_000))
@@ -192,7 +192,7 @@ def test_leader_is_not_ready_while_etcd_takes_no_writes_and_keeps_its_term(keys:
 
             failed = wait_until(failures, what="the failures in the metrics")
             assert "elastic_rl_is_leader 1.0" in failed
-            assert etcd.get(keys.leader("a")).create_revision == term
+            assert etcd.get(ClusterKeys(keys.job).leader("a")).create_revision == term
     finally:
         replicas.close()
         servers.close()

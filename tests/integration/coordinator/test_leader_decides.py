@@ -13,6 +13,7 @@ from support.tiers import parametrize
 from support.waiting import wait_until
 
 from elastic_rl.config import Config, parse
+from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.failure.statistics import EventCursor
 from elastic_rl.coordinator.leader_clock import LeaderTime
@@ -23,7 +24,7 @@ from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import (
     Engine,
@@ -222,7 +223,7 @@ def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Ke
             return [Op.put(keys.idempotency("k"), location.encode())]
 
     op = leader.operations.scale(POOL, 2, by="ann", claim=Claim())
-    assert etcd.get(keys.idempotency("k")).value == f"/v1/operations/{op.id}".encode()
+    assert etcd.get(keys.idempotency("k")).value == job_path(keys.job, "operations", op.id).encode()
     with pytest.raises(Problem, match="faster"):
         leader.operations.scale(POOL, 5, by="ann", claim=Claim())
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
@@ -231,7 +232,7 @@ def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Ke
 def test_follower_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
     leader = lead("a")
     op = leader.operations.scale(POOL, 2, by="ann")
-    follower = OperationService(etcd, keys, Election(etcd, keys, "b", "http://b", 2), cfg)
+    follower = OperationService(etcd, keys, Election(etcd, ClusterKeys(keys.job), "b", "http://b", 2), cfg)
     for act in (lambda: follower.scale(POOL, 5, by="x"), lambda: follower.cancel(op.id, by="x")):
         with pytest.raises((Problem, Fenced)):
             act()

@@ -19,6 +19,7 @@ from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import sessions
 from elastic_rl.coordinator.api.auth import TokenTable, digest
 from elastic_rl.coordinator.api.sessions import SessionStore
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.net import http_client
 
 AS_VIEWER = {"Authorization": f"Bearer {VIEWER}"}
@@ -38,8 +39,7 @@ def create_link(cluster: ApiCluster, replica: str = "a", headers: dict[str, str]
 def browser(cluster: ApiCluster, replica: str = "a", **headers: str) -> httpx.Client:
     """A client that keeps cookies and sends what a browser sends from the dashboard's own page."""
     url = cluster.replicas.urls[replica]
-    return http_client.client(base_url=url, headers={"Origin": url, "Sec-Fetch-Site": "same-origin", **headers},
-                              timeout=20)
+    return cluster.client(replica, headers={"Origin": url, "Sec-Fetch-Site": "same-origin", **headers})
 
 
 @contextmanager
@@ -61,10 +61,10 @@ def test_link_opens_a_session_on_any_replica_and_works_once(cluster: ApiCluster)
         assert page.get("/v1/session").json() == opened.json()
         for client in (page, other):
             problem(client.post("/v1/session", json=link), 401, "unknown-link")
-        assert page.get("/v1/job").status_code == 200, "a link that was used does not end the session"
-        problem(other.get("/v1/job"), 401, "unauthorized")
+        assert page.get("").status_code == 200, "a link that was used does not end the session"
+        problem(other.get(""), 401, "unauthorized")
         # Cookies are shared by the ports of a host, so the other replica of this machine has it too.
-        assert other.get("/v1/job", cookies=dict(page.cookies)).status_code == 200
+        assert other.get("", cookies=dict(page.cookies)).status_code == 200
 
 
 def test_one_of_many_that_use_a_link_at_once_gets_a_session(cluster: ApiCluster) -> None:
@@ -80,7 +80,7 @@ def test_one_of_many_that_use_a_link_at_once_gets_a_session(cluster: ApiCluster)
 
 def test_cookie_is_kept_from_scripts_and_other_sites_and_etcd_has_no_secret(cluster: ApiCluster) -> None:
     code = create_link(cluster).json()["link"]
-    link = cluster.etcd.get(cluster.keys.session_links_prefix() + digest(code))
+    link = cluster.etcd.get(ClusterKeys(cluster.keys.job).session_links_prefix() + digest(code))
     assert link is not None and code.encode() not in link.value and link.lease
     assert cluster.etcd.lease_left(link.lease) <= CoordinatorConfig().link_ttl_s
     with browser(cluster) as page:
@@ -90,24 +90,24 @@ def test_cookie_is_kept_from_scripts_and_other_sites_and_etcd_has_no_secret(clus
             "HttpOnly", "SameSite=strict", "Path=/", f"Max-Age={CoordinatorConfig().session_ttl_s}"}
     kvs, _ = cluster.etcd.range(cluster.keys.root)
     assert not [kv.key for kv in kvs if secret in kv.key or secret.encode() in kv.value or code.encode() in kv.value]
-    session = cluster.etcd.get(cluster.keys.sessions_prefix() + digest(secret))
+    session = cluster.etcd.get(ClusterKeys(cluster.keys.job).sessions_prefix() + digest(secret))
     assert session is not None and 0 < cluster.etcd.lease_left(session.lease) <= CoordinatorConfig().session_ttl_s
     assert name.startswith("elastic-rl-")
 
 
 def test_expired_link_and_session_are_refused(cluster: ApiCluster) -> None:
     code = create_link(cluster).json()["link"]
-    link = cluster.etcd.get(cluster.keys.session_links_prefix() + digest(code))
+    link = cluster.etcd.get(ClusterKeys(cluster.keys.job).session_links_prefix() + digest(code))
     assert link is not None
     cluster.etcd.revoke(link.lease)
     with browser(cluster) as page:
         problem(page.post("/v1/session", json={"link": code}), 401, "unknown-link")
     with open_session(cluster) as page:
         [secret] = page.cookies.values()
-        session = cluster.etcd.get(cluster.keys.sessions_prefix() + digest(secret))
+        session = cluster.etcd.get(ClusterKeys(cluster.keys.job).sessions_prefix() + digest(secret))
         assert session is not None
         cluster.etcd.revoke(session.lease)
-        assert "elastic-rl dashboard" in problem(page.get("/v1/job"), 401, "unknown-session")["detail"]
+        assert "elastic-rl dashboard" in problem(page.get(""), 401, "unknown-session")["detail"]
 
 
 def test_grant_has_expired_by_its_own_time_where_etcd_prolonged_its_lease(cluster: ApiCluster) -> None:
@@ -115,7 +115,8 @@ def test_grant_has_expired_by_its_own_time_where_etcd_prolonged_its_lease(cluste
     tokens = TokenTable(cluster.replicas.token_table)
     token = tokens.find(VIEWER)
     assert token is not None
-    store = SessionStore(cluster.etcd, cluster.keys, tokens, CoordinatorConfig(link_ttl_s=60, session_ttl_s=600),
+    store = SessionStore(cluster.etcd, ClusterKeys(cluster.keys.job), tokens,
+                         CoordinatorConfig(link_ttl_s=60, session_ttl_s=600),
                          clock=lambda: now)
     code, link = store.create_link(token, token.role)
     secret, session = store.open(token)
@@ -135,12 +136,12 @@ def test_session_makes_changes_through_a_follower_and_outlives_its_replica_and_t
         old = cluster.replicas.leader()
         new = "b" if old == "a" else "a"
         with open_session(cluster, new) as page:
-            scaled = page.post("/v1/pools/rollout/scale", json={"desired": 3})
+            scaled = page.post("pools/rollout/scale", json={"desired": 3})
             assert scaled.status_code == 202 and scaled.json()["by"] == "operator"
             unused = create_link(cluster, old).json()["link"]
             cluster.replicas.kill(old)
             assert cluster.replicas.leader(not_=old) == new
-            assert page.get("/v1/job").json()["leader"]["replica"] == new
+            assert page.get("").json()["leader"]["replica"] == new
             assert page.delete(scaled.headers["location"]).status_code == 202
             with browser(cluster, new) as late:
                 assert late.post("/v1/session", json={"link": unused}).status_code == 200
@@ -156,17 +157,17 @@ def test_change_with_a_cookie_has_to_come_from_the_own_page(cluster: ApiCluster,
     with open_session(cluster) as page:
         stolen = {"Cookie": "; ".join(f"{k}={v}" for k, v in page.cookies.items()), **headers}
     before = cluster.requested_changes()
-    url = cluster.replicas.urls["a"]
-    for method, path, body in (("POST", "/v1/restarts", {"target": "job"}), ("DELETE", "/v1/session", None),
-                               ("POST", "/v1/pools/rollout/scale", {"desired": 9})):
-        problem(http_client.request(method, url + path, json=body, headers=stolen, timeout=20), 403, "cross-site")
+    with cluster.client("a", headers=stolen) as attacker:
+        for method, path, body in (("POST", "restarts", {"target": "job"}), ("DELETE", "/v1/session", None),
+                                   ("POST", "pools/rollout/scale", {"desired": 9})):
+            problem(attacker.request(method, path, json=body), 403, "cross-site")
     assert cluster.requested_changes() == before
 
 
 def test_session_may_do_no_more_than_its_link_and_its_token(cluster: ApiCluster) -> None:
     with open_session(cluster, role="viewer") as page:
-        assert page.get("/v1/session").json()["role"] == "viewer" and page.get("/v1/engines").status_code == 200
-        problem(page.post("/v1/restarts", json={"target": "job"}), 403, "forbidden")
+        assert page.get("/v1/session").json()["role"] == "viewer" and page.get("engines").status_code == 200
+        problem(page.post("restarts", json={"target": "job"}), 403, "forbidden")
     with open_session(cluster, headers=AS_VIEWER) as page:
         assert page.get("/v1/session").json()["role"] == "viewer"
     problem(create_link(cluster, headers=AS_VIEWER, role="operator"), 403, "forbidden")
@@ -194,10 +195,10 @@ def test_session_ends_with_its_token_and_shrinks_with_its_role(cluster: ApiClust
             assert page.get("/v1/session").json()["role"] == "operator"
             write_tokens(table, operator="operator", viewer="viewer", ada="viewer")
             assert page.get("/v1/session").json()["role"] == "viewer"
-            problem(page.post("/v1/restarts", json={"target": "job"}), 403, "forbidden")
+            problem(page.post("restarts", json={"target": "job"}), 403, "forbidden")
             link = create_link(cluster, headers={"Authorization": "Bearer ada"}).json()["link"]
             write_tokens(table, operator="operator", viewer="viewer")
-            problem(page.get("/v1/job"), 401, "unknown-session")
+            problem(page.get(""), 401, "unknown-session")
             problem(page.post("/v1/session", json={"link": link}), 401, "unknown-link")
     finally:
         write_tokens(table, operator="operator", viewer="viewer")
@@ -206,13 +207,13 @@ def test_session_ends_with_its_token_and_shrinks_with_its_role(cluster: ApiClust
 def test_ended_session_is_gone_on_every_replica_and_closes_its_streams(cluster: ApiCluster) -> None:
     with open_session(cluster, "a") as page, browser(cluster, "b", Cookie="; ".join(
             f"{k}={v}" for k, v in page.cookies.items())) as other:
-        with other.stream("GET", "/v1/changes", timeout=30) as stream:
+        with other.stream("GET", "changes", timeout=30) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("retry")
             ended = page.delete("/v1/session")
             assert ended.status_code == 200 and 'Max-Age=0' in ended.headers["set-cookie"]
             assert all(not line.startswith("nothing") for line in lines), "it ends"
-        problem(other.get("/v1/job"), 401, "unknown-session")
+        problem(other.get(""), 401, "unknown-session")
         assert not page.cookies
     problem(http_client.request("DELETE", f"{cluster.replicas.urls['a']}/v1/session", headers=AUTH,
                                 timeout=20), 404, "not-found")
@@ -222,19 +223,19 @@ def test_new_session_of_a_browser_ends_the_one_before(cluster: ApiCluster) -> No
     with open_session(cluster) as page:
         before = dict(page.cookies)
         assert page.post("/v1/session", json={"link": create_link(cluster).json()["link"]}).status_code == 200
-        assert page.get("/v1/job").status_code == 200
+        assert page.get("").status_code == 200
     with browser(cluster) as old:
-        problem(old.get("/v1/job", cookies=before), 401, "unknown-session")
+        problem(old.get("", cookies=before), 401, "unknown-session")
 
 
 def test_links_and_sessions_of_a_token_are_bounded(cluster: ApiCluster) -> None:
-    keys = cluster.keys
+    keys = ClusterKeys(cluster.keys.job)
     cluster.etcd.put(keys.sessions_prefix() + "unreadable", b"{")
     with open_session(cluster) as oldest:
         for _ in range(sessions.MAX_GRANTS + 3):
             http_client.request("POST", f"{cluster.replicas.urls['a']}/v1/session", json={}, headers=AUTH, timeout=20)
             create_link(cluster)
-        problem(oldest.get("/v1/job"), 401, "unknown-session")
+        problem(oldest.get(""), 401, "unknown-session")
     cluster.etcd.delete(keys.sessions_prefix() + "unreadable")
     assert sessions.MAX_GRANTS <= cluster.etcd.count(keys.sessions_prefix()) <= 2 * sessions.MAX_GRANTS, "of two tokens"
     assert sessions.MAX_GRANTS <= cluster.etcd.count(keys.session_links_prefix()) <= 2 * sessions.MAX_GRANTS

@@ -33,7 +33,7 @@ from elastic_rl.errors import (
 )
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.host.processes import stop
 
@@ -303,7 +303,7 @@ def test_collector_keeps_the_newest_pair_of_two_streams_until_there_is_a_newer_o
 def test_collector_that_no_longer_leads_changes_nothing(dcs: DcsCluster) -> None:
     dcs.start("a")
     dcs.publish(1, 2, 3, 4)
-    not_leading = [Compare.exists(dcs.keys.leader("nobody"))]
+    not_leading = [Compare.exists(ClusterKeys(dcs.keys.job).leader("nobody"))]
     assert dcs.collector(keep_versions=1).sweep(not_leading) == []
     assert set(dcs.states().values()) == {VersionState.COMMITTED}
 

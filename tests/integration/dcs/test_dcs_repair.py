@@ -14,7 +14,7 @@ from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.errors import ChunkMissing
 from elastic_rl.etcd.client import Compare, EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> Non
     dcs.publish(1, replicas=2)
     [before] = dcs.parts(1)
     dcs.kill("b")
-    repairer(dcs).round([Compare.exists(dcs.keys.leader("nobody"))])
+    repairer(dcs).round([Compare.exists(ClusterKeys(dcs.keys.job).leader("nobody"))])
     assert dcs.parts(1) == [before]
     thread = RepairThread(repairer(dcs))
     thread.start()

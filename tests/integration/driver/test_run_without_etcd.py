@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.tiers import parametrize
 from support.waiting import wait_until
@@ -34,6 +35,7 @@ class Run:
         self.servers.start()
         self.cfg = config.parse({"job": keys.job, "run_dir": str(folder), "train": {"prompts_per_step": 4},
                                  "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
+        make_secret(self.cfg)
         self.info = ClusterInfo(keys.job, self.servers.endpoints, [], "")
         self.ticks, self.interrupt = 0, False
         self.ended: Any = None

@@ -25,7 +25,7 @@ from elastic_rl.errors import ConfigError, EtcdDenied, EtcdFull, EtcdUnavailable
 from elastic_rl.etcd import access
 from elastic_rl.etcd.access import Access, TlsFiles
 from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.keys import ROOT, Keys
+from elastic_rl.etcd.keys import ROOT, ClusterKeys, Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.transaction import range_end
 from elastic_rl.host import preflight
@@ -159,7 +159,7 @@ def test_missing_permission_is_named_and_the_client_recovers_once_granted(guarde
 def test_auth_token_lost_by_etcd_is_renewed_under_watch_lease_and_leader(guarded: Guarded, keys: Keys) -> None:
     """etcd keeps auth tokens in memory: a member that restarts knows none of them."""
     with guarded.servers.connect() as etcd, etcd.keepalive(20) as kept:
-        election = Election(etcd, keys, "a", "", 10).start()
+        election = Election(etcd, ClusterKeys(keys.job), "a", "", 10).start()
         revision = etcd.put(keys.root + "n", b"0", lease=kept.id)
         with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
             etcd.put(keys.root + "n", b"1", lease=kept.id)
@@ -320,7 +320,7 @@ def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tm
     servers = EtcdServers(tmp_path, 1, flags=["--quota-backend-bytes", str(4 << 20)], gateway=True)
     try:
         with servers.start().connect() as etcd, Membership(etcd, keys, "worker", "w", ttl_s=3).start() as member:
-            election = Election(etcd, keys, "a", "", 3).start()
+            election = Election(etcd, ClusterKeys(keys.job), "a", "", 3).start()
             wait_until(lambda: election.is_leader, what="the leader")
             with ThreadPoolExecutor(8) as threads:  # several on their way at once: some are applied *and* refused
                 refused = dict(threads.map(lambda n: _fill(etcd, f"{keys.root}fill/{n}/"), range(8)))

@@ -15,14 +15,14 @@ from support.tcp_link import Link, Links
 from support.waiting import wait_until
 
 from elastic_rl.coordinator.api.change_projector import ObjectChange
-from elastic_rl.coordinator.api.change_stream import ChangeStream
+from elastic_rl.coordinator.api.change_stream import ChangeStream, StreamLimit
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.watch_trigger import WatchTrigger
 from elastic_rl.dcs.fetch.puller import HeadWatch
 from elastic_rl.errors import Compacted
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Version, VersionState
 
 VICTIM = 0
@@ -70,18 +70,18 @@ def _head(near: EtcdClient, keys: Keys, number: int) -> None:
 def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outage, keys: Keys) -> None:
     far, near = outage.far, outage.near
     _head(near, keys, 1)
-    first = Election(near, keys, "first", "", 60).start()
+    first = Election(near, ClusterKeys(keys.job), "first", "", 60).start()
     wait_until(lambda: first.is_leader, what="the first leader")
     woken = threading.Event()
-    waker, second = WatchTrigger(far, keys, woken.set), Election(far, keys, "second", "", 60)
-    client = Client(ChangeStream(far, keys, "far", max_subscribers=4))
+    waker, second = WatchTrigger(far, keys, woken.set), Election(far, ClusterKeys(keys.job), "second", "", 60)
+    client = Client(ChangeStream(far, keys, "far", StreamLimit(4)))
     with ExitStack() as cleanup, ThreadPoolExecutor(1) as background:
         cleanup.callback(client.stopping.set)
         waker.start()
         cleanup.callback(waker.stop)
         second.start()
         cleanup.callback(second.stop)
-        wait_until(lambda: near.get(keys.leader("second")), what="the second candidate")
+        wait_until(lambda: near.get(ClusterKeys(keys.job).leader("second")), what="the second candidate")
         heads = cleanup.enter_context(HeadWatch(far, keys, "policy"))
         assert getattr(heads.get(30), "number", 0) == 1
         witness = cleanup.enter_context(far.watch(keys.root, start_revision=near.range(keys.root)[1] + 1))

@@ -24,7 +24,7 @@ from elastic_rl.errors import Compacted, EtcdFull
 from elastic_rl.etcd import deduplication, member_metrics
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import preflight
 
 QUOTA = 4 << 20
@@ -116,7 +116,7 @@ def test_coordinator_compacts_an_external_etcd(
 # -- a full database ---------------------------------------------------------------------------------------------------
 def test_full_etcd_recovers_and_its_leader_keeps_the_term(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
-        election = Election(etcd, keys, "a", "", 3).start()
+        election = Election(etcd, ClusterKeys(keys.job), "a", "", 3).start()
         try:
             wait_until(lambda: election.is_leader, what="the leader")
             token = election.guard
@@ -143,7 +143,7 @@ def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys, m
         _overwrite(etcd, keys)
         with pytest.raises(EtcdFull):
             etcd.grant(5)
-        elections = [Election(etcd, keys, name, "", 3).start() for name in ("a", "b")]
+        elections = [Election(etcd, ClusterKeys(keys.job), name, "", 3).start() for name in ("a", "b")]
         for election in elections:
             cleanup.callback(election.stop)
             maintenance = EtcdMaintenance(etcd, small.config(history_s=1.0), is_leader=lambda e=election: e.is_leader)

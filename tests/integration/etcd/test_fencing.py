@@ -10,7 +10,7 @@ from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.fencing import FencedWriter
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.transaction import Compare, Relation
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
@@ -54,16 +54,17 @@ def test_event_of_an_old_epoch_is_refused_with_its_change(etcd: EtcdClient, keys
 
 
 def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -> None:
-    election = Election(etcd, keys, "a", "", 60).start()
+    cluster = ClusterKeys(keys.job)
+    election = Election(etcd, cluster, "a", "", 60).start()
     try:
         wait_until(lambda: election.is_leader, what="the leader")
         assert election.writer.emit(event_kinds.POOL_SCALED, "rollout", "m") is not None
         held = election.guard
-        etcd.delete(keys.leader("a"))  # its lease ended by etcd's clock, and not yet by its own
-        unaware = FencedWriter(etcd, keys, lambda: held, "the term of replica a")
+        etcd.delete(cluster.leader("a"))  # its lease ended by etcd's clock, and not yet by its own
+        unaware = FencedWriter(etcd, cluster, lambda: held, "the term of replica a")
         with pytest.raises(Fenced, match="the term of replica a is over"):
             unaware.emit(event_kinds.POOL_SCALED, "rollout", "m")
-        assert len(events.recent(etcd, keys)) == 1
+        assert len(events.recent(etcd, cluster)) == 1
     finally:
         election.stop()
     with pytest.raises(Fenced, match="does not lead"):

@@ -122,7 +122,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
             log.write(b"a line of a log\n" * 300)
     assert len(cluster.segments()) == 1
     assert Path(info.tokens_file).stat().st_mode & 0o777 == 0o600
-    roles = {m["role"] for m in AdminClient(info).items("/v1/members")}
+    roles = {m["role"] for m in AdminClient(info).items("members")}
     assert "coordinator" in roles
 
     assert cluster.up() == info, "up again changes nothing"
@@ -151,7 +151,7 @@ def test_killed_etcd_is_restarted_with_its_data_on_its_port(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
     _make_pool(info)
-    AdminClient(info).post("/v1/pools/rollout/scale", {"desired": 3})
+    AdminClient(info).post("pools/rollout/scale", {"desired": 3})
     _crash(cluster, "etcd-0")
     assert cluster.up().etcd_endpoints == info.etcd_endpoints
     pools = wait_until(lambda: _pools(info), what="the coordinator to reach etcd again")
@@ -160,7 +160,7 @@ def test_killed_etcd_is_restarted_with_its_data_on_its_port(make: Make) -> None:
 
 def _pools(info: ClusterInfo) -> list[dict]:
     try:
-        return AdminClient(info).items("/v1/pools")
+        return AdminClient(info).items("pools")
     except EtcdUnavailable:
         return []
 

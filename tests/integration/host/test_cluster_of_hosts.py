@@ -47,7 +47,7 @@ def election(own_etcd: EtcdClient) -> Iterator[Election]:
 @pytest.fixture
 def reconciler(own_etcd: EtcdClient, election: Election) -> Iterator[ClusterReconciler]:
     """Not started: a test may call ``reconcile_once``."""
-    out = ClusterReconciler(own_etcd, election, ClusterLimits(times(TTL_S)))
+    out = ClusterReconciler(own_etcd, KEYS, election, ClusterLimits(times(TTL_S)))
     yield out
     out.stop()
 
@@ -157,11 +157,11 @@ def test_unreadable_record_is_reported_and_stops_nothing(own_etcd: EtcdClient, r
 def test_leader_clock_counts_on_after_a_change_of_leaders(own_etcd: EtcdClient, election: Election) -> None:
     """A host's time as SUSPECTED is not counted by the clocks of two processes."""
     now = [1000.0]
-    first = ClusterReconciler(own_etcd, election, monotonic=lambda: now[0])
+    first = ClusterReconciler(own_etcd, KEYS, election, monotonic=lambda: now[0])
     first.reconcile_once()
     now[0] += 500.0
     first.reconcile_once()
-    later = ClusterReconciler(own_etcd, election, monotonic=lambda: 3.0)
+    later = ClusterReconciler(own_etcd, KEYS, election, monotonic=lambda: 3.0)
     register(own_etcd, "h1")
     later.reconcile_once()
     state = read(own_etcd, KEYS.host_state("h1"), HostState)

@@ -18,6 +18,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd import leases
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import RAY_HEAD, Host, RunState, driver_of
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.host.agent.__main__ import HostAgent
 from elastic_rl.host.agent.assigned_work import AssignedWork
@@ -279,11 +280,12 @@ def test_services_are_supervised_while_etcd_does_not_answer(
         before = supervisor.passes
         wait_until(lambda: supervisor.passes > before + 3, what="passes without etcd")
         own_servers.cont(0)
-        wait_until(lambda: own_etcd.get(KEYS.host("h1")), what="the registration")
+        wait_until(lambda: own_etcd.get(ClusterKeys("j").host("h1")), what="the registration")
         wait_until(lambda: not works[0].waits_for, what="the agent to wait for nothing")
         assert len(works) == 1
     finally:
         own_servers.cont(0)
         agent._on_signal(signal.SIGTERM, None)
         thread.join(60)
-    assert not thread.is_alive() and own_etcd.get(KEYS.host("h1")) is not None, "the next agent takes it over"
+    assert not thread.is_alive()
+    assert own_etcd.get(ClusterKeys("j").host("h1")) is not None, "the next agent takes it over"

@@ -209,10 +209,10 @@ def test_dashboard_opens_a_browser_where_there_is_one_and_prints_the_link(
     urls: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: not urls.append(url))
     monkeypatch.setattr(Console, "is_terminal", terminal)
-    assert run("dashboard", "--url=http://127.0.0.1:8400") == 0
+    assert run("dashboard", "--url=http://127.0.0.1:8400", "--job=j") == 0
     said = capsys.readouterr()
-    assert said.out == "http://127.0.0.1:8400/#link=code\n"
-    assert urls == (["http://127.0.0.1:8400/#link=code"] if opened else [])
+    assert said.out == "http://127.0.0.1:8400/jobs/j#link=code\n"
+    assert urls == (["http://127.0.0.1:8400/jobs/j#link=code"] if opened else [])
     assert ("ssh -L 8400:127.0.0.1:8400" in said.err and "as viewer" in said.err) == (not opened)
 
 
@@ -261,7 +261,7 @@ def test_watch_ignores_heartbeats() -> None:
 
 
 def test_job_without_a_run_or_a_leader_says_so() -> None:
-    facts = listings.job_facts({"job": "j", "status": None, "leader": None, "epoch": 0, "replica": "a"})
+    facts = listings.job_facts({"name": "j", "status": None, "leader": None, "epoch": 0, "replica": "a"})
     assert facts["phase"] == "no run has begun" and "election" in facts["leader"]
 
 
@@ -276,7 +276,7 @@ def test_status_shows_the_metrics_of_the_last_step() -> None:
 def test_status_says_what_a_run_waits_for_and_since_when() -> None:
     run = {"phase": "rl", "stage": "generate", "waiting_for": "an engine at version 7", "waiting_kind": "engines",
            "waiting_since": 1.76e9}
-    job = {"job": "j", "status": run, "leader": None, "epoch": 0, "replica": "a"}
+    job = {"name": "j", "status": run, "leader": None, "epoch": 0, "replica": "a"}
     clock = time.strftime("%H:%M:%S", time.localtime(1.76e9))
     assert listings.job_facts(job)["waiting for"] == f"an engine at version 7 (engines, since {clock})"
     assert listings.job_facts(job)["stage"] == "generate"
@@ -325,20 +325,20 @@ def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | ht
 def test_client_tries_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     api = _api(monkeypatch, {"http://a": httpx.ConnectError("gone"), "http://b": httpx.Response(
         200, json={"items": [{"id": 1}], "next": None})})
-    assert api.items("/v1/engines") == [{"id": 1}]
+    assert api.items("engines") == [{"id": 1}]
 
 
 def test_client_raises_a_refusal_without_retrying(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = httpx.Response(422, json={"type": "urn:x", "detail": "desired must be 0 to 64"})
     api = _api(monkeypatch, {"http://a": problem, "http://b": httpx.Response(200, json={})})
     with pytest.raises(RequestRefused, match="0 to 64") as e:
-        api.post("/v1/pools/rollout/scale", {"desired": -1})
+        api.post("pools/rollout/scale", {"desired": -1})
     assert (e.value.status, e.value.type) == (422, "urn:x")
 
 
 def test_client_without_any_replica_raises_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EtcdUnavailable, match="no coordinator answered"):
-        _api(monkeypatch, {"http://a": httpx.ConnectError("gone")}).get("/v1/job")
+        _api(monkeypatch, {"http://a": httpx.ConnectError("gone")}).get("")
 
 
 @pytest.mark.parametrize(("text", "trusted"), [
@@ -352,7 +352,7 @@ def test_etcd_releases_that_corrupt_data_are_refused(text: str, trusted: bool) -
                                     httpx.Response(200, text="OK", headers={"Content-Type": "text/plain"})])
 def test_another_http_server_is_not_taken_for_the_api(monkeypatch: pytest.MonkeyPatch, answer: httpx.Response) -> None:
     with pytest.raises(EtcdUnavailable, match="no admin API"):
-        _api(monkeypatch, {"http://a": answer}).get("/v1/job")
+        _api(monkeypatch, {"http://a": answer}).get("")
 
 
 def test_id_of_a_silence_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +363,26 @@ def test_id_of_a_silence_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         return httpx.Response(204)
 
     monkeypatch.setattr(httpx, "request", request)
-    assert run("alerts", "unsilence", "../pools/a?b", "--url=http://a") == 0
-    assert asked == ["DELETE http://a/v1/silences/..%2Fpools%2Fa%3Fb"]
+    assert run("alerts", "unsilence", "../pools/a?b", "--url=http://a", "--job=j") == 0
+    assert asked == ["DELETE http://a/v1/jobs/j/silences/..%2Fpools%2Fa%3Fb"]
+
+
+@pytest.mark.parametrize(("jobs", "options", "asked", "hint"), [
+    (["a", "b"], ["--job=b"], "http://a/v1/jobs/b/pools", ""), (["a"], [], "http://a/v1/jobs/a/pools", ""),
+    (["a", "b"], [], "", "several jobs: a, b"), ([], [], "", "no job")])
+def test_remote_cluster_is_asked_for_the_named_or_the_only_job(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: list[str], options: list[str],
+        asked: str, hint: str) -> None:
+    def request(method: str, url: str, **_: object) -> httpx.Response:
+        path = url.partition("?")[0]
+        assert path in ("http://a/v1/jobs", asked)
+        listed = [{"name": name} for name in jobs] if path == "http://a/v1/jobs" else [{"name": "rollout"}]
+        return httpx.Response(200, json={"items": listed, "next": None})
+
+    monkeypatch.setattr(httpx, "request", request)
+    assert run("pools", "--url=http://a", *options) == (Exit.USAGE if hint else Exit.OK)
+    said = capsys.readouterr()
+    assert hint in said.err and ("rollout" in said.out) == (not hint)
 
 
 def test_config_show_hides_secrets(capsys: pytest.CaptureFixture[str]) -> None:

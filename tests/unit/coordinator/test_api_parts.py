@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,17 @@ from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.coordinator.api import job_snapshot, openapi, pages
+from elastic_rl.coordinator import job_view
+from elastic_rl.coordinator.api import cluster_routes, job_snapshot, openapi, pages
 from elastic_rl.coordinator.api.app import APP, query_parameters
 from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import MAX_PENDING, Subscription
 from elastic_rl.coordinator.api.route_docs import PROBLEMS
+from elastic_rl.coordinator.api_paths import OF_JOB
+from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.client import KeyValue
+from elastic_rl.etcd.keys import Keys
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT: dict[str, Any] = APP.openapi()
@@ -73,6 +78,24 @@ def test_subscription_gets_its_kinds_and_waits_for_the_next() -> None:
     assert asyncio.run(read()) == ["a", "b"]
 
 
+# -- jobs --------------------------------------------------------------------------------------------------------------
+def test_jobs_are_listed_by_name_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_view, "read", lambda etcd, keys, replica: JobView(name=keys.job, replica=replica))
+    names = ["a", "b", "b-2", "c", "z"]
+    jobs = {name: SimpleNamespace(keys=Keys(name)) for name in ("z", "b-2", "a", "c", "b")}
+    ctx: Any = SimpleNamespace(jobs=jobs, etcd=None, election=SimpleNamespace(replica="r"))
+
+    def page(limit: int, after: str = "") -> tuple[list[str], str | None]:
+        body = json.loads(bytes(cluster_routes.list_jobs(ctx, limit, after).body))
+        return [job["name"] for job in body["items"]], body["next"]
+
+    assert page(5) == (names, None)
+    first, after = page(2)
+    assert first == names[:2] and after is not None
+    del jobs["b"], jobs["c"]
+    assert page(2, after) == (["b-2", "z"], None), "the place of a job that has gone"
+
+
 # -- the document ------------------------------------------------------------------------------------------------------
 def test_checked_in_document_is_that_of_the_routes() -> None:
     kept = (ROOT / "docs/openapi.json").read_text()
@@ -86,7 +109,7 @@ def test_query_parameters_of_a_route_are_those_of_the_document() -> None:
     assert {operation[:2]: known[operation[:2]] for operation in OPERATIONS} == {
         (path, method): {p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"}
         for path, method, operation in OPERATIONS}
-    assert known["/v1/events", "get"] >= {"limit", "after"}
+    assert known[OF_JOB + "/events", "get"] >= {"limit", "after"}
 
 
 @pytest.mark.parametrize(("path", "method", "operation"), OPERATIONS, ids=[f"{m} {p}" for p, m, _ in OPERATIONS])

@@ -63,7 +63,7 @@ KEY_AND_VALUE = st.one_of(
               st.integers(1, 2), st.integers(0, 1)),
     st.builds(lambda n: (KEYS.alert(f"engine.dead/e1/a{n}"), b'{"id":"a%d"}' % n), st.integers(0, 2)),
     st.builds(lambda n: (KEYS.epoch(), Epoch(number=n, holder="d", started_at=0).encode()), st.integers(1, 3)),
-    st.builds(lambda n: (KEYS.leader(f"r{n}"), Leader(replica=f"r{n}", url="u", pid=1).encode()), st.integers(0, 2)))
+    st.builds(lambda n: (KEYS.leader(), Leader(replica=f"r{n}", url="u", pid=1).encode()), st.integers(0, 2)))
 
 
 def state(etcd: Etcd) -> dict[tuple[str, str], Any]:
@@ -106,9 +106,8 @@ def test_first_state_and_all_changes_make_the_last_one(history: list[tuple[tuple
 
     assert without_beats(reader) == without_beats(state(etcd))
     if job is not None:
-        leaders = sorted((kv.create_revision, k) for k,
-                         kv in etcd.now.items() if k.startswith(KEYS.leader_prefix()))
-        assert (job["leader"] or {}).get("replica") == (leaders[0][1].rpartition("/")[2] if leaders else None)
+        leader = etcd.now.get(KEYS.leader())
+        assert job["leader"] == (json.loads(leader.value) if leader else None)
         epoch = etcd.now.get(KEYS.epoch())
         assert job["epoch"] == (Epoch.decode(epoch.value).number if epoch else 0)
 

@@ -238,8 +238,8 @@ def test_no_pass_starts_more_jobs_than_may_run_or_revives_one(given_jobs: dict[s
 # -- keys and a pass ---------------------------------------------------------------------------------------------------
 def test_keys_of_the_cluster_are_among_those_of_no_job() -> None:
     keys = ClusterKeys()
-    assert keys.assignment("driver/j") == "/elastic_rl/_cluster/assignments/driver/j"
-    assert keys.leader("r") == "/elastic_rl/_cluster/leader/r" and Keys("j").leader("r") == "/elastic_rl/j/leader/r"
+    assert keys.assignment("driver/j") == "/elastic_rl/_clusters/default/assignments/driver/j"
+    assert keys.leader("r") == "/elastic_rl/_clusters/default/leader/r" and Keys("j").leader() == "/elastic_rl/j/leader"
 
 
 def _stored(record: Any, revision: int = 5) -> Any:

@@ -35,7 +35,8 @@ def test_failed_change_is_reported_although_its_record_cannot_be_read(failure: E
     def change(claim: idempotency.Claim | None) -> Created:
         raise failure
 
-    ctx: Any = SimpleNamespace(election=SimpleNamespace(is_leader=True), etcd=AwayFromSecondRead(), keys=KEYS)
+    ctx: Any = SimpleNamespace(keys=KEYS, replica=SimpleNamespace(
+        election=SimpleNamespace(is_leader=True), etcd=AwayFromSecondRead()))
     request: Any = SimpleNamespace(headers={}, url=SimpleNamespace(path="/v1/x", query=""), method="POST",
                                    state=SimpleNamespace(caller=SimpleNamespace(name="ada")))
     with pytest.raises(type(failure)) as raised:
@@ -62,8 +63,9 @@ def test_invalid_key_is_refused(header: str) -> None:
 
 def test_record_names_the_request_and_its_outcome() -> None:
     claim = idempotency.claim(KEYS, "ada", "k", "r", 7.0)
-    [op] = claim.ops("/v1/operations/op-1")
-    assert op.key == claim.key and Done.decode(op.data) == Done(request="r", location="/v1/operations/op-1", at=7.0)
+    location = "/v1/jobs/j/operations/op-1"
+    [op] = claim.ops(location)
+    assert op.key == claim.key and Done.decode(op.data) == Done(request="r", location=location, at=7.0)
 
 
 @given(st.lists(st.floats(0, 3 * idempotency.KEPT_S), max_size=60), st.integers(1, 40), st.floats(0, 1e6))

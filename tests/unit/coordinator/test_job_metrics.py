@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_rl.coordinator.failure.statistics import FaultStatistics, count
-from elastic_rl.coordinator.metrics.job_metrics import JobCounters, families
+from elastic_rl.coordinator.metrics.job_metrics import JobCounters, families, merged
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Member, StepMetrics, Version, VersionState
@@ -35,7 +37,7 @@ def head(number: int) -> Version:
 
 def test_unknown_values_have_no_sample() -> None:
     found = samples(ClusterSnapshot(job="j", now=100.0))
-    assert found["job_info{name=j}"] == 1 and found["leader_elections_total"] == 0
+    assert found["job_info"] == 1 and found["leader_elections_total"] == 0
     for name in ("job_step", "job_reward", "job_effective_time_ratio", "step_seconds", "leader_lease_left_seconds",
                  "rollout_groups_in_flight"):
         assert name not in found
@@ -140,3 +142,23 @@ def test_number_of_series_is_bounded_whatever_a_reward_names() -> None:
     for family in ("step_reward_part", "step_idle_seconds", "groups_dropped"):
         assert len([k for k in found if k.startswith(family + "{")]) == 16
     assert max(map(len, found)) < 120
+
+
+def test_family_of_several_jobs_is_exported_once_with_a_sample_of_each() -> None:
+    engines = {name: {name: engine(name, 1)} for name in ("one", "two")}
+    statistics = FaultStatistics(faults={"engine": 3})
+    jobs = {job: families(ClusterSnapshot(job=job, now=1.0, engines=engines[job]), JobCounters(statistics=statistics))
+            for job in engines}
+
+    class Page:
+        def collect(self) -> list[Metric]:
+            return merged(jobs)
+
+    text = generate_latest(Page()).decode()  # type: ignore[arg-type]  # it needs collect alone
+    for family in ("engine_version gauge", "faults_total counter"):
+        assert text.count(f"# TYPE elastic_rl_{family}\n") == 1
+    found = [s for f in text_string_to_metric_families(text) for s in f.samples]
+    assert {s.labels.get("job") for s in found} == {"one", "two"}
+    assert [s.labels for s in found if s.name == "elastic_rl_engine_version"] == [
+        {"job": "one", "engine": "one"}, {"job": "two", "engine": "two"}]
+    assert [s.value for s in found if s.name == "elastic_rl_faults_total"] == [3, 3]

@@ -12,6 +12,7 @@ from support.clock import Clock
 from elastic_rl.coordinator.election.leader_health import MAX_TOLERANCE_S, LeaderHealth
 
 DEADLINE_S = 30.0
+JOB = "job j"
 
 
 @pytest.fixture
@@ -21,12 +22,14 @@ def clock() -> Clock:
 
 @pytest.fixture
 def health(clock: Clock) -> LeaderHealth:
-    return LeaderHealth(DEADLINE_S, clock)
+    made = LeaderHealth(DEADLINE_S, clock)
+    made.expect(JOB)
+    return made
 
 
-def failed_pass(health: LeaderHealth, error: str = "ValueError: a bug", **more: bool) -> None:
-    health.pass_began()
-    health.pass_failed(error, **more)
+def failed_pass(health: LeaderHealth, error: str = "ValueError: a bug", *, of: str = JOB, **more: bool) -> None:
+    health.pass_began(of)
+    health.pass_failed(of, error, **more)
 
 
 def test_leader_is_healthy_until_no_pass_succeeded_for_the_deadline(health: LeaderHealth, clock: Clock) -> None:
@@ -36,8 +39,8 @@ def test_leader_is_healthy_until_no_pass_succeeded_for_the_deadline(health: Lead
     assert not health.problem() and not health.reason_to_resign()
     clock.now += 1.0
     assert "a bug" in health.problem() and health.problem() == health.reason_to_resign()
-    health.pass_began()
-    health.pass_succeeded()
+    health.pass_began(JOB)
+    health.pass_succeeded(JOB)
     assert not health.problem() and not health.reason_to_resign()
 
 
@@ -50,13 +53,13 @@ def test_replica_that_does_not_lead_has_no_problem(health: LeaderHealth, clock: 
 
 def test_hanging_pass_ends_the_term_and_keeps_the_replica_out(health: LeaderHealth, clock: Clock) -> None:
     health.leading(True)
-    health.pass_began()
+    health.pass_began(JOB)
     clock.now += DEADLINE_S + 1.0
     assert "does not return" in health.reason_to_resign() and health.may_lead()
     health.resigned()
     clock.now += 1e6
     assert not health.may_lead()
-    health.pass_failed("Fenced")
+    health.pass_failed(JOB, "Fenced")
     assert health.may_lead()
 
 
@@ -74,17 +77,19 @@ def test_broken_replicas_leave_the_leadership_to_a_sound_one(seed: int, replicas
     """A day of a cluster in which all, all but one, or none of the replicas fail every pass."""
     rng, clock = random.Random(seed), Clock(1000.0)
     all_health = [LeaderHealth(DEADLINE_S, clock) for _ in range(replicas)]
+    for each in all_health:
+        each.expect(JOB)
     sound = {"all": set(), "all but one": {rng.randrange(replicas)}, "none": set(range(replicas))}[broken]
     leader, changes, end = 0, [], clock.now + 24 * 3600.0
     all_health[leader].leading(True)
     while clock.now < end:
         clock.now += rng.uniform(0.5, 10.0)
         health = all_health[leader]
-        health.pass_began()
+        health.pass_began(JOB)
         if leader in sound:
-            health.pass_succeeded()
+            health.pass_succeeded(JOB)
         else:
-            health.pass_failed("a bug")
+            health.pass_failed(JOB, "a bug")
         if health.reason_to_resign():
             health.resigned()
             health.leading(False)
@@ -96,3 +101,84 @@ def test_broken_replicas_leave_the_leadership_to_a_sound_one(seed: int, replicas
         assert replicas <= len(changes) <= per_replica + 6 * replicas, "each replica has its turn, without a storm"
     else:
         assert leader in sound and len(changes) < replicas
+
+
+def test_each_loop_of_a_leader_must_succeed_and_is_tolerated_by_its_own_measure(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    health.expect("good")
+    health.expect("bad")
+    health.leading(True)
+    resigned = []
+    for _ in range(int(8 * DEADLINE_S)):
+        clock.now += 1.0
+        health.pass_began("good")
+        health.pass_succeeded("good")
+        failed_pass(health, of="bad")
+        if reason := health.reason_to_resign():
+            assert "pass of bad" in reason and "good" not in reason
+            resigned.append(clock.now)
+            health.resigned()
+            health.leading(True)
+    first, second, third = resigned
+    assert second - first > 1.5 * (DEADLINE_S + 1) and third - second > 1.5 * (second - first)
+    health.ended("bad")
+    clock.now += DEADLINE_S
+    assert not health.problem() and not health.reason_to_resign()
+
+
+def test_pass_of_any_loop_that_hangs_keeps_the_replica_out(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    for loop in ("one", "two"):
+        health.expect(loop)
+    health.leading(True)
+    health.pass_began("one")
+    clock.now += DEADLINE_S + 1.0
+    assert "pass of one" in health.reason_to_resign()
+    health.resigned()
+    health.pass_began("two")
+    health.pass_succeeded("two")
+    assert not health.may_lead()
+    health.pass_succeeded("one")
+    assert health.may_lead()
+
+
+def test_loop_that_has_ended_is_not_brought_back_by_its_last_pass(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    health.expect("gone")
+    health.leading(True)
+    health.pass_began("gone")
+    health.ended("gone")
+    health.pass_failed("gone", "late")
+    clock.now += 1e6
+    assert not health.problem() and health.may_lead()
+
+
+def test_cause_that_no_replica_could_help_spares_its_own_loop_alone(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    for loop in ("full", "bad"):
+        health.expect(loop)
+    health.leading(True)
+    clock.now += DEADLINE_S + 1.0
+    failed_pass(health, "EtcdFull", of="full", stays=True)
+    health.pass_began("bad")
+    health.pass_succeeded("bad")
+    assert not health.reason_to_resign()
+    clock.now += DEADLINE_S + 1.0
+    failed_pass(health, "a bug", of="bad")
+    assert "pass of bad" in health.reason_to_resign() and "full" not in health.reason_to_resign()
+    health.resigned()
+    health.leading(True)
+    assert not health.problem(), "a term begins healthy"
+    clock.now += DEADLINE_S + 1.0
+    failed_pass(health, "a bug", of="full")
+    assert "pass of full" in health.reason_to_resign(), "this loop is tolerated for no longer than before"
+    assert "bad" not in health.reason_to_resign()
+
+
+def test_loop_that_is_expected_again_keeps_what_is_known_of_it(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    health.expect("bad")
+    health.leading(True)
+    clock.now += DEADLINE_S + 1.0
+    health.expect("bad")
+    assert health.reason_to_resign()

@@ -16,12 +16,12 @@ from elastic_rl.errors import EtcdUnavailable, Fenced, OutcomeUnknown
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, KeyValue, Op
 from elastic_rl.etcd.fencing import FencedWriter
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import TxnResult
 from tests.support.budget import seeds
 
 KEYS = Keys("j")
-LEADER, COUNTER, CLAIM = KEYS.leader("a"), KEYS.pool_spec("rollout"), KEYS.idempotency("k")
+LEADER, COUNTER, CLAIM = ClusterKeys(KEYS.job).leader("a"), KEYS.pool_spec("rollout"), KEYS.idempotency("k")
 
 
 @dataclass
@@ -155,7 +155,7 @@ def test_replica_that_does_not_lead_changes_nothing() -> None:
 def test_second_request_with_one_idempotency_key_is_refused() -> None:
     etcd = LossyEtcd()
     writer = leading(etcd)
-    assert count_once(etcd).commit(etcd, writer, Claim(), "/v1/operations/1")  # type: ignore[arg-type]
+    assert count_once(etcd).commit(etcd, writer, Claim(), "/v1/jobs/j/operations/1")  # type: ignore[arg-type]
     with pytest.raises(Problem, match="faster"):
-        count_once(etcd).commit(etcd, writer, Claim(), "/v1/operations/2")  # type: ignore[arg-type]
-    assert (etcd.kvs[CLAIM].value, etcd.kvs[COUNTER].value) == (b"/v1/operations/1", b"1")
+        count_once(etcd).commit(etcd, writer, Claim(), "/v1/jobs/j/operations/2")  # type: ignore[arg-type]
+    assert (etcd.kvs[CLAIM].value, etcd.kvs[COUNTER].value) == (b"/v1/jobs/j/operations/1", b"1")

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.server import sglang_server as server_module
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import EngineFailed
 from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.runtime.waiting import ProgressLimit
 
-LIMIT_S = 3.0
+LIMIT_S, LINES = 3.0, 6
 SLOW = """
 import sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -24,13 +26,12 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-end = time.monotonic() + 6
-while time.monotonic() < end:
+for _ in range(LINES):
     print("loading", flush=True)
-    time.sleep(0.5)
+    time.sleep(0.2)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answer).serve_forever()
 """
-QUICK = SLOW.replace("+ 6", "+ 0")
+SLOW, QUICK = SLOW.replace("LINES", str(LINES)), SLOW.replace("LINES", "1")
 HANGS = "import time\nprint('loading', flush=True)\ntime.sleep(600)"
 ENDS = "raise SystemExit('no such model')"
 SAYS_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))"
@@ -39,17 +40,23 @@ SAYS_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))"
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> SGLangServer:
     monkeypatch.setattr(server_module, "python", lambda _, *args: ["python", "-c", request.param, *args])
-    cfg = EngineConfig(start_timeout_s=LIMIT_S)
+    cfg = EngineConfig(start_timeout_s=LIMIT_S if request.param in (SLOW, HANGS) else PATIENCE_S)
     return SGLangServer("model", host=LOOPBACK, cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
                         tag="test-start")
 
 
 @pytest.mark.parametrize("server", [SLOW], indirect=True, ids=["slow"])
-def test_start_that_goes_on_is_waited_for_beyond_the_limit(server: SGLangServer) -> None:
-    began = time.monotonic()
+def test_start_that_goes_on_is_waited_for_beyond_the_limit(server: SGLangServer, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only while the program makes progress: two seconds for each of its lines, however slow it is here."""
+    def clock() -> float:
+        log = tmp_path / "log"
+        return 2.0 * log.read_text().count("loading") if log.exists() else 0.0
+
+    monkeypatch.setattr(server_module, "ProgressLimit", partial(ProgressLimit, clock=clock))
     server.start()
     try:
-        assert server.alive() and time.monotonic() - began > LIMIT_S
+        assert server.alive() and clock() == 2.0 * LINES > LIMIT_S
     finally:
         server.close()
 

@@ -83,7 +83,7 @@ def test_train_takes_the_cluster_down_as_its_last_owner_only(
         cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_other: bool) -> None:
     taken_down: list[str] = []
     info = ClusterInfo("j", ["127.0.0.1:1"], [], "")
-    monkeypatch.setattr(Cluster, "up", lambda self: info)
+    monkeypatch.setattr(Cluster, "up", lambda self, **_: info)
     monkeypatch.setattr(Cluster, "down", lambda self: taken_down.append(self.cfg.job))
     monkeypatch.setattr("elastic_rl.job.check.require", lambda cfg: None)
     monkeypatch.setattr(run, "_train", lambda cfg, info, **options: 0)

@@ -13,7 +13,7 @@ import pytest
 from support.waiting import wait_until
 
 from elastic_rl.errors import Conflict
-from elastic_rl.host import file_lock, processes
+from elastic_rl.host import file_lock, processes, service_files
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
 
 SLEEP = ["sleep", "600"]
@@ -194,7 +194,7 @@ def test_last_word_of_a_service_that_ends_while_it_is_looked_at_is_read(
         service_files.report_completed()
         return False
 
-    monkeypatch.setattr(service_files, "_holds", ends_meanwhile)
+    monkeypatch.setattr(file_lock, "holds", ends_meanwhile)
     assert services.get("a") == ServiceRecord("a", generation=3, completed=True)
 
 

@@ -59,8 +59,8 @@ def test_proxy_of_the_environment_gets_nothing(servers: tuple[_Server, _Server],
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    AdminClient(ClusterInfo("j", [], [f"http://127.0.0.1:{api.server_port}"], "")).get("/v1/job")
-    assert (api.requests, proxy.requests) == (["/v1/job"], [])
+    AdminClient(ClusterInfo("j", [], [f"http://127.0.0.1:{api.server_port}"], "")).get("")
+    assert (api.requests, proxy.requests) == (["/v1/jobs/j"], [])
 
 
 def test_only_http_client_makes_clients() -> None:
@@ -86,7 +86,7 @@ def test_clients_read_trusted_certificates_for_tls_only_and_once(monkeypatch: py
     tls._trust_of_the_system.cache_clear()
     http_client.client(base_url="http://127.0.0.1:9").close()
     with pytest.raises(EtcdUnavailable):  # since nobody listens there
-        AdminClient(ClusterInfo("j", [], ["http://127.0.0.1:9"], "", ""), retry_budget_s=0.0).get("/v1/job")
+        AdminClient(ClusterInfo("j", [], ["http://127.0.0.1:9"], "", ""), retry_budget_s=0.0).get("")
     with pytest.raises(AssertionError):
         http_client.client(base_url="https://127.0.0.1:9")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -33,11 +34,12 @@ def test_each_rule_has_a_severity_a_summary_and_a_description() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
-        assert "run" in rule["expr"] or rule["alert"] == "ElasticRLCoordinatorDown"
+        assert "cluster" in rule["expr"] or rule["alert"] == "ElasticRLCoordinatorDown"
 
 
 def test_dashboard_expressions_are_valid_promql(tmp_path: Path) -> None:
-    found = {where: expr.replace("$run", ".*") for where, expr in expressions().items() if where.startswith("panel")}
+    found = {where: re.sub(r"\$(cluster|job)\b", ".*", expr) for where, expr in expressions().items()
+             if where.startswith("panel")}
     assert len(found) > 50
     records = [{"record": f"x:{i}", "expr": expr, "labels": {"where": where}}
                for i, (where, expr) in enumerate(found.items())]
@@ -51,7 +53,8 @@ def test_dashboard_has_what_grafana_needs() -> None:
     board = dashboard()
     assert board["schemaVersion"] >= 36 and board["uid"] and board["title"] and "id" not in board
     variables = {v["name"]: v for v in board["templating"]["list"]}
-    assert variables["datasource"]["type"] == "datasource" and variables["run"]["type"] == "query"
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["cluster"]["type"] == variables["job"]["type"] == "query"
     panels = board["panels"]
     assert len({p["id"] for p in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -69,4 +72,4 @@ def test_dashboard_has_what_grafana_needs() -> None:
         for source in (panel["datasource"], *(t["datasource"] for t in panel["targets"])):
             assert source == {"type": "prometheus", "uid": "${datasource}"}
         for target in panel["targets"]:
-            assert 'run=~"$run"' in target["expr"] and target["legendFormat"]
+            assert 'cluster=~"$cluster"' in target["expr"] and target["legendFormat"]

@@ -1,0 +1,57 @@
+"""Routes of the cluster: probes, metrics, and the listing of its jobs."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Response
+
+from elastic_rl.coordinator import job_view
+from elastic_rl.coordinator.api import pages, route_docs
+from elastic_rl.coordinator.api.context import ReplicaCtx
+from elastic_rl.coordinator.api.models import JobPage, Readiness, ReplicaHealth
+from elastic_rl.coordinator.api.pages import After, Limit
+from elastic_rl.coordinator.api.route_docs import described
+from elastic_rl.coordinator.metrics import scrape
+from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.telemetry import metrics as registry
+
+
+def install(app: FastAPI) -> None:
+    """Adds the routes."""
+    app.get("/healthz", response_model=ReplicaHealth, **described(route_docs.HEALTH))(healthz)
+    app.get("/readyz", response_model=Readiness, **described(route_docs.READY))(readyz)
+    app.get("/metrics", response_model=None, response_class=_Text, **described(route_docs.METRICS))(prometheus)
+    app.get("/v1/jobs", response_model=JobPage, **described(route_docs.JOBS))(list_jobs)
+
+
+class _Text(Response):
+    media_type = "text/plain"
+
+
+async def healthz(ctx: ReplicaCtx) -> ReplicaHealth:
+    """Says that the replica is alive. Does not depend on etcd."""
+    return ReplicaHealth(status="ok", replica=ctx.election.replica)
+
+
+def readyz(ctx: ReplicaCtx) -> Readiness:
+    """503 while etcd does not answer, the replica stops, or it leads and its reconcile passes fail."""
+    if ctx.stopping.is_set():
+        raise Problem(503, Kind.STOPPING, "The replica is stopping")
+    if problem := ctx.election.health.problem():
+        raise Problem(503, Kind.NOT_RECONCILING, "The leader's reconcile passes fail", problem)
+    leader = ctx.election.current()
+    return Readiness(status="ready", replica=ctx.election.replica, leader=leader.replica if leader else None)
+
+
+def prometheus(ctx: ReplicaCtx) -> Response:
+    """Metrics of the replica and of every job in the text format. While etcd is away those of the jobs are missing."""
+    jobs = [(job.keys, job.cfg) for job in ctx.jobs.values()]
+    return Response(scrape.scrape(ctx.etcd, jobs, ctx.election), media_type=registry.CONTENT_TYPE)
+
+
+def list_jobs(ctx: ReplicaCtx, limit: Limit = 100, after: After = "") -> Response:
+    """The jobs, by name."""
+    last = pages.place(after) if after else ""
+    found = [job for name, job in sorted(ctx.jobs.items()) if name > last]
+    shown = [job_view.read(ctx.etcd, job.keys, ctx.election.replica) for job in found[:limit]]
+    return pages.page([view.model_dump_json().encode() for view in shown],
+                      shown[-1].name if len(found) > limit else None)

@@ -1,0 +1,89 @@
+"""The settings of a job as they are in its record: sealed with a key of the cluster's secret.
+
+They hold passwords (URLs of alerts and of the durable store, options of plug-ins), and they name plug-ins, which are
+code that the job's processes run. So who can only read etcd learns none of them, and who can only write to it has none
+of his own accepted.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+
+from cryptography.fernet import Fernet, InvalidToken
+
+from elastic_rl import config
+from elastic_rl.config import Config
+from elastic_rl.errors import ConfigError
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import JobRecord
+from elastic_rl.etcd.decoding import decode_bytes
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.net.cluster_secret import ClusterSecret
+
+_OF_THE_CLUSTER = frozenset({"etcd", "coordinator", "run_dir"})
+"""Sections that a job takes from its cluster."""
+
+
+class OtherSecret(ConfigError):
+    """Settings were not sealed with the secret that is to open them."""
+
+
+def sealed(cfg: Config, secret: ClusterSecret) -> str:
+    """The settings of ``cfg.job`` for its record."""
+    values = cfg.model_dump(mode="json", exclude=set(_OF_THE_CLUSTER))
+    return _fernet(secret, cfg.job).encrypt(json.dumps(values).encode()).decode()
+
+
+def opened(settings: str, job: str, secret: ClusterSecret, cluster: Config) -> Config:
+    """The settings of a job, with the sections of its cluster. Raises ConfigError for what was not sealed under this
+    secret for this job, and for settings that this release cannot use."""
+    try:
+        values = json.loads(_fernet(secret, job).decrypt(settings.encode()))
+    except InvalidToken as e:
+        raise OtherSecret(f"the settings in the record of job {job} were not sealed with this cluster's secret",
+                          hint="submit the job again, and restart what still runs with an older secret") from e
+    if not isinstance(values, dict):
+        raise ConfigError(f"the settings in the record of job {job} are no mapping", hint="submit the job again")
+    return config.parse({**values, **cluster.model_dump(mode="json", include=set(_OF_THE_CLUSTER)),
+                         "job": job})
+
+
+def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecret, *, resubmit: bool = True,
+           reseal: bool = True) -> None:
+    """Writes the record of ``cfg.job``, or the settings in the one that is there unless they are these. ``resubmit``:
+    also where it has others. ``reseal``: also where they were sealed with another secret, which the coordinators that
+    run must then not have.
+
+    Raises OtherSecret, ConfigError for a record that this release cannot read, and EtcdUnavailable.
+    """
+    found = etcd.get(keys.job(cfg.job))
+    if found is not None:
+        record = _record(found.value, cfg.job)
+        try:
+            if opened(record.settings, cfg.job, secret, cfg) == cfg or not resubmit:
+                return
+        except OtherSecret:
+            if not reseal:
+                raise
+        except ConfigError:  # settings of another release: replaced by those of this one
+            pass
+
+    def change(raw: bytes | None) -> bytes:
+        before = _record(raw, cfg.job) if raw is not None else JobRecord(submitted_at=time.time())
+        return before.replace(settings=sealed(cfg, secret)).encode()
+
+    etcd.update(keys.job(cfg.job), change)
+
+
+def _record(raw: bytes, job: str) -> JobRecord:
+    found = decode_bytes(raw, JobRecord)
+    if found is None:
+        raise ConfigError(f"the record of job {job} in etcd cannot be read",
+                          hint="a later release may have written it: use that one")
+    return found
+
+
+def _fernet(secret: ClusterSecret, job: str) -> Fernet:
+    return Fernet(base64.urlsafe_b64encode(bytes.fromhex(secret.settings(job))))
