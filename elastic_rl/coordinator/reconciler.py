@@ -102,7 +102,7 @@ class Reconciler:
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
-        self._election.health.expect(self._loop)
+        """Begins to make passes; the caller has the health of the leader expect them (``loop_of``)."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -231,8 +231,8 @@ class Reconciler:
         self._leader_clock.begin_term()
         found, named = self._etcd.get(self._keys.leadership()), self._etcd.get(self._keys.leader())
         before = decode(found, Leadership, {}) if found else None
-        said = named is not None and named.lease == mine.lease
-        ops = [] if said else [Op.put(self._keys.leader(), mine.value, mine.lease)]
+        is_named = named is not None and named.lease == mine.lease
+        ops = [] if is_named else [Op.put(self._keys.leader(), mine.value, mine.lease)]
         if before is None or before.term != mine.create_revision:
             leader = Leader.decode(mine.value)
             record = Leadership(replica=leader.replica, url=leader.url, pid=leader.pid, term=mine.create_revision,

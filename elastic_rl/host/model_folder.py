@@ -266,7 +266,7 @@ class _Stored:
     dtype: str
     shape: list[int]
     start: int
-    """The offset of its first byte in the file; ``stop`` is that after its last one."""
+    """Offset of the tensor's first byte in the file; ``stop`` is that after its last one."""
     stop: int
 
 

@@ -42,7 +42,7 @@ class ServiceRecord:
     generation: int = 0
     """Generation of the assignment that it was started for; 0 where there is none."""
     completed: bool = False
-    """It has said that its work is done."""
+    """Whether the service has said that its work is done."""
 
     @property
     def elsewhere(self) -> bool:
@@ -88,7 +88,7 @@ class ServiceFiles:
                 if record.pid and file_lock.holds(record.pid, path):
                     return replace(record, running=True)
                 if file_lock.taken(file, shared=True):
-                    return replace(_read(file), name=name, pid=0)  # its last words may have come after the first look
+                    return replace(_read(file), name=name, pid=0)  # it may have ended, and written this, since
         except FileNotFoundError:
             return None
         holders = file_lock.holders(path)

@@ -11,7 +11,7 @@ from elastic_rl.coordinator.dcs_sweep import DcsSweep, Sweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.operations.service import OperationService
-from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.reconciler import Reconciler, loop_of
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Operation
@@ -34,6 +34,7 @@ class Leader:
         self.sweep = DcsSweep(sweep, self.election, every_s=0.1) if sweep else None
         self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep,
                                      clock=lambda: time.time() + skew_s, monotonic=monotonic)
+        self.health.expect(loop_of(keys.job))
         if await_leadership:
             self.await_leadership()
         self.reconciler.start()

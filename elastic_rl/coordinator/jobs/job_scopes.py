@@ -44,7 +44,7 @@ class _Known:
     settings: str = ""
     """The sealed settings that the scope was opened with."""
     closing: JobScope | None = None
-    """The scope before, whose loops may still be in their last pass."""
+    """The scope that was open before, whose loops may still be in their last pass."""
     retry: RetryBackoff = field(default_factory=lambda: RetryBackoff(*_RETRY_S))
     fault: str = ""
     """Why no scope with the settings of the record is open; empty if one is, or was not tried yet."""

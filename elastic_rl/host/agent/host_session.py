@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 _READ_EVERY_S = 5.0
 """The assignments are read when one has changed, and so often."""
 _CHECK_EVERY_S = 5.0
-"""The status is written when it has changed. Without a change the agent asks so often whether its registration is still
-there."""
+"""The status is written when it has changed. While it does not, the registration is looked up so often."""
 _TURN_S = 0.2
 """Longest time until a new status is written, and until a changed assignment is read."""
 _PAUSE_S = 0.5
@@ -57,11 +56,11 @@ class HostName(StrEnum):
     """Whether an agent may register the name of its host."""
 
     FREE = "free"
-    """Nobody is registered, or a predecessor of this agent, which has ended."""
+    """Nobody is registered under the name, or a predecessor of this agent, which has ended."""
     TAKEN = "taken"
-    """It is until the lease of another machine, or of this one before its boot, has ended."""
+    """Another machine, or this one before its boot, is registered under the name until its lease has ended."""
     REPLACED = "replaced"
-    """An agent that was started later has it: this one gives up."""
+    """An agent of this host that was started later is registered under the name: this one gives up."""
 
 
 def name_of_host(registered_at: int, registered: Host | None, incarnation: str, began: int) -> HostName:
@@ -106,7 +105,7 @@ class HostSession:
         self._key, self._registration_key = keys.host(host.id), keys.host_registration(host.id)
         self._writer = FencedWriter(etcd, keys, self._token, f"the registration of host {host.id}")
         self._renewed_at = boottime_s()
-        """The same as ``AgentLease.renewed_at``, while there is no registration."""
+        """Value of ``AgentLease.renewed_at`` while there is no registration."""
         self._held: _Registration | None = None
         self._began = 0
         """Revision of etcd when this agent first read it: registrations before it are of its predecessors."""

@@ -73,7 +73,7 @@ class ServiceState:
 
 def on_seen(state: ServiceState | None, running: bool, now: float, limits: RestartLimits, *,
             jitter: float) -> ServiceState:
-    """The service was looked for, and runs or not. ``state``: None the first time. ``jitter``: as for ``on_ended``."""
+    """The service was found running, or not. ``state``: None the first time. ``jitter``: as for ``on_ended``."""
     if state is None:
         return ServiceState.running(now, limits) if running else ServiceState.ended(now, limits)
     return on_running(state, now, limits) if running else on_ended(state, now, limits, jitter=jitter)

@@ -3,10 +3,10 @@
 Each singleton has one service file, which its process holds locked. So a second process of it cannot be started on this
 host, whatever its generation, and an agent that is restarted finds what runs, with its generation. A singleton that
 has done its work says so in its file (``service_files.report_completed``). An exit code is seen by the agent that
-started the process and by no later one, so 0 means nothing: what ends without that word is started again.
+started the process and by no later one, so 0 means nothing: what ends without having said so is started again.
 
 What a process leaves behind is ended before its singleton is started again: Ray's dashboard agent keeps a port, and a
-process of an older driver would write under the new one's eyes.
+process of an older driver would write beside the new one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Singletons:
         self._times, self._limits, self._clock = times, limits, clock
         self._states: dict[tuple[str, int], ServiceState] = {}
         self._stopped: set[tuple[str, int]] = set()
-        """Those that this object has ended: that is no failure of theirs."""
+        """Generations that this object has ended, which is no failure of theirs."""
         self._faults: dict[tuple[str, int], str] = {}
         """Why a generation could not be started, by name and generation."""
         self._adopted: dict[str, int] = {}
@@ -88,7 +88,7 @@ class Singletons:
                           not_ready=duties.why_not_ready(view.lease, view.known, self._here(records)))
 
     def close(self) -> None:
-        """What is being ended is ended; nothing else is."""
+        """Returns when the processes have ended that are being ended. All others run on."""
         self._executor.shutdown()
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -108,20 +108,20 @@ class Singletons:
         """Takes notice of whether a process runs, and has what one that has ended left behind ended."""
         name = unquote(record.name)
         key = name, record.generation
-        state = self._states.get(key)
         if record.running:
             self._left_nothing.discard(name)
-            self._states[key] = (restart_policy.on_running(state, now, self._limits) if state is not None
-                                 else ServiceState.running(now, self._limits))
+            self._states[key] = self._seen(key, record, now)
             self._faults.pop(key, None)
             return
         if key in self._stopped:
             self._states.pop(key, None)
         elif not record.completed:
-            self._states[key] = (restart_policy.on_ended(state, now, self._limits, jitter=random.random())
-                                 if state is not None else ServiceState.ended(now, self._limits))
+            self._states[key] = self._seen(key, record, now)
         if name not in self._left_nothing and self._ended(name):
             self._left_nothing.add(name)
+
+    def _seen(self, key: tuple[str, int], record: ServiceRecord, now: float) -> ServiceState:
+        return restart_policy.on_seen(self._states.get(key), record.running, now, self._limits, jitter=random.random())
 
     def _ended(self, name: str) -> bool:
         """Whether nothing is left of a singleton whose process has ended; begins to end it where that is not known."""

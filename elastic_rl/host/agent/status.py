@@ -69,7 +69,7 @@ class AgentWatch:
         self._agent: ServiceState | None = None
         """The two processes of the agent as one service."""
         self._fault = ""
-        """Why it could not be started."""
+        """Why the agent could not be started."""
 
     def waiting(self) -> Mapping[str, str]:
         """Name → what it waits for, as of a second ago at most."""
