@@ -113,7 +113,7 @@ class JobScopes(ServedJobs):
         self._records.close()
         scopes = [known.scope for known in self._jobs.copy().values() if known.scope is not None]
         with ThreadPoolExecutor(_CLOSING_AT_ONCE) as pool:
-            list(pool.map(JobScope.close, scopes))
+            list(pool.map(lambda scope: scope.close(), scopes))
 
     def _run(self) -> None:
         try:
