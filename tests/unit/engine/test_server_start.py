@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +40,14 @@ SAYS_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))"
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> SGLangServer:
-    monkeypatch.setattr(server_module, "python", lambda _, *args: ["python", "-c", request.param, *args])
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[SGLangServer]:
+    # Isolated (-I): nothing that another test has left in the folder or the environment decides what it imports.
+    monkeypatch.setattr(server_module, "python", lambda _, *args: [sys.executable, "-I", "-c", request.param, *args])
     cfg = EngineConfig(start_timeout_s=LIMIT_S if request.param in (SLOW, HANGS) else PATIENCE_S)
-    return SGLangServer("model", host=LOOPBACK, cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
-                        tag="test-start")
+    yield SGLangServer("model", host=LOOPBACK, cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
+                       tag="test-start")
+    if (tmp_path / "log").exists():
+        print((tmp_path / "log").read_text())  # pytest shows it with a test that fails
 
 
 @pytest.mark.parametrize("server", [SLOW], indirect=True, ids=["slow"])
