@@ -67,15 +67,18 @@ _INTERRUPTED_ETCD_BUDGET_S = 2.0
 
 OnTick = Callable[[Mapping[str, str]], None]
 """Called with what the run waits for: name of a local service that does not run → why."""
+OnBegun = Callable[[], None]
+"""Called when all is checked and decided, before the driver is started."""
 
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
-        on_tick: OnTick | None = None, from_job: str = "") -> int:
+        on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
+        begun_at: float = 0.0) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed. Always writes the report.
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
-    its turn. ``on_tick`` is called four times a second, for the live view. ``from_job``: begin with the newest
-    committed policy of this job.
+    its turn. ``on_tick`` is called four times a second. ``from_job``: begin with the newest committed policy of this
+    job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -88,10 +91,14 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
     cluster = Cluster(cfg)
     with _exclusive(cluster):
+        if begun_at and (code := _end_without_us(cfg, info, begun_at)) is not None:
+            return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
         ctx = prepare(cfg, info, from_job=from_job)
-        Cluster(ctx.config).submit(info.etcd_endpoints)  # not before: a run that is refused changes nothing
-        return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()))
+        Cluster(ctx.config).put_job_record(info.etcd_endpoints)  # not before: a run that is refused changes nothing
+        on_begun()
+        return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
+                    started=begun_at or time.time())
 
 
 @contextmanager
@@ -106,8 +113,22 @@ def _exclusive(cluster: Cluster) -> Iterator[None]:
             leftovers.sweep(paths)
 
 
-def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None]) -> int:
-    started = time.time()
+def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | None:
+    """The exit code of a run whose job ended after this process's predecessor was killed, with its report; None where
+    it has not ended. ``prepare`` would refuse a job that has done all its steps, and repeat one that failed."""
+    ctx = RunContext(config=_absolute(cfg), etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir="",
+                     host=own_address())
+    with _connect(ctx, cfg.etcd.retry_budget_s) as etcd:
+        phase = _status(etcd, ctx.keys).phase
+    if phase not in ("finished", "failed"):
+        return None
+    code = 0 if phase == "finished" else 1
+    _report(ctx, code, wall_s=time.time() - begun_at)
+    return code
+
+
+def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None], *,
+         started: float) -> int:
     code: int | None = None
     with _connect(ctx, _TICK_ETCD_BUDGET_S) as etcd, ctx.connect() as injected:
         injector = _start_injector(ctx, injected, info, fault_plan) if fault_plan else None

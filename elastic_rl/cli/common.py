@@ -93,7 +93,28 @@ def _names_job(ctx: typer.Context, file: Path | None) -> bool:
     return file is not None or any(a == "--job" or a.startswith("--job=") for a in ctx.args)
 
 
-def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False) -> Cluster:
+def set_job(ctx: typer.Context, job: str) -> None:
+    """Turns the argument JOB of a command line into ``--job=JOB``. ``job``: the first word that is no option of the
+    command, which may be a setting instead. Raises ConfigError for a second job."""
+    names, settings, left = list[str](), list[str](), [job, *ctx.args] if job else list(ctx.args)
+    while left:
+        word = left.pop(0)
+        (settings if word.startswith("--") else names).append(word)
+        if word.startswith("--") and "=" not in word and left:
+            settings.append(left.pop(0))
+    if len(names) > 1:
+        raise ConfigError(f"unexpected argument {names[1]!r}", hint="name one job; settings are --key.sub=value")
+    ctx.args[:] = [*(f"--job={name}" for name in names), *settings]
+
+
+def location(ctx: typer.Context, file: Path | None) -> Config:
+    """A configuration with nothing but the job and the run_dir of the command line."""
+    from elastic_rl.host import cluster_settings
+    return cluster_settings.location(_given(ctx, file))
+
+
+def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False,
+                 say: Callable[[str], None] | None = None) -> Cluster:
     """The cluster of the job; where no job is named and exactly one cluster is up under run_dir, that one. The settings
     are those that it was started with, and those of the command line on top. ``to_stop``: only the latter, since
     ``down`` goes by what ``up`` recorded, and must work with damaged settings too."""
@@ -107,7 +128,7 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False
             raise ConfigError(f"several clusters are up: {', '.join(up)}", hint="name one with --job=NAME")
         if up:
             given["job"] = up[0]
-    return _cluster_of(given, file, stored=not to_stop)
+    return _cluster_of(given, file, stored=not to_stop, say=say)
 
 
 def cluster_to_delete(ctx: typer.Context, file: Path | None, *, asks: bool) -> Cluster:

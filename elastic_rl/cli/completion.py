@@ -53,6 +53,17 @@ def operations(ctx: typer.Context, incomplete: str) -> list[str]:
     return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("operations", limit=_MAX_NAMES)])
 
 
+def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Jobs below the run_dir of the command line so far."""
+    from elastic_rl.cli import common
+    from elastic_rl.host import paths
+    try:
+        ctx.args[:] = [a for a in ctx.args if a.startswith("--") and "=" in a]
+        return _starting(paths.jobs_of_user(common.location(ctx, ctx.params.get("file")).run_dir), incomplete)
+    except Exception:  # as in _names
+        return []
+
+
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
     """Targets of a restart."""
     return _starting([*TRAINER_GROUPS, "job"], incomplete) + _names(ctx, incomplete, _parts)

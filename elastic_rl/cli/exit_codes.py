@@ -33,7 +33,7 @@ MEANING = {
     Exit.PREFLIGHT: "the machine does not meet the requirements",
     Exit.REFUSED: "refused by the API",
     Exit.DEADLINE: "a deadline passed; an operation that was waited for continues",
-    Exit.INTERRUPTED: "interrupted; an operation that was waited for continues",
+    Exit.INTERRUPTED: "interrupted; what was waited for, or followed, continues, but for a run that was stopped",
 }
 
 

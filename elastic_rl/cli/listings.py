@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl.cli import tables, watch_loop
-from elastic_rl.cli.common import EXTRA, File, Output, Target, api_command, load, out
+from elastic_rl.cli.common import EXTRA, File, Output, Target, api_command, find_cluster, load, out
+from elastic_rl.cli.jobs import row_of
 from elastic_rl.cli.step_lines import throughput_line, update_line
 from elastic_rl.cli.tables import Format
 from elastic_rl.cli.watch_loop import Reading
@@ -52,15 +53,22 @@ def _listing(cluster: Target, path: str, columns: Sequence[str], wide: Sequence[
 def status(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
     """Show the run's progress, pools, running operations, alerts and members."""
     with cluster.api() as api:
-        watch_loop.show(lambda: _status(api, output), output, watch=watch)
+        watch_loop.show(lambda: _status(api, _run(cluster), output), output, watch=watch)
 
 
-def _status(api: AdminClient, output: Format) -> Reading:
+def _run(cluster: Target) -> dict[str, Any]:
+    """What this machine's files say of the run, which etcd does not know before all is checked, nor when it was
+    refused; empty for a cluster elsewhere."""
+    return {} if cluster.remote else {"run": row_of(find_cluster(cluster.ctx, cluster.file))}
+
+
+def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
     from rich.console import Group
     found = {"job": api.get(""), "steps": api.items("steps", limit=1), "pools": api.items("pools"),
              "operations": api.items("operations?state=running"), "alerts": api.items("alerts"),
-             "members": _members(api)}
-    parts = [tables.facts(job_facts(found["job"]) | step_facts(found["steps"])), "",
+             "members": _members(api), **run}
+    facts = {name: " ".join(filter(None, (row["state"], row["message"]))) for name, row in run.items()}
+    parts = [tables.facts(job_facts(found["job"]) | facts | step_facts(found["steps"])), "",
              tables.table(found["pools"], _POOL, output)]
     if found["operations"]:
         parts += ["", tables.table(operation_rows(found["operations"]), OPERATION, output, wide=OPERATION_WIDE)]

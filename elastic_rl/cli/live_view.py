@@ -172,16 +172,18 @@ def waiting_line(status: JobStatus | None, now: float) -> str:
 
 
 def render(job: str, state: RunState, cluster: ClusterState, *, elapsed_s: float, width: int = 80,
-           waiting: Mapping[str, str] = MappingProxyType({})) -> RenderableType:
-    """The whole view. ``waiting``: what this process waits for, and why."""
+           waiting: Mapping[str, str] = MappingProxyType({}), doing: str = "") -> RenderableType:
+    """The whole view. ``waiting``: what the run waits for, and why. ``doing``: what the run's process does while its
+    job's status in etcd is one of before, or does not say it."""
     status, last = cluster.status, state.last
     phase = status.phase if status else "starting"
     done, steps = int(last.get("step", 0)), state.steps
     head = Table.grid(expand=True, padding=(0, 2))
     head.add_column()
     head.add_column(justify="right")
-    doing = f"  {phase}: {printable(status.stage)}" if status and status.stage else f"  {phase}"
-    head.add_row(Text.assemble((job, "bold"), doing, (f"  step {done}/{steps}" if last else "", "bold")),
+    if not doing:
+        doing = f"{phase}: {printable(status.stage)}" if status and status.stage else phase
+    head.add_row(Text.assemble((job, "bold"), f"  {doing}", (f"  step {done}/{steps}" if last else "", "bold")),
                  f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -275,11 +277,15 @@ class LiveView:
     """
 
     def __init__(self, *, job: str, steps: int, steps_path: Path, etcd: EtcdClient, console: Console | None = None,
-                 interval_s: float = 0.5) -> None:
+                 interval_s: float = 0.5, started_at: float | None = None, skip_past: bool = False) -> None:
+        """``started_at``: when the run was submitted, in unix seconds; now if it is not given. ``skip_past``: of the
+        records that are there already only the last one gets a line."""
         self._job, self._reader = job, ClusterReader(etcd, Keys(job), interval_s=interval_s)
         self._tail, self.state = Tail(steps_path), RunState(steps)
         self._console = console or RunConsole()
-        self._interval_s, self._next, self._start = interval_s, 0.0, time.monotonic()
+        self._interval_s, self._next = interval_s, 0.0
+        self._started_at = time.time() if started_at is None else started_at
+        self._skips, self._doing = skip_past, ""
         self._printed: deque[str] = deque(maxlen=_MAX_SEEN)
         self._outages: dict[str, str] = {}
         """What this process waited for at the last refresh, for the plain lines."""
@@ -291,10 +297,11 @@ class LiveView:
         if self._live:
             self._live.start()
 
-    def tick(self, waiting: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Refreshes the view, at most every ``interval_s``. ``waiting``: services that do not run, and why."""
+    def tick(self, waiting: Mapping[str, str] = MappingProxyType({}), doing: str = "") -> None:
+        """Refreshes the view, at most every ``interval_s``. ``waiting``: services that do not run, and why. ``doing``:
+        see ``render``."""
         if time.monotonic() >= self._next:
-            self._waiting = waiting
+            self._waiting, self._doing = waiting, doing
             self._refresh()
             self._next = time.monotonic() + self._interval_s
 
@@ -311,15 +318,21 @@ class LiveView:
         cluster = self._reader.latest()
         if not self.state.steps and cluster.status is not None:
             self.state.steps = cluster.status.steps  # it follows from the data
+        past: Record | None = None
         while new := self._tail.records():
             for record in new:
                 self.state.add(record)
-                if self._live is None:
+                if self._skips:
+                    past = record
+                elif self._live is None:
                     self._print(plain_line(record, self.state.steps))
         if self._live:
-            self._live.update(render(self._job, self.state, cluster, elapsed_s=time.monotonic() - self._start,
-                                     width=self._console.width, waiting=self._waiting), refresh=True)
+            self._live.update(render(self._job, self.state, cluster, elapsed_s=max(0.0, time.time() - self._started_at),
+                                     width=self._console.width, waiting=self._waiting, doing=self._doing), refresh=True)
             return
+        if past is not None:
+            self._print(plain_line(past, self.state.steps))
+        self._skips = False
         self._print_wait(cluster.status)
         self._print_outages({**({"etcd": _outage(cluster)} if cluster.error else {}),
                              **{name: f"{name} {why}" for name, why in self._waiting.items()}})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl import __version__
-from elastic_rl.cli import tables
+from elastic_rl.cli import follow, tables
 from elastic_rl.cli.common import (
     EXTRA,
     File,
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.job.check import JobFinding
 
-_VIEW_ETCD_BUDGET_S = 1.0
-"""Retries of the live view, which reads again anyway."""
-
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or its schema.", rich_markup_mode=None)
 
@@ -52,6 +49,8 @@ def up(ctx: typer.Context, file: File = None) -> None:
         info = cluster.up()
     out.print(f"up: {info.job}", highlight=False)
     _print_access(cluster.cfg, info)
+    if cluster.run.read().wanted:
+        follow.say_goes_on(cluster)
 
 
 @app.command(context_settings=EXTRA)
@@ -110,13 +109,19 @@ def train(ctx: typer.Context, file: File = None,
               "Start a cluster first, and stop it at the end; the job keeps its state, and a job that is done also has "
               "its policy in RUN_DIR/JOB/policy."))] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
+          detach: Annotated[bool, typer.Option("--detach", "-d", help="Start the run, and do not follow it.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
           ) -> None:
-    """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes."""
+    """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes.
+
+    On a cluster that is up the run goes on without its terminal: Ctrl-C asks whether to detach or to stop."""
     from elastic_rl.host import cluster_settings, inherited_model, preflight
     from elastic_rl.job import check as job_check
+    if detach and with_cluster and not keep_up:
+        raise ConfigError("a run that is detached needs a cluster that stays up",
+                          hint="add --keep-up; or `elastic-rl up`, then `elastic-rl train --detach`")
     cluster = named_cluster(ctx, file, say=_say)
     preflight.require_temporary(cluster.cfg)
     code = int(Exit.FAILED)
@@ -127,7 +132,8 @@ def train(ctx: typer.Context, file: File = None,
     with signals_interrupt(), owned as was_up:
         try:
             info = cluster.up(resubmit=False) if with_cluster else cluster.connect()
-            code = _train(cluster.cfg, info, faults=faults, from_job=from_job)
+            code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,
+                          may_detach=not with_cluster or keep_up)
             if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
                 _export_policy(cluster.cfg, info)
         except ElasticRLError:
@@ -141,6 +147,7 @@ def train(ctx: typer.Context, file: File = None,
             if with_cluster and not keep_up:
                 with ignore_signals():
                     if cluster.owned_by_others:
+                        cluster.stop_run()
                         out.print("the cluster keeps running for the other jobs that own it", highlight=False)
                     else:
                         _stop(cluster, after=sys.exception())
@@ -164,29 +171,14 @@ def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
     _print_kept(cluster)
 
 
-def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:
-    import json
-
-    from elastic_rl import train as training
-    from elastic_rl.cli.live_view import LiveView, summary
-    from elastic_rl.etcd.client import EtcdClient
-    from elastic_rl.host.paths import JobPaths
-    from elastic_rl.telemetry import logs
-    paths = JobPaths.of(cfg)
-    # On stderr, this process's log lines would tear the live view apart.
-    logs.setup("train", cfg.telemetry.log_level, file=paths.log("train"))
-    etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
-    view = LiveView(job=cfg.job, steps=cfg.total_steps, steps_path=paths.steps, etcd=etcd)
-    try:
-        code = training.run(cfg, info, faults=faults, on_tick=view.tick, from_job=from_job)
-    finally:
-        view.close()
-        etcd.close()
-    if paths.report.exists():
-        out.print(summary(json.loads(paths.report.read_text()), paths.report_page))
-    if code:
-        err.print(f"the run ended with exit code {code}; the logs are in {paths.logs}", markup=False)
-    return code
+def _train(cluster: Cluster, info: Any, *, faults: bool, from_job: str, detach: bool, may_detach: bool) -> int:
+    """Submits the run, and follows it unless it is detached at once. ``may_detach``: whether it goes on without this
+    process. Returns the exit code."""
+    cluster.submit(faults=faults, from_job=from_job)
+    if detach:
+        follow.say_goes_on(cluster)
+        return Exit.OK
+    return follow.follow(cluster, info, may_detach=may_detach)
 
 
 def _export_policy(cfg: Config, info: Any) -> None:

@@ -117,7 +117,7 @@ def delete(cfg: Config) -> list[KeptFolder]:
         raise ElasticRLError(f"cannot delete {os_error_text(e, cluster.folder)}",
                              hint="see who owns it and the files in it") from e
     for path in (cluster.unsaved, cluster.tokens, cluster.credentials, cluster.viewer_token, cluster.secret,
-                 cluster.settings):
+                 JobPaths.of(cfg).run_status, cluster.settings):
         path.unlink(missing_ok=True)
     return gone
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from elastic_rl.host import (
     processes,
 )
 from elastic_rl.host.address import own_address
+from elastic_rl.host.job_run import JobRun, Submission
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
@@ -69,8 +70,8 @@ _LOCK_TIMEOUT_S = 180.0
 """Longest wait of ``up`` for another command that starts or stops the cluster, which itself waits for services."""
 _DOWN_LOCK_TIMEOUT_S = 15.0
 """Longest wait of ``down`` for such a command. It then goes on without the lock, to end an ``up`` that hangs."""
-_END_TRAINING_S = 60.0
-"""A run that ends takes its processes down, one after the other."""
+_STOP_RUN_S = 60.0
+"""Longest wait for a run to end: it takes its processes down, one after the other, and writes its report."""
 SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
@@ -88,6 +89,7 @@ class Cluster:
         self.paths, self._job = ClusterPaths.of(self.cfg), JobPaths.of(self.cfg)
         self.dir = self.paths.folder
         self.services, self.agents = ServiceFiles(self.paths.services), ServiceFiles(self.paths.agents)
+        self.run = JobRun(self.cfg, self.services)
         self._say = say
         self._new_data: Path | None = None
         """Folder of an etcd that this start has begun."""
@@ -137,7 +139,7 @@ class Cluster:
         self._await_coordinators(coordinators)
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
-        self.submit(endpoints, resubmit=resubmit, reseal=not running)  # when nothing can be refused any more
+        self.put_job_record(endpoints, resubmit=resubmit, reseal=not running)  # when nothing can be refused any more
         self._await_job(coordinators)
         ca = self.cfg.coordinator.tls_ca
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(self.paths.credentials),
@@ -382,7 +384,7 @@ class Cluster:
         cluster_secrets.write_secrets(self.paths, self._say)
         engine_key_file(self.cfg)
 
-    def submit(self, endpoints: list[str], *, resubmit: bool = True, reseal: bool = False) -> None:
+    def put_job_record(self, endpoints: list[str], *, resubmit: bool = True, reseal: bool = False) -> None:
         """Writes the record of the job, with which the coordinators take it up. ``resubmit``: also where there is one
         with other settings; ``reseal``: also where these were sealed with another secret than the cluster has now.
         Raises PreflightFailed where they were and coordinators run, ConfigError and EtcdUnavailable."""
@@ -402,16 +404,21 @@ class Cluster:
             self._await(f"job {self.cfg.job} on {name}", name, partial(
                 _answers, url + job_path(self.cfg.job), self.cfg.coordinator.tls_ca, token), _START_TIMEOUT_S)
 
-    def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
+    def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: Mapping[str, str | None] | None = None,
+               cwd: Path | None = None) -> int:
         self._say(f"starting {name}")
-        return self.services.start(name, cmd, log=self.paths.log(name), url=url,
+        return self.services.start(name, cmd, log=self.log_of(name), url=url, cwd=cwd,
                                    env={**(env or {}), OWNER_ENV: str(self.dir)})
+
+    def log_of(self, service: str) -> Path:
+        """The log of a service."""
+        return self.run.log if service == self.run.name else self.paths.log(service)
 
     def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
         try:
             wait_until(check, timeout_s=timeout_s, what=what, alive=lambda: self.services.runs(name), poll_s=0.1)
         except DeadlineExceeded as e:
-            log_file = self.paths.log(name)
+            log_file = self.log_of(name)
             raise DeadlineExceeded(f"{e.message}; {last_message(log_file)}", hint=f"see {log_file}") from e
 
     # -- locks --------------------------------------------------------------------------------------------------
@@ -433,45 +440,27 @@ class Cluster:
         path = self._job.train_lock
         with path.open("w") as lock:
             if file_lock.is_held(path) or not file_lock.taken(lock, timeout_s=file_lock.READER_S):
-                raise self._trained_by_another()
+                raise self._trained_already()
             yield
-
-    def _trained_by_another(self) -> ConfigError:
-        return ConfigError(f"job {self.cfg.job} is already being trained by another process",
-                           hint="wait for it, or name another job with --job=NAME")
-
-    def _end_training(self) -> None:
-        """Ends the process of this machine that trains the job, unless it is this one, as Ctrl-C does: it would start
-        again what is stopped. Returns after ``_END_TRAINING_S`` at the latest."""
-        path = self._job.train_lock
-        if not file_lock.is_held(path) or file_lock.holds(os.getpid(), path):
-            return
-        if asked := file_lock.holders(path):  # none where it runs on another machine that shares the folder
-            for pid in asked:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            with contextlib.suppress(DeadlineExceeded):
-                wait_until(lambda: not file_lock.is_held(path), timeout_s=_END_TRAINING_S, what="the end of training")
-            self._say(f"the process that trains the job, {', '.join(map(str, asked))}, was asked to end")
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[bool]:
         """Makes this process an owner of the cluster within the block, for its job. The host agent takes the cluster
         down when all owners have ended and one of them without leaving the block, as by kill -9. Yields whether the
         cluster was up before, and not abandoned. Raises ConfigError while another process owns it for the same job, or
-        trains that.
-        """
+        the job's run is on it."""
         self._make_folder()
         path = self.paths.owner_lock(self.cfg.job)
         with contextlib.ExitStack() as held:
             with self._locked(_LOCK_TIMEOUT_S):
-                if file_lock.is_held(path) or file_lock.is_held(self._job.train_lock):
-                    raise self._trained_by_another()
+                if file_lock.is_held(path) or self.run.read().alive:
+                    raise self._trained_already()
+                self.run.withdraw()  # of a run whose machine went down: this process submits its own
                 was_up = self.up_before and not self.abandoned
                 path.parent.mkdir(exist_ok=True)
                 # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
                 if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):
-                    raise self._trained_by_another()
+                    raise self._trained_already()
             try:
                 yield was_up
             finally:
@@ -499,15 +488,12 @@ class Cluster:
                 path.unlink(missing_ok=True)
 
     def down_if_abandoned(self) -> bool:
-        """Ends what a command has left that was killed: a cluster whose owners have ended, unless another process
-        trains the job on it, and the rest of one that was being stopped. Returns whether the cluster is down."""
+        """Ends what a command has left that was killed: a cluster whose owners have ended, with its run, and the rest
+        of one that was being stopped. Returns whether the cluster is down."""
         if self.paths.info.exists() and not self.abandoned:  # as in nearly every pass of the agent: without the lock
             return False
         try:
             with self._locked(0.0):
-                if file_lock.is_held(self._job.train_lock):
-                    self._disown()
-                    return False
                 halfway = self.paths.stopped.exists() and not self.paths.info.exists()
                 if self.abandoned or (halfway and self.services.running()):
                     self._say("the processes that owned the cluster, or the one that stopped it, have ended")
@@ -517,6 +503,71 @@ class Cluster:
             return False
         except FileNotFoundError:  # somebody has removed its folder
             return True
+
+    # -- the run --------------------------------------------------------------------------------------------------
+    def submit(self, *, faults: bool = False, from_job: str = "") -> None:
+        """Starts the run of the job, with this process's environment and working folder, as a service of the cluster.
+
+        Raises ConfigError while the job has a run, EtcdUnavailable where the cluster is not up, and PreflightFailed
+        where the run's process cannot be started."""
+        with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S):
+            self.connect()
+            if (reading := self.run.read()).wanted:
+                raise self._trained_already()
+            try:  # one that has ended exits within milliseconds
+                wait_until(lambda: not self.run.read().alive, timeout_s=_EXIT_GRACE_S if reading.ended else 0.0,
+                           what="the end of the run before")
+            except DeadlineExceeded as e:
+                raise self._trained_already() from e
+            self._disown()
+            self.run.submit(Submission.of_this_process(self.cfg, faults=faults, from_job=from_job))
+            try:
+                self._start_run()
+            except BaseException:
+                self.run.withdraw()
+                raise
+
+    def _trained_already(self) -> ConfigError:
+        options = kept_state.options(self.cfg)
+        return ConfigError(f"job {self.cfg.job} is already being trained by another process",
+                           hint=f"`elastic-rl attach {options}` shows it, `elastic-rl stop {options}` stops it; or "
+                                "name another job with --job=NAME")
+
+    def _start_run(self) -> bool:
+        """Starts the process of the run that was submitted; False where none is wanted."""
+        submission = self.run.submission()
+        if submission is None or not self.run.read().wanted:
+            return False
+        folder = Path(submission.folder)
+        if not folder.is_dir():
+            raise PreflightFailed(f"the folder that job {self.cfg.job} was submitted in, {folder}, is gone",
+                                  hint="make it again: its run then goes on")
+        self._spawn(self.run.name, processes.python(
+            "elastic_rl.run_service", f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}"),
+            env=submission.process_environment(), cwd=folder)
+        return True
+
+    def stop_run(self) -> bool:
+        """Ends the run of the job, which writes its report; the next one resumes the job. A run that does not end in
+        time is killed. Returns whether there was one to end. Raises PreflightFailed for one that runs elsewhere."""
+        self._require_own_folder()
+        submitted = self.run.withdraw()  # first: from here on nobody starts it again, also when this process is killed
+        record = self.services.get(self.run.name)
+        if record is None or not record.running:
+            return submitted
+        self._say(f"stopping the run of job {self.cfg.job}")
+        with contextlib.suppress(ProcessLookupError):
+            if record.pid:
+                os.kill(record.pid, signal.SIGTERM)
+        try:  # one that runs elsewhere sees that its submission is gone
+            wait_until(lambda: not self.services.runs(self.run.name), timeout_s=_STOP_RUN_S, what="the end of the run")
+        except DeadlineExceeded as e:
+            if record.elsewhere:
+                raise PreflightFailed(f"the run of job {self.cfg.job} does not end on the machine where it runs",
+                                      hint="run the command there") from e
+            processes.stop(record.pid, grace_s=0.0)
+            leftovers.sweep(self._job)
+        return True
 
     # -- the host agent -------------------------------------------------------------------------------------------
     def _start_agent(self, name: str) -> None:
@@ -534,6 +585,12 @@ class Cluster:
             self.agents.forget(record.name)
 
     # -- one service ----------------------------------------------------------------------------------------------
+    def supervised(self) -> list[ServiceRecord]:
+        """The services that run, and those that are to run: all that were started and not forgotten, but for a run that
+        has ended."""
+        return [record for record in self.services.all()
+                if record.running or record.name != self.run.name or self.run.read().wanted]
+
     def revive(self, name: str) -> bool:
         """Starts a service, or a process of the host agent, again that has ended by itself, on its data and its port,
         and does not wait until it answers. False, with nothing started, where it runs, where it is no service of this
@@ -577,17 +634,18 @@ class Cluster:
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
                 dataclasses.replace(info, coordinators=urls).save(self.paths.info)
+        elif record.name == self.run.name:
+            return self._start_run()
         else:
             return False
         return True
 
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self, *, purge: bool = False) -> list[str]:
-        """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
-        files with the secrets of the compute plane. The state of the job stays (``kept_state``), and so does the
-        cluster's secret, unless ``purge`` deletes them. Returns the names of what was running. Raises ConfigError where
-        the folder cannot be one, and PreflightFailed where it is not this user's, and for services that run elsewhere.
-        """
+        """Ends every process of the job, its run first and etcd last, and removes its shared memory and the files with
+        the secrets of the compute plane. The state of the job stays (``kept_state``), and so does the cluster's secret,
+        unless ``purge`` deletes them. Returns the names of what was running. Raises ConfigError where the folder cannot
+        be one, and PreflightFailed where it is not this user's, and for services that run elsewhere."""
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
@@ -595,7 +653,6 @@ class Cluster:
         if not self.dir.is_dir():
             return self._down(purge)
         self._require_here()
-        self._end_training()
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._locked(_DOWN_LOCK_TIMEOUT_S))
@@ -608,7 +665,8 @@ class Cluster:
         if self.paths.info.exists():  # first: nobody connects to it any more, and if this process is killed now, the
             self.paths.unsaved.touch()  # host agent does the rest
             self.paths.info.replace(self.paths.stopped)
-        stopped = [f"compute {pid}" for pid in leftovers.sweep(self._job)]
+        stopped = [self.run.name] if self.stop_run() else []
+        stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services
         if services.get(f"dcs-{kept_state.NODE}"):  # it was not killed, now or before
@@ -668,7 +726,7 @@ class Cluster:
 
 
 def _down_order(name: str) -> int:
-    """Compute plane, then coordinators (nothing is left to alert about), then the DCS node, then etcd."""
+    """First the coordinators (nothing is left to alert about), then the DCS node, then etcd."""
     order = ("coordinator-", "dcs-", "etcd")
     return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,13 +204,23 @@ class JobPaths:
         return self.private / "logs"
 
     def log(self, process: str) -> Path:
-        """Log of a process: driver, train, model, a role, a trainer group, router-POOL, engine-ID (the server),
-        runner-ID (what runs the server)."""
+        """Log of a process: train (the run), driver, model, a role, a trainer group, router-POOL, engine-ID (the
+        server), runner-ID (what runs the server)."""
         return self.logs / f"{process}.log"
 
     def context(self, group: str = "") -> Path:
         """The context of the run (``RunContext``), or that of a trainer group."""
         return self.private / (f"context-{group}.json" if group else "run.json")
+
+    @property
+    def submission(self) -> Path:
+        """What the job is to do (``job_run.Submission``), from when it is submitted until its run has ended."""
+        return self.private / "submission.json"
+
+    @property
+    def run_status(self) -> Path:
+        """What has become of the run (``job_run.RunStatus``)."""
+        return self.private / "run_status.json"
 
     @property
     def train_lock(self) -> Path:
@@ -267,6 +278,19 @@ class JobPaths:
     @property
     def _digest(self) -> str:
         return hashlib.sha256(str(self.private.resolve()).encode()).hexdigest()
+
+
+def jobs_of_user(run_dir: Path) -> list[str]:
+    """The jobs below ``run_dir`` that this user has started."""
+    return sorted(folder.name for folder in run_dir.glob("*") if _is_own_folder(JobPaths(folder).private))
+
+
+def _is_own_folder(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:  # there is none, or it is in another user's folder
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def jobs_with_cluster(run_dir: Path) -> list[str]:

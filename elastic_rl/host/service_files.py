@@ -59,7 +59,8 @@ class ServiceFiles:
         self.folder = folder
 
     def start(self, name: str, cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None,
-              url: str = "", generation: int = 0, lock_s: float = file_lock.READER_S) -> int:
+              url: str = "", generation: int = 0, cwd: Path | None = None,
+              lock_s: float = file_lock.READER_S) -> int:
         """Starts a service that outlives this process, and returns its pid. ``lock_s``: longest wait for its lock.
         Raises Conflict while it runs, and PreflightFailed where it cannot be started."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ class ServiceFiles:
                 raise Conflict(f"{name} runs already: its lock {self._path(name)} is held")
             _write(file, url, generation, pid=0)
             child = processes.spawn(cmd, log=log, env={**(env or {}), SERVICE_FILE_ENV: self.mark(name)},
-                                    service=True, pass_fds=(file.fileno(),))
+                                    service=True, cwd=cwd, pass_fds=(file.fileno(),))
             _write(file, url, generation, pid=child.pid)
             return child.pid
 

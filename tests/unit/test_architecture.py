@@ -49,7 +49,7 @@ def test_no_module_is_called_utils_and_packages_have_docstrings() -> None:
 
 
 @pytest.mark.parametrize(("modules", "heavy"), [
-    ("elastic_rl.train, elastic_rl.cli.run, elastic_rl.host.local_cluster, elastic_rl.coordinator.service",
+    ("elastic_rl.run_service, elastic_rl.cli.run, elastic_rl.host.local_cluster, elastic_rl.coordinator.service",
      {"torch", "transformers", "ray"}),
     ("elastic_rl.roles.actor, elastic_rl.roles.rollout, elastic_rl.engine.actor, elastic_rl.driver.__main__",
      {"transformers"}),

@@ -59,7 +59,7 @@ def fault_of(kind: str, subject: str) -> str:
         case "restart.requested":
             group, _, name = subject.partition("/")
             return _RUN if subject == "job" else {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
-        case "run.global_restart":
+        case "run.global_restart" | "run.restarted":
             return _RUN
         case "run.waiting" if subject in _WAITS_FOR:
             return _WAITS_FOR[subject]

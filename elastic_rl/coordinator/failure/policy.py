@@ -1,7 +1,7 @@
 """The failure policy: which fault leads to which action, how often, and what comes after that. Pure.
 
 Most faults are recovered by the part next to them: the driver replaces engines, torch elastic re-forms the trainer
-group, Ray Serve replaces role replicas, ``train`` restarts the driver. The leader restarts what hangs, and counts. When
+group, Ray Serve replaces role replicas, the run's process the driver. The leader restarts what hangs, and counts. When
 one part has more faults than its budget within the window, or its restart is not carried out, recovery in place does
 not help, and the whole compute plane is restarted. Several global restarts without a step of progress in between are a
 crash loop: the run stops, everything is kept, and an alert fires.
@@ -67,7 +67,8 @@ POLICY: tuple[FailureRule, ...] = (
                 "Ray Serve starts a new replica, which resumes from committed state", _ALL, counts=True),
     FailureRule(ROLE, Fault.HUNG, RecoveryAction.RESTART, "the driver restarts the role's replicas", _ALL, counts=True),
     FailureRule("driver", Fault.DEAD, RecoveryAction.NONE,
-                "`train` restarts it, which raises the epoch: a global restart", "the durable plane", counts=True),
+                "the run's process restarts it, which raises the epoch: a global restart", "the durable plane",
+                counts=True),
     FailureRule("driver", Fault.HUNG, RecoveryAction.GLOBAL_RESTART,
                 "the epoch is raised and the compute plane rebuilt", "the durable plane"),
     FailureRule("dcs", Fault.DEAD, RecoveryAction.NONE, "its chunks are replicated again; pulls use other nodes", _ALL),

@@ -1,8 +1,9 @@
-"""Keeps the services of a local cluster running: etcd, the coordinators, the DCS node.
+"""Keeps the services of a local cluster running: etcd, the coordinators, the DCS node, the run of the job.
 
 Each pass reads the files of the services (``service_files``). A service that has ended without a command (``down``
-deletes its file) is started again on its data and its port, when ``restart_policy`` says so. A pass sees that a process
-has ended; whether one that runs still works is the coordinator's to find out.
+deletes its file; when a run is over, ``job_run`` says) is started again on its data and its port, when
+``restart_policy`` says so. A pass sees that a process has ended; whether one that runs still works is the coordinator's
+to find out.
 
 No service is started beside a living one, and one that somebody else has started is adopted: ``Cluster.revive`` holds
 the cluster's lock, and every service the lock of its file.
@@ -62,7 +63,7 @@ class ServiceSupervisor:
         ``cluster``: with the settings that its services are started with. ``info``: its addresses; None while a command
         is starting it, when nothing is started here. ``standby``: name of the agent's other process."""
         records = [cluster.agents.get(standby) or ServiceRecord(standby),
-                   *sorted(cluster.services.all(), key=lambda r: r.name != etcd_server.SERVICE)]
+                   *sorted(cluster.supervised(), key=lambda r: r.name != etcd_server.SERVICE)]
         for name in self._states.keys() - {r.name for r in records}:  # `down` has ended it
             del self._states[name]
         for record in records:
@@ -119,7 +120,7 @@ class ServiceSupervisor:
         again = f"is started again in {left_s:.0f} s"
         if state.ends == 1:
             return f"has ended and {again}"
-        log_file = cluster.paths.log(name)
+        log_file = cluster.log_of(name)
         return f"has ended {state.ends} times in a row ({last_message(log_file)}; see {log_file}) and {again}"
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class ServiceSupervisor:
                     times = f", {count} times" if count > 1 else ""
                     kind, subject = event_of(name)
                     events.emit(etcd, Keys(info.job), kind, subject,
-                                f"{name} ended and was started again on its data{times}",
+                                f"{name} ended and was started again{times}",
                                 severity=Severity.WARNING, restarts=count)
                     del self._unreported[name]
         except ElasticRLError as e:
@@ -156,4 +157,6 @@ def event_of(name: str) -> tuple[EventKind, str]:
         return event_kinds.ETCD_RESTARTED, name
     if name.startswith("dcs-"):
         return event_kinds.DCS_RESTARTED, name.removeprefix("dcs-")
+    if name.startswith("run-"):
+        return event_kinds.RUN_RESTARTED, name.removeprefix("run-")
     return event_kinds.COORDINATOR_RESTARTED, name

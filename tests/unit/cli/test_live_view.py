@@ -136,6 +136,22 @@ def test_without_a_terminal_records_are_lines_also_without_etcd(tmp_path: Path) 
     assert "\x1b" not in text.getvalue()
 
 
+def test_view_of_a_run_that_is_under_way_begins_with_its_last_record(tmp_path: Path) -> None:
+    path, text = tmp_path / "steps.jsonl", io.StringIO()
+    past, new = records(3, faults=False), records(4, faults=False)[-1:]
+    path.write_text("".join(json.dumps(r) + "\n" for r in past))
+    view = LiveView(job="j", steps=200, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=60), interval_s=0, skip_past=True)
+    view.tick()
+    with path.open("a") as file:
+        file.write(json.dumps(new[0]) + "\n")
+    view.tick()
+    view.close()
+    lines = [line for line in text.getvalue().splitlines() if "waiting for etcd" not in line]
+    assert lines == [plain_line(past[-1], 200), plain_line(new[0], 200)]
+    assert len(view.state.rewards) == 3 + (new[0]["kind"] == "step"), "the whole run is shown"
+
+
 class _SlowStore:
     """A store that answers nothing until it is released, and is then gone."""
 

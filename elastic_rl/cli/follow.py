@@ -1,0 +1,189 @@
+"""Follows the run of a job until it has ended: the live view, then its summary or its error.
+
+The run does not depend on the process that follows it (``host.job_run``), and any number of them may. Ctrl-C on a
+terminal asks whether to detach or to stop; everything else that ends a follower detaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from elastic_rl.cli.common import err, out
+from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.cli.tables import printable
+from elastic_rl.errors import ElasticRLError
+
+if TYPE_CHECKING:
+    from elastic_rl.cli.live_view import LiveView
+    from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+    from elastic_rl.host.job_run import RunReading
+    from elastic_rl.host.local_cluster import Cluster
+
+_TICK_S = 0.25
+_ANSWER_S = 15.0
+"""Longest wait for the answer whether to detach or to stop."""
+_VIEW_ETCD_BUDGET_S = 1.0
+"""Retries of the live view, which reads again anyway."""
+
+
+class Detached(KeyboardInterrupt):
+    """A signal other than Ctrl-C ends the follower, such as that of a terminal that is closed."""
+
+
+def follow(cluster: Cluster, info: ClusterInfo, *, may_detach: bool, attached: bool = False) -> int:
+    """Shows the run until it has ended; returns the exit code. ``may_detach``: a signal ends this follower, not the
+    run; else it raises KeyboardInterrupt. ``attached``: to a run that another command has submitted, with settings of
+    its own, so that ``cluster`` does not have them. Raises the error that ended the run."""
+    with _signals_detach() if may_detach else contextlib.nullcontext():
+        try:
+            reading = _show(cluster, info, attached=attached)
+        except KeyboardInterrupt as interrupt:
+            if not may_detach:
+                raise
+            if isinstance(interrupt, Detached) or not _asked_to_stop():
+                say_goes_on(cluster)
+                return Exit.INTERRUPTED
+            cluster.stop_run()
+            reading = cluster.run.read()
+    return show_end(cluster, reading)
+
+
+def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
+    """Returns when the run has ended."""
+    from elastic_rl.cli.live_view import LiveView
+    from elastic_rl.etcd.client import EtcdClient
+    from elastic_rl.host.paths import JobPaths
+    from elastic_rl.telemetry import logs
+    cfg, paths = cluster.cfg, JobPaths.of(cluster.cfg)
+    # On stderr, this process's log lines would tear the live view apart.
+    logs.setup("follower", cfg.telemetry.log_level, file=paths.log("train"))
+    status = cluster.run.read().status
+    etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
+    view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
+                    started_at=status.submitted_at if status else None, skip_past=attached)
+    try:
+        return _await_end(cluster, view)
+    finally:
+        view.close()
+        etcd.close()
+
+
+def _await_end(cluster: Cluster, view: LiveView) -> RunReading:
+    from elastic_rl.etcd.cluster_records import JobPhase
+    from elastic_rl.host.agent.status import AgentWatch
+    agent, doing = AgentWatch(cluster), ""
+    while True:
+        waiting = dict(agent.waiting())
+        try:
+            reading = cluster.run.read()
+            if reading.over:
+                return reading
+            doing = ("stopping" if reading.stopping else "starting: checks of model, data and plug-ins"
+                     if reading.phase is JobPhase.STARTING else "")
+        except OSError as e:
+            waiting["run"] = f"its files cannot be read: {e}"
+        view.tick(waiting, doing)
+        time.sleep(_TICK_S)
+
+
+def show_end(cluster: Cluster, reading: RunReading) -> int:
+    """Prints how a run has ended; returns the exit code. Raises the error that ended it."""
+    from elastic_rl.cli.live_view import summary
+    from elastic_rl.etcd.cluster_records import JobPhase
+    from elastic_rl.host import kept_state
+    from elastic_rl.host.paths import JobPaths
+    paths, status, options = JobPaths.of(cluster.cfg), reading.status, kept_state.options(cluster.cfg)
+    if status is None:
+        raise ElasticRLError(f"job {cluster.cfg.job} has no run in {cluster.cfg.run_dir}",
+                             hint="`elastic-rl jobs` lists the jobs; or name another --run_dir")
+    if error := status.as_error():
+        raise error
+    with contextlib.suppress(FileNotFoundError):
+        if paths.report.stat().st_mtime >= status.submitted_at:  # else it is that of a run before
+            out.print(summary(json.loads(paths.report.read_text()), paths.report_page))
+    match reading.phase:
+        case JobPhase.FINISHED:
+            return Exit.OK
+        case JobPhase.STOPPED:
+            _note(f"the run was stopped; `elastic-rl train {options}` resumes it")
+            return Exit.INTERRUPTED
+        case _:
+            _note(f"the run ended with exit code {Exit.FAILED}; the logs are in {paths.logs}")
+            return Exit.FAILED
+
+
+def say_goes_on(cluster: Cluster) -> None:
+    """Says how to come back to a run. Nobody may be there to read it."""
+    from elastic_rl.host import kept_state
+    options = kept_state.options(cluster.cfg)
+    with contextlib.suppress(OSError):
+        _note(f"the run of job {cluster.cfg.job} goes on\n"
+              f"  show it   elastic-rl attach {options}\n"
+              f"  stop it   elastic-rl stop {options}")
+
+
+def _note(text: str) -> None:
+    err.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _signals_detach() -> Iterator[None]:
+    def detach(number: int, frame: Any) -> None:
+        raise Detached
+
+    before = {n: signal.signal(n, detach) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- the question --------------------------------------------------------------------------------------------------
+def _asked_to_stop() -> bool:
+    """Asks on the terminal, if there is one, whether to detach or to stop. A second signal, no answer in time, and
+    whatever goes wrong here mean to detach: it loses nothing."""
+    try:
+        terminal = sys.stdin.fileno()
+        if not (err.is_terminal and os.isatty(terminal) and os.tcgetpgrp(terminal) == os.getpgrp()):
+            return False
+        with _keys_count_at_once(terminal):
+            err.print(f"\n[d]etach (the run goes on) or [s]top the run? Detaches in {_ANSWER_S:.0f} s. ", end="",
+                      highlight=False, markup=False)
+            answer = _read_key(terminal, "ds", timeout_s=_ANSWER_S)
+        _note({"d": "detach", "s": "stop"}.get(answer, ""))
+        return answer == "s"
+    except (AttributeError, OSError, ValueError, termios.error, KeyboardInterrupt):  # stdin may be closed, or none
+        return False
+
+
+@contextmanager
+def _keys_count_at_once(terminal: int) -> Iterator[None]:
+    """Within the block a key needs no return. What was typed before is forgotten: it answers nothing."""
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal, termios.TCSAFLUSH)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _read_key(terminal: int, keys: str, *, timeout_s: float) -> str:
+    """The first of ``keys`` that is typed on a terminal; empty when none is in time."""
+    end = time.monotonic() + timeout_s
+    while select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0]:
+        typed = os.read(terminal, 1).decode(errors="replace").lower()
+        if not typed or typed in keys:  # nothing: the terminal is gone
+            return typed
+    return ""

@@ -1,0 +1,110 @@
+"""Commands for jobs that run without a terminal: jobs, attach, stop. They need the files of the jobs only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastic_rl.cli import completion, follow, tables
+from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, location, out, set_job
+from elastic_rl.cli.tables import Format
+from elastic_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic_rl.host.job_run import RunReading
+    from elastic_rl.host.local_cluster import Cluster
+
+app = typer.Typer()
+_Job = Annotated[str, typer.Argument(metavar="[JOB]", show_default=False, autocompletion=completion.jobs, help=(
+    "Name of the job, as --job; else the one whose cluster is up."))]
+
+_COLUMNS = ("job", "state", "step", "since", "message")
+_WIDE = ("pid", "submitted", "folder")
+
+
+@app.command(context_settings=EXTRA)
+def attach(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
+    """Follow the run of a job, as train does; one that has ended is summed up, and gives its exit code.
+
+    Ctrl-C asks whether to detach or to stop."""
+    set_job(ctx, job)
+    cluster = find_cluster(ctx, file, say=_say)
+    reading = cluster.run.read()
+    raise typer.Exit(follow.show_end(cluster, reading) if reading.over else
+                     follow.follow(cluster, cluster.connect(), may_detach=True, attached=True))
+
+
+@app.command(context_settings=EXTRA)
+def stop(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
+    """Stop the run of a job. It writes its report, the job keeps its state, and train resumes it; the cluster stays
+    up."""
+    from elastic_rl.host import kept_state
+    set_job(ctx, job)
+    cluster = find_cluster(ctx, file, to_stop=True, say=_say)
+    stopped = cluster.stop_run()
+    _say(f"stopped: {cluster.run.name}; `elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
+         f"job {cluster.cfg.job} does not run: {_state(cluster.run.read()) or 'it was never started'}")
+
+
+@app.command(context_settings=EXTRA)
+def jobs(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
+    """List the jobs in run_dir: whether they run, how far they are, how they ended. It works without a cluster."""
+    rows = [row_of(cluster) for cluster in _clusters(location(ctx, file).run_dir)]
+    if output is not Format.JSON:
+        rows = [{**row, **{at: _when(row[f"{at}_at"]) for at in ("since", "submitted")}} for row in rows]
+    tables.show(out, rows, _COLUMNS, output, wide=_WIDE)
+
+
+def _clusters(run_dir: Path) -> Iterator[Cluster]:
+    from elastic_rl.config import parse
+    from elastic_rl.host.local_cluster import Cluster
+    from elastic_rl.host.paths import jobs_of_user
+    for name in jobs_of_user(run_dir.expanduser()):
+        try:
+            yield Cluster(parse({"job": name, "run_dir": str(run_dir)}))
+        except ConfigError:  # a copy of a job's folder, under a name that no job can have
+            continue
+
+
+def row_of(cluster: Cluster) -> dict[str, Any]:
+    """A job by its files, as ``jobs`` shows it."""
+    from elastic_rl.host.paths import JobPaths
+    paths = JobPaths.of(cluster.cfg)
+    row: dict[str, Any] = {"job": cluster.cfg.job, "state": "", "step": None, "since_at": None,
+                           "submitted_at": None, "pid": 0, "message": "", "folder": str(paths.folder)}
+    try:
+        reading = cluster.run.read()
+        row |= {"state": _state(reading), "step": _last_step(paths.steps), "pid": reading.pid}
+    except OSError as e:
+        return {**row, "message": f"its files cannot be read: {e}"}
+    if reading.status is not None:
+        row |= {"since_at": reading.status.at, "submitted_at": reading.status.submitted_at,
+                "message": reading.status.message}
+    if reading.wanted and not reading.alive:
+        row["message"] = ("its process has ended; the host agent starts it again" if cluster.agents.running() else
+                          "its process and the host agent have ended; `elastic-rl up` starts them again")
+    return row
+
+
+def _state(reading: RunReading) -> str:
+    """The state of a run, for people and programs; empty where there is none."""
+    return "stopping" if reading.stopping else str(reading.phase or "")
+
+
+def _last_step(path: Path) -> int | None:
+    from elastic_rl.report.build import parse_lines
+    from elastic_rl.telemetry.log_files import tail
+    steps = [int(r["step"]) for r in parse_lines(tail(path).splitlines()) if r["kind"] in ("step", "sampled", "sft")]
+    return steps[-1] if steps else None
+
+
+def _when(at: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""
+
+
+def _say(line: str) -> None:
+    out.print(tables.printable(line), markup=False, highlight=False, soft_wrap=True)
