@@ -95,7 +95,8 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
             return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
         ctx = prepare(cfg, info, from_job=from_job)
-        Cluster(ctx.config).put_job_record(info.etcd_endpoints)  # not before: a run that is refused changes nothing
+        # Not before: a run that is refused changes nothing. One that is started again finds settings that may be newer.
+        Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at)
         on_begun()
         return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
                     started=begun_at or time.time())

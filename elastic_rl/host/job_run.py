@@ -14,7 +14,9 @@ The transitions that must NOT exist:
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ class Submission(Record):
     """Whether faults are injected."""
     from_job: str = ""
     """The job whose policy this one begins with; empty for one that begins with a model of its own."""
+    python: str
+    """Interpreter of that command: another one may have another release, or not the job's plug-ins."""
     folder: str
     """Working folder of the command that has submitted it: settings may name files relative to it."""
     environment: dict[str, str]
@@ -52,7 +56,8 @@ class Submission(Record):
     @classmethod
     def of_this_process(cls, cfg: Config, *, faults: bool, from_job: str) -> Self:
         environment = {**os.environb, UMASK_ENV.encode(): f"{user_umask():03o}".encode()}
-        return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job, folder=os.getcwd(),
+        return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job, python=sys.executable,
+                   folder=os.getcwd(),
                    environment={k.decode("latin-1"): v.decode("latin-1") for k, v in environment.items()},
                    at=time.time())
 
@@ -180,9 +185,15 @@ class JobRun:
         submission that has been carried out may be left of a process that was killed; it must not meet the new status,
         which would have it carried out again. Raises OSError."""
         self.withdraw()
+        before = self._status()
         self.save(RunStatus(phase=JobPhase.STARTING, submitted_at=submission.at, at=submission.at))
-        # Private: the environment has secrets.
-        replace_file(self._paths.submission, submission.encode(), private=True, durable=True)
+        try:  # private: the environment has secrets
+            replace_file(self._paths.submission, submission.encode(), private=True, durable=True)
+        except OSError:
+            self.withdraw()
+            if before is not None:
+                self.save(before)
+            raise
 
     def save(self, status: RunStatus) -> None:
         """Raises OSError."""
@@ -190,11 +201,12 @@ class JobRun:
 
     def withdraw(self) -> bool:
         """Has nobody start the run again, and its process end. Returns whether it was submitted."""
-        try:
-            self._paths.submission.unlink()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        submitted = False
+        for path in self._paths.submission_files():  # also the unfinished one of a process that was killed
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                submitted |= path == self._paths.submission
+        return submitted
 
     def _status(self) -> RunStatus | None:
         """None where there is none, or a damaged one."""

@@ -15,12 +15,12 @@ import logging
 import os
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.api import tls
@@ -52,6 +52,7 @@ from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import preflight_writes, private_folder, require_own_folder
+from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
 
@@ -145,6 +146,8 @@ class Cluster:
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(self.paths.credentials),
                            str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
         info.save(self.paths.info)
+        if self.abandoned:
+            self.run.withdraw()  # it was to end with its owner
         self._disown()
         for path in (self.paths.stopped, self.paths.unsaved):
             path.unlink(missing_ok=True)
@@ -453,10 +456,11 @@ class Cluster:
         path = self.paths.owner_lock(self.cfg.job)
         with contextlib.ExitStack() as held:
             with self._locked(_LOCK_TIMEOUT_S):
-                if file_lock.is_held(path) or self.run.read().alive:
+                was_up, reading = self.up_before and not self.abandoned, self.run.read()
+                # A run that is between two processes is one that goes on, as long as there is who starts it again.
+                if file_lock.is_held(path) or reading.alive or reading.wanted and was_up and self.agents.running():
                     raise self._trained_already()
                 self.run.withdraw()  # of a run whose machine went down: this process submits its own
-                was_up = self.up_before and not self.abandoned
                 path.parent.mkdir(exist_ok=True)
                 # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
                 if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):
@@ -464,9 +468,9 @@ class Cluster:
             try:
                 yield was_up
             finally:
-                # Two owners that end at once may each leave the cluster to the other one: then the agent finds their
-                # files without locks, and takes it down.
-                if not self.owned_by_others:
+                # The file stays where the cluster is left to another owner, or was to be taken down and was not: the
+                # agent takes down a cluster whose owners' files all have no lock.
+                if not self.owned_by_others and (was_up or not self.paths.info.exists()):
                     path.unlink(missing_ok=True)
 
     @property
@@ -512,6 +516,7 @@ class Cluster:
         where the run's process cannot be started."""
         with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S):
             self.connect()
+            self._require_here()  # else the run would be a service that the host agent cannot see
             if (reading := self.run.read()).wanted:
                 raise self._trained_already()
             try:  # one that has ended exits within milliseconds
@@ -520,8 +525,8 @@ class Cluster:
             except DeadlineExceeded as e:
                 raise self._trained_already() from e
             self._disown()
-            self.run.submit(Submission.of_this_process(self.cfg, faults=faults, from_job=from_job))
             try:
+                self.run.submit(Submission.of_this_process(self.cfg, faults=faults, from_job=from_job))
                 self._start_run()
             except BaseException:
                 self.run.withdraw()
@@ -542,31 +547,47 @@ class Cluster:
         if not folder.is_dir():
             raise PreflightFailed(f"the folder that job {self.cfg.job} was submitted in, {folder}, is gone",
                                   hint="make it again: its run then goes on")
+        if not os.access(submission.python, os.X_OK):
+            raise PreflightFailed(f"the Python that job {self.cfg.job} was submitted with is gone: {submission.python}",
+                                  hint="make its environment again: the run then goes on; or `elastic-rl stop` it")
         self._spawn(self.run.name, processes.python(
-            "elastic_rl.run_service", f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}"),
-            env=submission.process_environment(), cwd=folder)
+            "elastic_rl.run_service", f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}",
+            interpreter=submission.python), env=submission.process_environment(), cwd=folder)
         return True
 
     def stop_run(self) -> bool:
         """Ends the run of the job, which writes its report; the next one resumes the job. A run that does not end in
-        time is killed. Returns whether there was one to end. Raises PreflightFailed for one that runs elsewhere."""
+        time is killed. Returns whether there was one to end. Raises PreflightFailed for one that runs elsewhere, and
+        DeadlineExceeded where it is to be killed while another command starts or stops the services."""
         self._require_own_folder()
         submitted = self.run.withdraw()  # first: from here on nobody starts it again, also when this process is killed
+        return self._end_run() or submitted
+
+    def _end_run(self, *, locked: bool = False) -> bool:
+        """Ends the process of a run that was withdrawn; returns whether there was one. ``locked``: this process holds
+        the cluster's lock."""
         record = self.services.get(self.run.name)
         if record is None or not record.running:
-            return submitted
+            return False
         self._say(f"stopping the run of job {self.cfg.job}")
-        with contextlib.suppress(ProcessLookupError):
-            if record.pid:
-                os.kill(record.pid, signal.SIGTERM)
-        try:  # one that runs elsewhere sees that its submission is gone
-            wait_until(lambda: not self.services.runs(self.run.name), timeout_s=_STOP_RUN_S, what="the end of the run")
+        # By its pid where its file names it: a later run, which another command may start now, is none of ours. One
+        # that is just being started, or runs elsewhere, sees that its submission is gone.
+        process = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if record.named:
+                process = psutil.Process(record.pid)
+                process.terminate()
+        try:
+            wait_until(lambda: not (self.services.runs(self.run.name) if process is None else runs(process)),
+                       timeout_s=_STOP_RUN_S, what="the end of the run")
         except DeadlineExceeded as e:
-            if record.elsewhere:
-                raise PreflightFailed(f"the run of job {self.cfg.job} does not end on the machine where it runs",
-                                      hint="run the command there") from e
-            processes.stop(record.pid, grace_s=0.0)
-            leftovers.sweep(self._job)
+            if process is None:
+                raise PreflightFailed(f"the run of job {self.cfg.job} does not end where it runs",
+                                      hint="run the command on the machine, or in the container, where it runs") from e
+            with contextlib.nullcontext() if locked else self._locked(_DOWN_LOCK_TIMEOUT_S):
+                # Not its descendants: the host agent may be one of them, if the run has started it again.
+                processes.stop(process.pid, grace_s=0.0, descendants=False)
+                leftovers.sweep(self._job)
         return True
 
     # -- the host agent -------------------------------------------------------------------------------------------
@@ -588,8 +609,13 @@ class Cluster:
     def supervised(self) -> list[ServiceRecord]:
         """The services that run, and those that are to run: all that were started and not forgotten, but for a run that
         has ended."""
-        return [record for record in self.services.all()
-                if record.running or record.name != self.run.name or self.run.read().wanted]
+        records = [record for record in self.services.all() if record.name != self.run.name]
+        run = self.services.get(self.run.name) or ServiceRecord(self.run.name)  # none where its starter was killed
+        try:
+            wanted = self.run.read().wanted
+        except OSError:  # reported where it is to be started: no other service waits for its files
+            wanted = True
+        return [*records, run] if run.running or wanted else records
 
     def revive(self, name: str) -> bool:
         """Starts a service, or a process of the host agent, again that has ended by itself, on its data and its port,
@@ -606,7 +632,7 @@ class Cluster:
                         return False
                     self._start_agent(name)
                     return True
-                record = self.services.get(name)
+                record = self.services.get(name) or (ServiceRecord(name) if name == self.run.name else None)
                 if info is None or record is None or record.running:
                     return False
                 self.services.end_leftovers(name)
@@ -662,10 +688,11 @@ class Cluster:
             return self._down(purge)
 
     def _down(self, purge: bool) -> list[str]:
-        if self.paths.info.exists():  # first: nobody connects to it any more, and if this process is killed now, the
-            self.paths.unsaved.touch()  # host agent does the rest
+        submitted = self.run.withdraw()  # first: a disk that is full must not keep the run
+        if self.paths.info.exists():  # then nobody connects to it any more, and if this process is killed now, the host
+            self.paths.unsaved.touch()  # agent does the rest
             self.paths.info.replace(self.paths.stopped)
-        stopped = [self.run.name] if self.stop_run() else []
+        stopped = [self.run.name] if self._end_run(locked=True) or submitted else []
         stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services
@@ -697,7 +724,8 @@ class Cluster:
         for record in records:
             if record.running:
                 grace_s = SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S
-                stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
+                stopped[record.name] = processes.stop(record.pid, grace_s=grace_s,
+                                                      descendants=record.name != self.run.name)
             if forget:
                 self.services.forget(record.name)
         return stopped

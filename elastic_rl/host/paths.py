@@ -217,6 +217,10 @@ class JobPaths:
         """What the job is to do (``job_run.Submission``), from when it is submitted until its run has ended."""
         return self.private / "submission.json"
 
+    def submission_files(self) -> list[Path]:
+        """``submission``, and the unfinished one of a process that was killed, of those that are there."""
+        return list(self.private.glob(f"{self.submission.name}*"))
+
     @property
     def run_status(self) -> Path:
         """What has become of the run (``job_run.RunStatus``)."""
@@ -242,8 +246,9 @@ class JobPaths:
         return {int(match[1]): path for match, path in found if match}
 
     def secret_files(self) -> list[Path]:
-        """All files of ``engine_key`` and ``ray_token``, also unfinished ones of processes that were killed."""
-        return [*self.private.glob("engine.key*"), *self.private.glob("ray-*.token*")]
+        """All files of ``engine_key``, ``ray_token`` and ``submission``, also unfinished ones of processes that were
+        killed."""
+        return [*self.private.glob("engine.key*"), *self.private.glob("ray-*.token*"), *self.submission_files()]
 
     @property
     def disk(self) -> Path:

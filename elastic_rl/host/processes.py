@@ -22,9 +22,9 @@ from elastic_rl.runtime.process import start_child, start_process
 from elastic_rl.telemetry.log_files import open_log
 
 
-def python(module: str, *args: str) -> list[str]:
-    """Command line that runs a module with this interpreter."""
-    return [sys.executable, "-m", module, *args]
+def python(module: str, *args: str, interpreter: str = sys.executable) -> list[str]:
+    """Command line that runs a module, with this interpreter by default."""
+    return [interpreter, "-m", module, *args]
 
 
 def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None, service: bool = False,

@@ -39,6 +39,8 @@ class ServiceRecord:
     pid: int = 0
     """Its process; 0 while it does not run, and for one that runs elsewhere."""
     running: bool = False
+    named: bool = False
+    """Whether its file names the process: else ``pid`` may be that of who is just starting it."""
     generation: int = 0
     """Generation of the assignment that it was started for; 0 where there is none."""
     completed: bool = False
@@ -87,7 +89,7 @@ class ServiceFiles:
             with path.open("rb") as file:
                 record = replace(_read(file), name=name)
                 if record.pid and file_lock.holds(record.pid, path):
-                    return replace(record, running=True)
+                    return replace(record, running=True, named=True)
                 if file_lock.taken(file, shared=True):
                     return replace(_read(file), name=name, pid=0)  # it may have ended, and written this, since
         except FileNotFoundError:

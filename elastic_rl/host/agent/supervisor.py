@@ -64,8 +64,9 @@ class ServiceSupervisor:
         is starting it, when nothing is started here. ``standby``: name of the agent's other process."""
         records = [cluster.agents.get(standby) or ServiceRecord(standby),
                    *sorted(cluster.supervised(), key=lambda r: r.name != etcd_server.SERVICE)]
-        for name in self._states.keys() - {r.name for r in records}:  # `down` has ended it
-            del self._states[name]
+        for name in self._states.keys() - {r.name for r in records}:  # ended by a command, or for good by itself
+            for known in (self._states, self._faults, self._restarts, self._unreported):
+                known.pop(name, None)
         for record in records:
             try:
                 self._supervise(cluster, info, record)
