@@ -138,7 +138,7 @@ def train(ctx: typer.Context, file: File = None,
                 _export_policy(cluster.cfg, info)
         except ElasticRLError:
             if with_cluster and before is not None:  # a start that was refused must not change what the job has
-                cluster_settings.restore(cluster.paths.settings, before)
+                cluster.restore_settings(before)
             if with_cluster and was_up:
                 keep_up = True
                 err.print("the cluster, which was there before, keeps running", highlight=False)

@@ -27,7 +27,12 @@ def location(given: Mapping[str, Any]) -> Config:
 
 def save(cfg: Config, path: Path) -> None:
     """Stores the settings, readable by their owner only: URLs of alerts and of the durable store hold passwords."""
-    replace_file(path, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False), private=True)
+    replace_file(path, document(cfg), private=True)
+
+
+def document(cfg: Config) -> bytes:
+    """What ``save`` stores."""
+    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False).encode()
 
 
 def snapshot(path: Path) -> bytes | None:

@@ -185,15 +185,9 @@ class JobRun:
         submission that has been carried out may be left of a process that was killed; it must not meet the new status,
         which would have it carried out again. Raises OSError."""
         self.withdraw()
-        before = self._status()
         self.save(RunStatus(phase=JobPhase.STARTING, submitted_at=submission.at, at=submission.at))
-        try:  # private: the environment has secrets
-            replace_file(self._paths.submission, submission.encode(), private=True, durable=True)
-        except OSError:
-            self.withdraw()
-            if before is not None:
-                self.save(before)
-            raise
+        # Private: the environment has secrets.
+        replace_file(self._paths.submission, submission.encode(), private=True, durable=True)
 
     def save(self, status: RunStatus) -> None:
         """Raises OSError."""

@@ -154,6 +154,13 @@ class Cluster:
         self._new_data = None
         return info
 
+    def restore_settings(self, before: bytes | None) -> None:
+        """Puts back the settings that were stored before this command started the cluster (a
+        ``cluster_settings.snapshot``), unless another command has stored its own since."""
+        with self._locked(_LOCK_TIMEOUT_S):
+            if cluster_settings.snapshot(self.paths.settings) == cluster_settings.document(self.cfg):
+                cluster_settings.restore(self.paths.settings, before)
+
     def _make_folder(self) -> None:
         """The cluster's folder, for its owner only: it holds secrets, and logs may. Where the user's umask lets a group
         write, those around it are still the owner's: its members could put another folder in the place of this one.
@@ -530,6 +537,9 @@ class Cluster:
                 self._start_run()
             except BaseException:
                 self.run.withdraw()
+                if reading.status is not None:  # how the run before has ended
+                    with contextlib.suppress(OSError):
+                        self.run.save(reading.status)
                 raise
 
     def _trained_already(self) -> ConfigError:
@@ -724,8 +734,7 @@ class Cluster:
         for record in records:
             if record.running:
                 grace_s = SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S
-                stopped[record.name] = processes.stop(record.pid, grace_s=grace_s,
-                                                      descendants=record.name != self.run.name)
+                stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
             if forget:
                 self.services.forget(record.name)
         return stopped

@@ -47,7 +47,7 @@ def services(tmp_path: Path) -> Iterator[Services]:
 def test_service_is_known_by_its_lock_until_it_ends(services: Services) -> None:
     assert services.all() == [] and services.get("a") is None and not services.runs("a")
     pid = services.sleep(url="127.0.0.1:1")
-    assert services.running() == [ServiceRecord("a", "127.0.0.1:1", pid, running=True)]
+    assert services.running() == [ServiceRecord("a", "127.0.0.1:1", pid, running=True, named=True)]
     services.kill()
     assert services.all() == [ServiceRecord("a", "127.0.0.1:1")] and services.running() == []
     assert services.sleep(url="127.0.0.1:2") != pid
@@ -150,8 +150,8 @@ def test_service_that_only_another_machine_sees_runs_elsewhere(
     with monkeypatch.context() as patched:
         patched.setattr(file_lock, "_holds", lambda pid, target: False)  # as in another container
         record = services.get("a")
-        assert record is not None and record.elsewhere and record.running
-    assert services.running() == [ServiceRecord("a", "", pid, running=True)]
+        assert record is not None and record.elsewhere and record.running and not record.named
+    assert services.running() == [ServiceRecord("a", "", pid, running=True, named=True)]
 
 
 def test_service_finds_itself(services: Services) -> None:
