@@ -95,8 +95,17 @@ class AgentWatch:
             return {}
         if (silent_s := time.time() - status.at) > SILENT_AFTER_S:
             return {"host agent": f"has not been heard for {silent_s:.0f} s"}
+        if status.at < self._up_since():
+            return {}  # what the agent said while the cluster was being started is no longer true
         # A standby that is being started is nothing that a run waits for.
         return {name: why for name, why in status.waiting.items() if name not in AGENTS}
+
+    def _up_since(self) -> float:
+        """When the cluster's addresses were written, unix seconds; 0 where they are not."""
+        try:
+            return self._cluster.paths.info.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def _start(self, state: ServiceState, now: float) -> ServiceState:
         try:

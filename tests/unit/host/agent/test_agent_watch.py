@@ -10,7 +10,7 @@ import pytest
 
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host.agent.restart_policy import RestartLimits
-from elastic_rl.host.agent.status import AgentWatch
+from elastic_rl.host.agent.status import AgentStatus, AgentWatch
 
 LIMITS = RestartLimits()
 
@@ -23,7 +23,8 @@ class World:
         self.error: Exception | None = None
         cluster: Any = SimpleNamespace(
             agents=SimpleNamespace(running=lambda: ["agent-0"] if self.runs else []), revive=self._revive,
-            paths=SimpleNamespace(agent_status=folder / "agent.json"))
+            paths=SimpleNamespace(agent_status=folder / "agent.json", info=folder / "cluster.json"))
+        self.paths = cluster.paths
         self.watch = AgentWatch(cluster, clock=lambda: self.now)
 
     def _revive(self, name: str) -> bool:
@@ -76,3 +77,13 @@ def test_agent_that_cannot_be_started_says_why_and_is_tried_again(world: World) 
         world.look()
         assert world.now <= LIMITS.longest_wait_s + 10.0
     assert world.look() == ""
+
+
+def test_what_the_agent_said_before_the_cluster_was_up_is_not_shown(world: World) -> None:
+    world.paths.info.touch()
+    up_since = world.paths.info.stat().st_mtime
+    status = AgentStatus(name="agent-0", pid=1, at=up_since - 1.0, error="the cluster's start is not complete")
+    status.save(world.paths.agent_status)
+    assert world.look() == ""
+    status.replace(at=up_since).save(world.paths.agent_status)
+    assert world.look() == "the cluster's start is not complete"
