@@ -66,7 +66,9 @@ class RunService:
     def _carry_out(self, submission: Submission, before: RunStatus | None) -> RunStatus:
         """Returns how the run has ended. Raises KeyboardInterrupt for a signal that is no stop, and what has ended a
         run that had begun."""
-        status = before or RunStatus(phase=JobPhase.STARTING, submitted_at=submission.at, at=submission.at)
+        status = before or RunStatus(phase=JobPhase.QUEUED, submitted_at=submission.at, at=submission.at)
+        if status.phase is JobPhase.QUEUED:
+            self._run.save(status := status.now(JobPhase.STARTING))
         begun_at = status.at if status.phase is JobPhase.RUNNING else 0.0
 
         def begin() -> None:

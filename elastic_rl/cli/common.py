@@ -74,19 +74,60 @@ def named_cluster(ctx: typer.Context, file: Path | None, *, say: Callable[[str],
     return _cluster_of(_given(ctx, file), file, say=say)
 
 
-def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = True,
+def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = True, of_cluster: bool = False,
                 say: Callable[[str], None] | None = None) -> Cluster:
+    """``of_cluster``: with the settings of the cluster, and not those of the job."""
     from elastic_rl import config as configuration
     from elastic_rl.config import reading
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
+    from elastic_rl.host.paths import JobPaths
     where = Cluster(cluster_settings.location(given))
+    location = {"job": where.cfg.job, "run_dir": str(where.cfg.run_dir), "cluster": where.cfg.cluster}
     if not stored or not where.known:
-        cfg = configuration.parse(given)
+        cfg = configuration.parse({**given, **location})
     else:
-        location = {"job": where.cfg.job, "run_dir": str(where.cfg.run_dir)}
-        cfg = cluster_settings.on_top(where.paths.settings, {**given, **location}, of_file=reading.values(file, ()))
+        path = where.paths.settings if of_cluster else JobPaths.of(where.cfg).submitted_settings
+        cfg = cluster_settings.on_top(path, {**given, **location}, of_file=reading.values(file, ()))
+        if where.named and not of_cluster:
+            cfg = cluster_settings.with_sections_of_cluster(where.paths.settings, cfg, given)
     return Cluster(cfg, say=say) if say else Cluster(cfg)
+
+
+def cluster_to_start(ctx: typer.Context, file: Path | None, *, say: Callable[[str], None]) -> tuple[Cluster, bool]:
+    """The cluster that ``up`` starts, and whether the command line names a job that is to be on it. A cluster with a
+    name starts without one."""
+    given = _given(ctx, file)
+    return _cluster_of(given, file, of_cluster=True, say=say), "job" in given
+
+
+def cluster_to_stop(ctx: typer.Context, file: Path | None) -> Cluster:
+    """The cluster that ``down`` stops: that of the job, or the only one of a job's own that is up. One with a name must
+    be named, and no job, since it may have others too. Raises ConfigError."""
+    from elastic_rl.host import cluster_settings, kept_state
+    from elastic_rl.host.paths import jobs_with_cluster, named_clusters_up
+    given = _given(ctx, file)
+    where = cluster_settings.location(given)
+    if where.cluster and "job" in given:
+        raise ConfigError(f"job {where.job} is on cluster {where.cluster}, which other jobs may use",
+                          hint=f"`elastic-rl stop {kept_state.options(where)}` stops the job, `elastic-rl down "
+                               f"{kept_state.cluster_options(where)}` the cluster with all its jobs")
+    if "cluster" not in given and not _names_job(ctx, file):
+        up, run_dir = jobs_with_cluster(where.run_dir), where.run_dir
+        if where.job not in up:
+            given["job"] = _only(up, "clusters are up", "--job") or where.job
+        if not up and (named := named_clusters_up(run_dir)):
+            raise ConfigError(f"a cluster with a name is stopped by its name: {', '.join(named)} up",
+                              hint="`elastic-rl down --cluster=NAME` stops it with all its jobs")
+        given["cluster"] = ""
+    return _cluster_of(given, file, stored=False)
+
+
+def _only(names: Sequence[str], what: str, option: str) -> str:
+    """The only one of the names; empty where there is none. Raises ConfigError where there are several."""
+    if len(names) > 1:
+        raise ConfigError(f"several {what}: {', '.join(names)}", hint=f"name one with {option}=NAME")
+    return names[0] if names else ""
 
 
 def _names_job(ctx: typer.Context, file: Path | None) -> bool:
@@ -115,28 +156,36 @@ def location(ctx: typer.Context, file: Path | None) -> Config:
 
 def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False,
                  say: Callable[[str], None] | None = None) -> Cluster:
-    """The cluster of the job; where no job is named and exactly one cluster is up under run_dir, that one. The settings
-    are those that it was started with, and those of the command line on top. ``to_stop``: only the latter, since
-    ``down`` goes by what ``up`` recorded, and must work with damaged settings too."""
+    """The cluster of the job; where no job is named and exactly one is on a cluster that is up under run_dir, that one.
+    The settings are those that it was started with, and those of the command line on top. ``to_stop``: only the latter,
+    since ``down`` goes by what ``up`` recorded, and must work with damaged settings too."""
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
-    from elastic_rl.host.paths import jobs_with_cluster
+    from elastic_rl.host.paths import jobs_with_cluster, named_clusters_up
     given = _given(ctx, file)
     where = Cluster(cluster_settings.location(given))
-    if not _names_job(ctx, file) and where.cfg.job not in (up := jobs_with_cluster(where.cfg.run_dir)):
-        if len(up) > 1:
-            raise ConfigError(f"several clusters are up: {', '.join(up)}", hint="name one with --job=NAME")
-        if up:
-            given["job"] = up[0]
+    if not _names_job(ctx, file):
+        if where.named and "cluster" in given:
+            up = where.jobs
+        else:
+            up = jobs_with_cluster(where.cfg.run_dir)
+            for name in named_clusters_up(where.cfg.run_dir):
+                up += Cluster(where.cfg.model_copy(update={"cluster": name})).jobs
+        if where.cfg.job not in up:
+            given["job"] = _only(up, "jobs are on clusters that are up", "--job") or where.cfg.job
     return _cluster_of(given, file, stored=not to_stop, say=say)
 
 
 def cluster_to_delete(ctx: typer.Context, file: Path | None, *, asks: bool) -> Cluster:
     """The cluster whose state ``down --purge`` deletes: that of the job which the command line, or the default, names,
-    and never the one that happens to be up instead. Raises ConfigError where it names none and nobody is asked."""
-    if not asks and not _names_job(ctx, file):
+    and never the one that happens to be up instead. Raises ConfigError where it names none and nobody is asked, or the
+    job is on a cluster with a name."""
+    from elastic_rl.host import cluster_settings
+    if not _names_job(ctx, file) and (not asks or "cluster" in _given(ctx, file)):
         raise ConfigError("no job is named whose state is to be deleted", hint="name it with --job=NAME")
-    return _cluster_of(_given(ctx, file), file, stored=False)
+    given = _given(ctx, file)
+    named = bool(cluster_settings.location(given).cluster)
+    return _cluster_of(given, file, stored=named)  # which has to reach the etcd of one with a name
 
 
 # -- the cluster that a command addresses ------------------------------------------------------------------------------
@@ -161,7 +210,7 @@ class Target:
     def as_options(self) -> str:
         """The options, each after a space, with which another command addresses the same cluster: those of this command
         line."""
-        given = [a for a in self.ctx.args if a.startswith(("--job=", "--run_dir="))]
+        given = [a for a in self.ctx.args if a.startswith(("--job=", "--run_dir=", "--cluster="))]
         given += [f"-c {self.file}"] if self.file else []
         for option, value in (("url", self.url), ("token_file", self.token_file), ("ca", self.ca)):
             source = self.ctx.get_parameter_source(option)

@@ -89,8 +89,8 @@ def _await_end(cluster: Cluster, view: LiveView) -> RunReading:
             reading = cluster.run.read()
             if reading.over:
                 return reading
-            doing = ("stopping" if reading.stopping else "starting: checks of model, data and plug-ins"
-                     if reading.phase is JobPhase.STARTING else "")
+            doing = ("stopping" if reading.stopping else f"queued: {cluster.queued_for()}" if reading.queued else
+                     "starting: checks of model, data and plug-ins" if reading.phase is JobPhase.STARTING else "")
         except OSError as e:
             waiting["run"] = f"its files cannot be read: {e}"
         view.tick(waiting, doing)

@@ -60,12 +60,12 @@ def jobs(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -
 
 
 def _clusters(run_dir: Path) -> Iterator[Cluster]:
-    from elastic_rl.config import parse
+    from elastic_rl.host.cluster_settings import location
     from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.host.paths import jobs_of_user
     for name in jobs_of_user(run_dir.expanduser()):
         try:
-            yield Cluster(parse({"job": name, "run_dir": str(run_dir)}))
+            yield Cluster(location({"job": name, "run_dir": str(run_dir)}))
         except ConfigError:  # a copy of a job's folder, under a name that no job can have
             continue
 
@@ -84,7 +84,9 @@ def row_of(cluster: Cluster) -> dict[str, Any]:
     if reading.status is not None:
         row |= {"since_at": reading.status.at, "submitted_at": reading.status.submitted_at,
                 "message": reading.status.message}
-    if reading.wanted and not reading.alive:
+    if reading.queued:
+        row["message"] = cluster.queued_for()
+    elif reading.wanted and not reading.alive:
         row["message"] = ("its process has ended; the host agent starts it again" if cluster.agents.running() else
                           "its process and the host agent have ended; `elastic-rl up` starts them again")
     return row

@@ -19,8 +19,9 @@ from elastic_rl.cli.common import (
     File,
     Output,
     cluster_to_delete,
+    cluster_to_start,
+    cluster_to_stop,
     err,
-    find_cluster,
     load,
     named_cluster,
     out,
@@ -43,27 +44,36 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or i
 @app.command(context_settings=EXTRA)
 def up(ctx: typer.Context, file: File = None) -> None:
     """Start a local cluster, or the parts of it that do not run. A running one keeps the settings that are not
-    given."""
-    cluster = named_cluster(ctx, file, say=_say)
+    given.
+
+    With --cluster=NAME it is one for any number of jobs, which `elastic-rl train --cluster=NAME` adds."""
+    cluster, names_job = cluster_to_start(ctx, file, say=_say)
     with signals_interrupt():
         info = cluster.up()
-    out.print(f"up: {info.job}", highlight=False)
-    _print_access(cluster.cfg, info)
-    if cluster.run.read().wanted:
-        follow.say_goes_on(cluster)
+        if cluster.named and names_job:
+            cluster = named_cluster(ctx, file, say=_say)
+            info = cluster.admit(resubmit=True)
+    out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
+    _print_access(cluster.cfg, info, with_job=names_job or not cluster.named)
+    for job in map(cluster.of_job, cluster.jobs):
+        if job.run.read().wanted:
+            follow.say_goes_on(job)
 
 
 @app.command(context_settings=EXTRA)
 def down(ctx: typer.Context, file: File = None,
          purge: Annotated[bool, typer.Option("--purge", help="Delete its state too: records and versions.")] = False,
          yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
-    """Stop every process of a job, also those that a crash left behind. The job keeps its state, and can be resumed."""
+    """Stop every process of a cluster and its jobs, also those that a crash left behind. The jobs keep their state, and
+    can be resumed."""
     if purge:
         _purge(cluster_to_delete(ctx, file, asks=not yes), yes=yes)
         return
-    cluster = find_cluster(ctx, file, to_stop=True)
+    cluster = cluster_to_stop(ctx, file)
+    jobs = cluster.jobs
     _print_stopped(cluster.down())
-    _print_kept(cluster)
+    for job in map(cluster.of_job, jobs):
+        _print_kept(job)
 
 
 def _purge(cluster: Cluster, *, yes: bool) -> None:
@@ -73,6 +83,8 @@ def _purge(cluster: Cluster, *, yes: bool) -> None:
     cfg, folders = cluster.cfg, kept_state.folders(cluster.cfg)
     for folder in folders:
         _progress(f"delete  {folder.path}  {tables.size(folder.nbytes)}: {folder.what}")
+    for place in kept_state.in_cluster(cfg):
+        _progress(f"delete  {place}")
     for place in kept_state.elsewhere(cfg):
         _progress(f"keep    {place}")
     if (folders or cluster.known) and not yes:
@@ -80,7 +92,7 @@ def _purge(cluster: Cluster, *, yes: bool) -> None:
             raise ConfigError(f"deleting the state of job {cfg.job} must be confirmed",
                               hint="there is no terminal to ask on: add --yes, and name the job with --job=NAME")
         typer.confirm(f"Stop job {cfg.job} and delete its state for good?", abort=True, err=True)
-    _print_stopped(cluster.down(purge=True))
+    _print_stopped(cluster.remove_job() if cluster.named else cluster.down(purge=True))
     deleted = [f"deleted     {folder.path}" for folder in folders]
     for line in deleted or [f"job {cfg.job} has no state in {cfg.run_dir}"]:
         out.print(tables.printable(line), highlight=False, markup=False, soft_wrap=True)
@@ -94,7 +106,7 @@ def _print_kept(cluster: Cluster) -> None:
     """Says what a stopped job keeps, and the commands that go on with it."""
     from elastic_rl.host import kept_state
     kept = [f"{f.path}  {tables.size(f.nbytes)}: {f.what}" for f in kept_state.folders(cluster.cfg)]
-    kept += kept_state.elsewhere(cluster.cfg) if cluster.known else []
+    kept += [*kept_state.in_cluster(cluster.cfg), *kept_state.elsewhere(cluster.cfg)] if cluster.known else []
     lines = [("kept", line) for line in kept]
     if kept and not kept_state.keeps_versions(cluster.cfg):
         lines.append(("lost", "its versions were in memory only, and are gone with the nodes"))
@@ -117,27 +129,34 @@ def train(ctx: typer.Context, file: File = None,
     """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes.
 
     On a cluster that is up the run goes on without its terminal: Ctrl-C asks whether to detach or to stop."""
-    from elastic_rl.host import cluster_settings, inherited_model, preflight
+    from elastic_rl.host import cluster_settings, inherited_model, kept_state, preflight
+    from elastic_rl.host.paths import JobPaths
     from elastic_rl.job import check as job_check
     if detach and with_cluster and not keep_up:
         raise ConfigError("a run that is detached needs a cluster that stays up",
                           hint="add --keep-up; or `elastic-rl up`, then `elastic-rl train --detach`")
     cluster = named_cluster(ctx, file, say=_say)
+    if with_cluster and cluster.named:
+        raise ConfigError(f"cluster {cluster.cfg.cluster} is not started for one run: it outlives its jobs",
+                          hint=f"`elastic-rl up {kept_state.cluster_options(cluster.cfg)}`, then `elastic-rl train` "
+                               "without --with-cluster")
     preflight.require_temporary(cluster.cfg)
     code = int(Exit.FAILED)
     if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
-    before = cluster_settings.snapshot(cluster.paths.settings) if cluster.known else None
+    before = cluster_settings.snapshot(JobPaths.of(cluster.cfg).submitted_settings) if cluster.known else None
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
     with signals_interrupt(), owned as was_up:
         try:
-            info = cluster.up(resubmit=False) if with_cluster else cluster.connect()
+            info = (cluster.up(resubmit=False) if with_cluster else
+                    cluster.admit() if cluster.named else cluster.connect())
             code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,
                           may_detach=not with_cluster or keep_up)
             if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
                 _export_policy(cluster.cfg, info)
         except ElasticRLError:
-            if with_cluster and before is not None:  # a start that was refused must not change what the job has
+            # A start that was refused must not change what the job has.
+            if before is not None and (with_cluster or cluster.named):
                 cluster.restore_settings(before)
             if with_cluster and was_up:
                 keep_up = True
@@ -146,11 +165,7 @@ def train(ctx: typer.Context, file: File = None,
         finally:
             if with_cluster and not keep_up:
                 with ignore_signals():
-                    if cluster.owned_by_others:
-                        cluster.stop_run()
-                        out.print("the cluster keeps running for the other jobs that own it", highlight=False)
-                    else:
-                        _stop(cluster, after=sys.exception())
+                    _stop(cluster, after=sys.exception())
     if with_cluster and keep_up:
         out.print("the cluster keeps running", highlight=False)
         _print_access(cluster.cfg, info)
@@ -194,14 +209,16 @@ def _export_policy(cfg: Config, info: Any) -> None:
     out.print(f"policy      {target}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_access(cfg: Config, info: Any) -> None:
+def _print_access(cfg: Config, info: Any, *, with_job: bool = True) -> None:
     from elastic_rl.host import kept_state
     from elastic_rl.host.paths import ClusterPaths
     options = kept_state.options(cfg)
     lines = [f"admin API   {' '.join(info.coordinators)}", f"etcd        {' '.join(info.etcd_endpoints)}",
              f"tokens      {info.tokens_file}", f"logs        {ClusterPaths.of(cfg).logs}",
-             f"dashboard   elastic-rl dashboard {options}", f"status      elastic-rl status {options}",
-             f"scale       elastic-rl scale 3 {options}", f"stop        elastic-rl down {options}"]
+             *([f"dashboard   elastic-rl dashboard {options}", f"status      elastic-rl status {options}",
+                f"scale       elastic-rl scale 3 {options}"] if with_job else
+               [f"train       elastic-rl train {kept_state.cluster_options(cfg)} --job=NAME"]),
+             f"stop        elastic-rl down {kept_state.cluster_options(cfg)}"]
     for line in lines:
         out.print("  " + line, highlight=False, markup=False, soft_wrap=True)
 

@@ -17,6 +17,9 @@ class CoordinatorConfig(Section):
     """Address that the admin API listens on; 0.0.0.0 for all addresses of the host."""
     ports: list[Annotated[int, Field(ge=1, le=65535)]] = []
     """Port of each replica's admin API, one a replica. Empty: free ports are chosen."""
+    parallel_jobs: Positive = 1
+    """How many runs of jobs a cluster with a name has at once. Further ones are queued, and start in the order of their
+    submission."""
     lease_ttl_s: Annotated[int, Field(ge=2)] = 3
     """Time to live, in seconds, of the leases of the leader and of DCS nodes, and the longest interval between two
     heartbeats of a member, whose lease lasts three times as long. An etcd that stalls for longer than this ends leases

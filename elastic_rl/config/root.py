@@ -32,6 +32,9 @@ from elastic_rl.config.telemetry import TelemetryConfig
 from elastic_rl.config.train import TrainConfig
 from elastic_rl.config.trainer import TrainerConfig
 
+CLUSTER_SECTIONS = ("coordinator", "etcd")
+"""Sections that a job takes from its cluster."""
+
 
 class Config(Section):
     """The whole configuration of a job."""
@@ -39,6 +42,9 @@ class Config(Section):
     job: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "quickstart"
     """Name of the job, at most 40 lowercase letters, digits and hyphens. It prefixes the job's keys in etcd and its
     shared-memory segments."""
+    cluster: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?)?$")] = ""
+    """Name of the cluster that the job runs on, which other jobs may run on too and which outlives them: ``elastic-rl
+    up --cluster=NAME`` starts it. Empty: a cluster of the job's own."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the initial weights, the data and the sampling."""
     mode: Literal["rl", "sft", "eval", "rejection_sampling"] = "rl"
@@ -55,8 +61,8 @@ class Config(Section):
     Slower: kernels whose results do not depend on the batch on GPUs, one sequence at a time in each engine on a CPU.
     External engines must be started like that too."""
     run_dir: FolderPath = Path("runs")
-    """Folder of all jobs: reports are in ``<run_dir>/<job>``; logs, pids and addresses of the cluster in
-    ``<run_dir>/<job>/cluster``."""
+    """Folder of all jobs: reports are in ``<run_dir>/<job>``; logs, pids and addresses of the job's own cluster in
+    ``<run_dir>/<job>/cluster``, those of a cluster with a name in ``<run_dir>/_clusters/<cluster>``."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Where the engines of the policy run. ``disaggregated``: on devices of their own. ``colocated``: on those of the
     trainer, in alternation: while the trainer computes, the engines have released the memory of their weights and KV
@@ -138,6 +144,11 @@ class Config(Section):
     def uses_transfer_queue(self) -> bool:
         """Whether finished groups wait in actors of the package TransferQueue."""
         return self.mode == "rl" and self.train.schedule == "fully_async" and self.train.queue == "transfer_queue"
+
+    @property
+    def cluster_name(self) -> str:
+        """Name of the cluster in etcd: one of the job's own is named like it."""
+        return self.cluster or self.job
 
     @property
     def uses_trainer(self) -> bool:

@@ -92,7 +92,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, t
     cluster_secret = ClusterSecret.read(secret)
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
-    keys, stopping = ClusterKeys(cfg.job), threading.Event()
+    keys, stopping = ClusterKeys(cfg.cluster_name), threading.Event()
     with contextlib.ExitStack() as cleanup:
         if logs_folder is not None:
             cleanup.callback(LogRotation(logs_folder, cfg.telemetry).close)

@@ -15,6 +15,7 @@ from cryptography.fernet import Fernet, InvalidToken
 
 from elastic_rl import config
 from elastic_rl.config import Config
+from elastic_rl.config.root import CLUSTER_SECTIONS
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobRecord
@@ -22,8 +23,7 @@ from elastic_rl.etcd.decoding import decode_bytes
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.net.cluster_secret import ClusterSecret
 
-_OF_THE_CLUSTER = frozenset({"etcd", "coordinator", "run_dir"})
-"""Sections that a job takes from its cluster."""
+_OF_THE_CLUSTER = frozenset({*CLUSTER_SECTIONS, "run_dir"})
 
 
 class OtherSecret(ConfigError):

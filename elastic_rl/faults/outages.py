@@ -16,7 +16,7 @@ from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.paths import ClusterPaths
-from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.host.service_files import ServiceFiles, node_service
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
 
@@ -79,6 +79,13 @@ class ServiceKilled(_Outage):
     def inject(self) -> tuple[str, str]:
         self._begins()
         return self.service, kill(self._service(self.service))
+
+
+class DcsNodeKilled(ServiceKilled):
+    """kill -9 of the job's only DCS node."""
+
+    def __init__(self, context: FaultContext) -> None:
+        super().__init__(context, node_service(context.cfg.job))
 
 
 class AllEnginesKilled(_Outage):
@@ -176,6 +183,6 @@ def _stopped(processes: Sequence[psutil.Process]):  # type: ignore[no-untyped-de
 def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[_Outage]]]:
     """One outage after the other, each a few steps after the recovery from the one before."""
     make: list[Callable[[FaultContext], _Outage]] = [
-        lambda c: EtcdStopped(c, 60.0), AllEnginesKilled, RouterKilled, lambda c: ServiceKilled(c, "dcs-node-0"),
+        lambda c: EtcdStopped(c, 60.0), AllEnginesKilled, RouterKilled, DcsNodeKilled,
         lambda c: ServiceKilled(c, "etcd-0"), ActorKilled, lambda c: SecondActor(c, 10.0), TrainerStopped]
     return [(2 + 4 * i, [one(context)]) for i, one in enumerate(make)]

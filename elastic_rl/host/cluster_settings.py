@@ -12,17 +12,38 @@ import yaml
 
 from elastic_rl import config
 from elastic_rl.config import Config, reading
+from elastic_rl.config.root import CLUSTER_SECTIONS
 from elastic_rl.errors import ConfigError
+from elastic_rl.host.paths import JobPaths, is_own_folder
 from elastic_rl.runtime.files import replace_file, require_own_folder
 
 OTHER_RUN_DIR = "see who has put it there, or set another run_dir"
 """Hint of an error about a cluster's folder that is not its user's."""
-_LOCATION = ("job", "run_dir")
+_LOCATION = ("job", "run_dir", "cluster")
 
 
 def location(given: Mapping[str, Any]) -> Config:
-    """A configuration with nothing but the job and its folder, as given. Raises ConfigError."""
-    return config.parse({key: given[key] for key in _LOCATION if key in given})
+    """A configuration with nothing but the job, its folder and its cluster, as given; a job that was started before is
+    on the cluster that it was started on. Raises ConfigError."""
+    cfg = config.parse({key: given[key] for key in _LOCATION if key in given})
+    if "cluster" in given:
+        return cfg
+    found = cluster_of(JobPaths.of(cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser()})))
+    return config.parse({**cfg.model_dump(include=set(_LOCATION)), "cluster": found})
+
+
+def cluster_of(job: JobPaths) -> str:
+    """Name of the cluster that a job was started on; empty for one of its own, and for another user's job, whose file
+    is not followed: it names what to connect to. Raises ConfigError for a damaged file."""
+    if not is_own_folder(job.private):
+        return ""
+    try:
+        return config.parse({"cluster": job.cluster_name.read_text().strip() or None}).cluster
+    except FileNotFoundError:
+        return ""
+    except (ConfigError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{job.cluster_name} is damaged: it has no name of a cluster", hint=(
+            "write the name of the cluster that the job was started on into it")) from e
 
 
 def save(cfg: Config, path: Path) -> None:
@@ -90,6 +111,21 @@ def on_top(path: Path, given: Mapping[str, Any], *, of_file: Mapping[str, Any] |
         # Nobody has typed the key that it names.
         raise ConfigError(f"of the settings stored in {path}, with those given on top: {e.message}",
                           hint=f"correct that file, or give them again with -c{f'; {e.hint}' if e.hint else ''}") from e
+
+
+def with_sections_of_cluster(path: Path, cfg: Config, given: Mapping[str, Any]) -> Config:
+    """The settings of a job with the sections of its cluster, which are stored in a file. ``given``: what the command
+    line names. Raises ConfigError where that contradicts them: nobody would follow it."""
+    if not (of_cluster := stored(path)):
+        raise ConfigError(f"{path} is gone, the settings of cluster {cfg.cluster}",
+                          hint=f"`elastic-rl up --cluster={cfg.cluster}` with its settings writes it again")
+    holds = config.parse({name: of_cluster.get(name, {}) for name in CLUSTER_SECTIONS})
+    wanted = config.parse({name: _merged(of_cluster.get(name) or {}, given.get(name) or {})
+                           for name in CLUSTER_SECTIONS})
+    if other := [name for name in CLUSTER_SECTIONS if getattr(wanted, name) != getattr(holds, name)]:
+        raise ConfigError(f"the settings in {' and '.join(other)} are those of cluster {cfg.cluster}, and these are "
+                          f"others", hint=f"leave them out; `elastic-rl up --cluster={cfg.cluster}` sets them")
+    return cfg.model_copy(update={name: getattr(holds, name) for name in CLUSTER_SECTIONS})
 
 
 def _is_valid(values: Mapping[str, Any]) -> bool:

@@ -63,7 +63,10 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
     cluster = ClusterPaths.of(source)
     info = ClusterInfo.load(cluster.info)
     if info is not None:
-        source = cluster_settings.on_top(cluster.settings, {"job": from_job, "run_dir": str(cfg.run_dir)})
+        source = cluster_settings.on_top(JobPaths.of(source).submitted_settings, {
+            "job": from_job, "run_dir": str(cfg.run_dir), "cluster": source.cluster})
+        if source.cluster:
+            source = cluster_settings.with_sections_of_cluster(cluster.settings, source, {})
         endpoints = info.etcd_endpoints
     elif cfg.etcd.endpoints:
         source, endpoints = cfg.model_copy(update={"job": from_job}), list(cfg.etcd.endpoints)

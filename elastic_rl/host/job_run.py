@@ -31,7 +31,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.record import Record
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.host.service_files import ServiceFiles, run_service
 from elastic_rl.runtime.files import UMASK_ENV, os_error_text, replace_file, user_umask
 
 
@@ -72,7 +72,7 @@ class RunStatus(Record):
     """What has become of a submission."""
 
     phase: JobPhase
-    """STARTING until all is checked, then RUNNING; QUEUED is not used."""
+    """QUEUED until its process has started, STARTING until all is checked, then RUNNING."""
     submitted_at: float
     at: float
     """When the phase began, unix seconds."""
@@ -133,6 +133,17 @@ class RunReading:
         return self.phase is None or self.phase.ended
 
     @property
+    def queued(self) -> bool:
+        """Whether it waits for its turn."""
+        return self.wanted and not self.alive and self.phase is JobPhase.QUEUED
+
+    @property
+    def active(self) -> bool:
+        """Whether it has begun, also while its process is down, and not come to its end: another one would share the
+        machine with it."""
+        return self.alive or (self.wanted and not self.queued)
+
+    @property
     def stopping(self) -> bool:
         return self.alive and not self.submitted and not self.ended
 
@@ -142,11 +153,20 @@ class RunReading:
         return not self.alive and not self.wanted
 
 
+def in_turn(runs: Mapping[str, RunReading], limit: int) -> list[str]:
+    """The queued runs that may start where ``limit`` may be active at once: those that were submitted first. ``runs``:
+    of all jobs on the cluster, by job."""
+    free = max(0, limit - sum(reading.active for reading in runs.values()))
+    queued = sorted((reading.status.submitted_at, job) for job, reading in runs.items()
+                    if reading.queued and reading.status is not None)
+    return [job for _, job in queued[:free]]
+
+
 class JobRun:
     """The files of a job's run, and whether its process is among the services of a cluster."""
 
     def __init__(self, cfg: Config, services: ServiceFiles) -> None:
-        self.name = f"run-{cfg.job}"
+        self.name = run_service(cfg.job)
         """Name of the service."""
         self.log = JobPaths.of(cfg).log("train")
         self._paths, self._services = JobPaths.of(cfg), services
@@ -185,7 +205,7 @@ class JobRun:
         submission that has been carried out may be left of a process that was killed; it must not meet the new status,
         which would have it carried out again. Raises OSError."""
         self.withdraw()
-        self.save(RunStatus(phase=JobPhase.STARTING, submitted_at=submission.at, at=submission.at))
+        self.save(RunStatus(phase=JobPhase.QUEUED, submitted_at=submission.at, at=submission.at))
         # Private: the environment has secrets.
         replace_file(self._paths.submission, submission.encode(), private=True, durable=True)
 

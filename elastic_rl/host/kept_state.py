@@ -34,10 +34,13 @@ class KeptFolder:
 
 
 def folders(cfg: Config) -> list[KeptFolder]:
-    """The folders of a job's cluster that hold its state."""
-    etcd = ClusterPaths.of(cfg).etcd
-    found = [KeptFolder(etcd, "what the job has decided and done (etcd)")]
-    found += [KeptFolder(path, "the same of an earlier cluster") for path in sorted(etcd.parent.glob(f"{etcd.name}.*"))]
+    """The folders that hold the state of a job."""
+    found = []
+    if not cfg.cluster:
+        etcd = ClusterPaths.of(cfg).etcd
+        found += [KeptFolder(etcd, "what the job has decided and done (etcd)")]
+        found += [KeptFolder(path, "the same of an earlier cluster")
+                  for path in sorted(etcd.parent.glob(f"{etcd.name}.*"))]
     node = chunks(cfg)
     found += [KeptFolder(path, "its versions: policies and the trainer's state") for path in (node, *_aside(node))
               if owner(path) in ("", cfg.job)]
@@ -48,6 +51,22 @@ def chunks(cfg: Config) -> Path:
     """The folder with the chunks of the job's DCS node. A cluster that was started before has it where its settings
     say, which the command line need not name."""
     return _node_folder(cfg, _dcs(cfg, "disk_dir"))
+
+
+def require_same_cluster(cfg: Config) -> None:
+    """Raises ConfigError when what is kept of the job belongs to another cluster than the configured one, whose etcd
+    knows nothing of it."""
+    job = JobPaths.of(cfg)
+    own, before = ClusterPaths(job.private), cluster_settings.cluster_of(job)
+    if before and before != cfg.cluster:
+        raise ConfigError(f"job {cfg.job} is on cluster {before}, which has its records", hint=(
+            f"leave --cluster out, or name another job with --job=NAME; `elastic-rl down --purge {options(cfg)}` "
+            "deletes what the job has"))
+    if cfg.cluster and not before and (found := next((path for path in (
+            own.info, own.stopped, own.etcd, job.disk / NODE) if path.exists()), None)):
+        raise ConfigError(f"job {cfg.job} has a cluster of its own: there is {found}", hint=(
+            f"name another job with --job=NAME, which may begin with this one's policy (--from-job={cfg.job}); or "
+            f"delete what it has: `elastic-rl down --purge {options(cfg)} --cluster=`"))
 
 
 def require_same_disk(cfg: Config) -> None:
@@ -70,10 +89,15 @@ def elsewhere(cfg: Config) -> list[str]:
     return found
 
 
+def in_cluster(cfg: Config) -> list[str]:
+    """What a job keeps in the cluster with a name that it is on."""
+    return [f"its records, {Keys(cfg.job).root} in the etcd of cluster {cfg.cluster}"] if cfg.cluster else []
+
+
 def can_continue(cfg: Config) -> bool:
-    """Whether the data of an own etcd and the versions that they list are both there. An etcd that lists nothing but
-    lost chunks would only mislead."""
-    return (ClusterPaths.of(cfg).etcd / "member").is_dir() and keeps_versions(cfg)
+    """Whether the data of the etcd that ``up`` starts are there and, for a cluster of the job's own, the versions that
+    they list: an etcd that lists nothing but lost chunks would only mislead."""
+    return (ClusterPaths.of(cfg).etcd / "member").is_dir() and (bool(cfg.cluster) or keeps_versions(cfg))
 
 
 def keeps_versions(cfg: Config) -> bool:
@@ -84,7 +108,7 @@ def keeps_versions(cfg: Config) -> bool:
     if not _dcs(cfg, "disk_bytes"):
         return False
     cluster = ClusterPaths.of(cfg)
-    return (cluster.stopped.exists() and not cluster.unsaved.exists()) or _has_chunks(chunks(cfg))
+    return (cluster.stopped.exists() and not JobPaths.of(cfg).unsaved.exists()) or _has_chunks(chunks(cfg))
 
 
 def set_aside(path: Path) -> Path | None:
@@ -98,60 +122,74 @@ def set_aside(path: Path) -> Path | None:
 
 
 def delete(cfg: Config) -> list[KeptFolder]:
-    """Deletes the state of a job, and the secrets of its cluster; returns the folders that are gone. The cluster
-    must be stopped. Raises ElasticRLError for a folder that cannot be deleted.
+    """Deletes the state of a job, and the secrets of a cluster of its own; returns the folders that are gone. Its DCS
+    node must be stopped, and so must its own cluster. Raises ElasticRLError for a folder that cannot be deleted.
 
     The folders get other names first, so that ``up`` never continues with half of the data after a deletion that was
     interrupted. The next deletion finds them, by the settings, which are deleted last."""
-    cluster, gone = ClusterPaths.of(cfg), folders(cfg)
+    cluster, job, gone = ClusterPaths.of(cfg), JobPaths.of(cfg), folders(cfg)
     if link := next((folder.path for folder in gone if folder.path.is_symlink()), None):
         raise ElasticRLError(f"{link} is a link to {link.resolve()}, which is not deleted",
                              hint="delete that folder and the link yourself, then repeat the command")
-    cluster.stopped.unlink(missing_ok=True)
+    of_cluster = () if cfg.cluster else (cluster.tokens, cluster.credentials, cluster.viewer_token, cluster.secret)
+    if not cfg.cluster:
+        cluster.stopped.unlink(missing_ok=True)
     in_use = (cluster.etcd, chunks(cfg))
     try:
         renamed = [set_aside(f.path) or f.path if f.path in in_use else f.path for f in gone]
         for path in renamed:
             shutil.rmtree(path)
     except OSError as e:
-        raise ElasticRLError(f"cannot delete {os_error_text(e, cluster.folder)}",
+        raise ElasticRLError(f"cannot delete {os_error_text(e, job.private)}",
                              hint="see who owns it and the files in it") from e
-    for path in (cluster.unsaved, cluster.tokens, cluster.credentials, cluster.viewer_token, cluster.secret,
-                 JobPaths.of(cfg).run_status, cluster.settings):
+    for path in (job.unsaved, *of_cluster, job.run_status, job.submitted_settings, job.cluster_name):
         path.unlink(missing_ok=True)
     return gone
 
 
 def options(cfg: Config) -> str:
+    """The options with which a command addresses the job, whose cluster it then finds."""
+    return f"--job={shlex.quote(cfg.job)}" + _run_dir_option(cfg)
+
+
+def cluster_options(cfg: Config) -> str:
     """The options with which a command addresses the cluster of the job."""
+    return f"--cluster={shlex.quote(cfg.cluster)}" + _run_dir_option(cfg) if cfg.cluster else options(cfg)
+
+
+def _run_dir_option(cfg: Config) -> str:
     run_dir = cfg.run_dir.expanduser().resolve()
-    elsewhere = run_dir != Config().run_dir.resolve()
-    return f"--job={shlex.quote(cfg.job)}" + (f" --run_dir={shlex.quote(str(run_dir))}" if elsewhere else "")
+    return f" --run_dir={shlex.quote(str(run_dir))}" if run_dir != Config().run_dir.resolve() else ""
 
 
 def commands(cfg: Config) -> Iterator[tuple[str, str]]:
     """Name and command line of what can be done with the state of a stopped job."""
-    if can_continue(cfg) or (_external_etcd(cfg) and keeps_versions(cfg)):
+    up = f"elastic-rl up {cluster_options(cfg)} && " if cfg.cluster else ""
+    if cfg.cluster:
+        if keeps_versions(cfg):
+            yield "resume", f"{up}elastic-rl train {options(cfg)}"
+    elif can_continue(cfg) or (_external_etcd(cfg) and keeps_versions(cfg)):
         yield "resume", f"elastic-rl train --with-cluster {options(cfg)}"
         yield "export", f"elastic-rl up {options(cfg)} && elastic-rl versions export policy OUT {options(cfg)}"
-    yield "delete", f"elastic-rl down --purge {options(cfg)}"
+    yield "delete", f"{up}elastic-rl down --purge {options(cfg)}"
 
 
-def _stored(cfg: Config, section: str) -> dict[str, Any]:
-    """A section of the settings that the cluster was started with, which the command line need not repeat."""
+def _stored(path: Path, section: str) -> dict[str, Any]:
+    """A section of the settings that the cluster or the job was started with, which the command line need not repeat.
+    """
     try:
-        found = cluster_settings.stored(ClusterPaths.of(cfg).settings).get(section)
+        found = cluster_settings.stored(path).get(section)
     except ConfigError:  # a damaged file
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _dcs(cfg: Config, key: str) -> Any:
-    return _stored(cfg, "dcs").get(key, getattr(cfg.dcs, key))
+    return _stored(JobPaths.of(cfg).submitted_settings, "dcs").get(key, getattr(cfg.dcs, key))
 
 
 def _external_etcd(cfg: Config) -> list[str]:
-    endpoints = _stored(cfg, "etcd").get("endpoints", cfg.etcd.endpoints)
+    endpoints = _stored(ClusterPaths.of(cfg).settings, "etcd").get("endpoints", cfg.etcd.endpoints)
     return [str(endpoint) for endpoint in endpoints] if isinstance(endpoints, list) else []
 
 

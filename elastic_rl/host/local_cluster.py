@@ -1,9 +1,13 @@
 """The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
 
 ``up`` is level-triggered: it starts what does not run, so calling it twice is harmless and calling it after a crash
-repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash, and keeps its state, with which
-the next ``up`` continues. ``revive`` starts one service again that has ended by itself; the host agent calls it. All
-three hold the cluster's lock, so that none interferes with another.
+repairs the cluster. ``down`` ends whatever of the cluster and its jobs still runs, also after a crash, and keeps their
+state, with which the next ``up`` continues. ``revive`` starts one service again that has ended by itself; the host
+agent calls it. ``admit`` adds a job to a cluster with a name. All hold the cluster's lock, so that none interferes with
+another.
+
+A cluster with a name (``Config.cluster``) has any number of jobs; one without is of one job, and called the job's own:
+``up`` starts both, and ``down`` ends both. Each job has a DCS node and a run, which are services of the cluster.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.listening import advertised
@@ -44,14 +48,21 @@ from elastic_rl.host import (
     processes,
 )
 from elastic_rl.host.address import own_address
-from elastic_rl.host.job_run import JobRun, Submission
+from elastic_rl.host.job_run import JobRun, RunReading, Submission, in_turn
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
-from elastic_rl.host.service_files import ServiceFiles, ServiceRecord
+from elastic_rl.host.service_files import (
+    ServiceFiles,
+    ServiceRecord,
+    job_of,
+    job_of_node,
+    job_of_run,
+    node_service,
+)
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
-from elastic_rl.runtime.files import preflight_writes, private_folder, require_own_folder
+from elastic_rl.runtime.files import preflight_writes, private_folder, replace_file, require_own_folder
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
@@ -77,18 +88,25 @@ SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
+_SHOWN_JOBS = 4
+"""Jobs that a message names."""
 AGENTS = ("agent-0", "agent-1")
 """Names of the two processes of the host agent: either may be the active one or the standby."""
 _NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
 
 
 class Cluster:
-    """The cluster of one job. Paths in ``cfg`` are made absolute, since services outlive this process."""
+    """A cluster, and the job on it that ``cfg`` names. Paths in ``cfg`` are made absolute, since services outlive this
+    process."""
 
     def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
         self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
         self.paths, self._job = ClusterPaths.of(self.cfg), JobPaths.of(self.cfg)
         self.dir = self.paths.folder
+        self.named = bool(cfg.cluster)
+        """Whether it is a cluster with a name, which other jobs may be on too."""
+        self.node = node_service(cfg.job)
+        """Name of the service that is the job's DCS node."""
         self.services, self.agents = ServiceFiles(self.paths.services), ServiceFiles(self.paths.agents)
         self.run = JobRun(self.cfg, self.services)
         self._say = say
@@ -97,15 +115,15 @@ class Cluster:
 
     # -- up -----------------------------------------------------------------------------------------------------
     def up(self, *, resubmit: bool = True) -> ClusterInfo:
-        """Starts what does not run and returns when every service answers. ``resubmit``: whether the job's record gets
-        these settings where it has others.
+        """Starts what does not run and returns when every service answers. A cluster with a name starts without the
+        job (``admit``). ``resubmit``: whether the job's record gets these settings where it has others.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
         small, no etcd program, no space or no locks in run_dir), EtcdUnavailable (a configured etcd does not answer) or
         DeadlineExceeded (also while another command starts or stops the cluster). After any error it stops what it
         started, and the stored settings are those of before.
         """
-        self._make_folder()
+        self._make_folder(self.dir)
         with (preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S),
               cluster_settings.unchanged_on_error(self.paths.settings)):
             known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
@@ -118,7 +136,7 @@ class Cluster:
                 for record in self.services.all():
                     if record.name not in before:
                         self._stop([record], forget=record.name not in known)
-                if not before:
+                if not before and not self.named:
                     self._unlink_segments()
                 if self._new_data is not None:  # nobody was told of it
                     shutil.rmtree(self._new_data, ignore_errors=True)
@@ -126,53 +144,119 @@ class Cluster:
 
     def _up(self, running: set[str], resubmit: bool) -> ClusterInfo:
         self._require_same_etcd()
-        kept_state.require_same_disk(self.cfg)
+        if not self.named:
+            kept_state.require_same_cluster(self.cfg)
+            kept_state.require_same_disk(self.cfg)
         self._require_records()
-        self._check_machine(running)
+        self._check_coordinators(running)
         self._secrets(running)
+        if not self.named:
+            self._check_node(running)
         cluster_settings.save(self.cfg, self.paths.settings)
         if not self.agents.running():  # first: it ends what this process leaves when it is killed
             self._say("starting the host agent")
             self._start_agent(AGENTS[0])
         endpoints = self._etcd(running)
         coordinators = self._start_coordinators(running, endpoints)
-        node_pid = self._start_dcs_node(running, endpoints)
+        node_pid = self._start_dcs_node(running, endpoints) if not self.named else None
         self._await_coordinators(coordinators)
-        if node_pid is not None:
-            self._await_dcs_node(endpoints, node_pid)
-        self.put_job_record(endpoints, resubmit=resubmit, reseal=not running)  # when nothing can be refused any more
-        self._await_job(coordinators)
+        if not self.named:
+            self._await_job(coordinators.values(), endpoints, node_pid, resubmit=resubmit, reseal=not running)
         ca = self.cfg.coordinator.tls_ca
-        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(self.paths.credentials),
-                           str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
+        info = ClusterInfo("" if self.named else self.cfg.job, endpoints, list(coordinators.values()),
+                           str(self.paths.credentials), str(Path(ca).resolve()) if ca else "",
+                           not self.cfg.etcd.endpoints)
         info.save(self.paths.info)
         if self.abandoned:
             self.run.withdraw()  # it was to end with its owner
         self._disown()
-        for path in (self.paths.stopped, self.paths.unsaved):
-            path.unlink(missing_ok=True)
+        self.paths.stopped.unlink(missing_ok=True)
+        if not self.named:
+            self._job.unsaved.unlink(missing_ok=True)
         self._new_data = None
+        return self._addressed(info)
+
+    def admit(self, *, resubmit: bool = False) -> ClusterInfo:
+        """Adds the job to a cluster with a name that is up, or finds that it is there: with the job's DCS node, and its
+        record with which the coordinators take it up. ``resubmit``: as in ``up``.
+
+        Raises EtcdUnavailable where the cluster is not up, ConfigError for a job that is on another cluster or whose
+        versions are lost, and otherwise as ``up``; after any error it stops what it started, and the stored settings
+        are those of before. DeadlineExceeded where no coordinator takes up the job, which is on the cluster then."""
+        self.connect()
+        self._make_folder(self._job.private)
+        with preflight_writes(self._job.private), self._locked(_LOCK_TIMEOUT_S), contextlib.ExitStack() as undo:
+            info = self.connect()
+            self._require_same_etcd()
+            kept_state.require_same_cluster(self.cfg)
+            kept_state.require_same_disk(self.cfg)
+            self._require_here()
+            running = {r.name for r in self.services.running()}
+            self._check_node(running)
+            for path in (self._job.cluster_name, self._job.submitted_settings):
+                undo.enter_context(cluster_settings.unchanged_on_error(path))
+            if self.node not in running:
+                undo.enter_context(self._node_stopped_on_error(new=self.services.get(self.node) is None))
+                self._begin_or_continue(info.etcd_endpoints)
+            replace_file(self._job.cluster_name, self.cfg.cluster, durable=True)
+            engine_key_file(self.cfg)
+            cluster_settings.save(self.cfg, self._job.submitted_settings)
+            pid = self._start_dcs_node(running, info.etcd_endpoints)
+            if pid is not None:
+                self._await_dcs_node(info.etcd_endpoints, pid)
+            self.put_job_record(info.etcd_endpoints, resubmit=resubmit)
+            self._job.unsaved.unlink(missing_ok=True)
+        # Without the lock: the host agent may have to start a coordinator again meanwhile.
+        token, page = read_token(self.paths.credentials, Role.VIEWER), job_path(self.cfg.job)
+        wait_until(lambda: any(_answers(url + page, info.ca_file, token) for url in info.coordinators), poll_s=0.2,
+                   timeout_s=_START_TIMEOUT_S, what=f"a coordinator that takes up job {self.cfg.job}")
         return info
+
+    def _begin_or_continue(self, endpoints: list[str]) -> None:
+        """Sets aside what an earlier job of this name has left, where etcd knows none. Raises ConfigError where etcd
+        lists versions that ended with the DCS node: the run would wait for them without end."""
+        keys = Keys(self.cfg.job)
+        with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
+            if etcd.get(keys.job_spec()) is None and etcd.get(keys.epoch()) is None:
+                self._set_aside(self._job.steps, self._job.model)
+            lost = not kept_state.keeps_versions(self.cfg) and any(
+                etcd.get(keys.stream_head(stream)) is not None for stream in Stream)
+        if lost:
+            raise ConfigError(f"the versions of job {self.cfg.job} were in memory only, and are gone with its DCS node",
+                              hint=f"name another job with --job=NAME, or delete the records of this one: `elastic-rl "
+                                   f"down --purge {kept_state.options(self.cfg)}`")
+
+    @contextlib.contextmanager
+    def _node_stopped_on_error(self, *, new: bool) -> Iterator[None]:
+        """Stops the job's DCS node when the block raises, and forgets it where it is ``new``."""
+        try:
+            yield
+        except BaseException:
+            self._stop([r for r in self.services.all() if r.name == self.node], forget=new)
+            self._unlink_segments()
+            raise
 
     def restore_settings(self, before: bytes | None) -> None:
         """Puts back the settings that were stored before this command started the cluster (a
         ``cluster_settings.snapshot``), unless another command has stored its own since."""
         with self._locked(_LOCK_TIMEOUT_S):
-            if cluster_settings.snapshot(self.paths.settings) == cluster_settings.document(self.cfg):
-                cluster_settings.restore(self.paths.settings, before)
+            path = self._job.submitted_settings
+            if cluster_settings.snapshot(path) == cluster_settings.document(self.cfg):
+                cluster_settings.restore(path, before)
 
-    def _make_folder(self) -> None:
-        """The cluster's folder, for its owner only: it holds secrets, and logs may. Where the user's umask lets a group
-        write, those around it are still the owner's: its members could put another folder in the place of this one.
-        Raises ConfigError where it cannot be made, and PreflightFailed where its file system has no locks."""
+    def _make_folder(self, private: Path) -> None:
+        """A folder of the cluster or the job, for its owner only: it holds secrets, and logs may. Where the user's
+        umask lets a group write, those around it are still the owner's: its members could put another folder in the
+        place of this one. Raises ConfigError where it cannot be made, and PreflightFailed where its file system has no
+        locks."""
         try:
             self.cfg.run_dir.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self.cfg.run_dir, self._job.folder):
+            for folder in (self.cfg.run_dir, private.parent):
                 folder.mkdir(mode=0o755, exist_ok=True)
-            private_folder(self.dir, hint=cluster_settings.OTHER_RUN_DIR)
+            private_folder(private, hint=cluster_settings.OTHER_RUN_DIR)
         except OSError as e:
-            raise ConfigError(f"cannot create {self.dir}: {e.strerror}", hint="set another --run_dir") from e
-        with preflight_writes(self.dir):
+            raise ConfigError(f"cannot create {private}: {e.strerror}", hint="set another --run_dir") from e
+        with preflight_writes(private):
             file_lock.require_exclusive(self.paths.services_lock)
 
     def _require_own_folder(self) -> None:
@@ -199,6 +283,9 @@ class Cluster:
         if sorted(old) == sorted(new):
             return
         change = f"etcd.endpoints is {new or 'empty'}, and this cluster uses {old or 'an etcd of its own'}"
+        if self.named:
+            raise ConfigError(change, hint="give the one that it uses, which has the records of its jobs; or start "
+                                           "another cluster, with another --cluster")
         if self.up_before:
             raise ConfigError(change, hint=f"`elastic-rl down {kept_state.options(self.cfg)}` first")
         if kept := kept_state.folders(self.cfg):
@@ -231,14 +318,17 @@ class Cluster:
             raise PreflightFailed(f"{', '.join(elsewhere())} of the cluster in {self.dir} run on another machine or in "
                                   "another container", hint="run the command there") from e
 
-    def _check_machine(self, running: set[str]) -> None:
+    def _check_coordinators(self, running: set[str]) -> None:
+        """Raises PreflightFailed where this machine cannot have the coordinators."""
         require_address(self.cfg.coordinator.host, setting="coordinator.host")
-        require_address(self.cfg.dcs.host, setting="dcs.host")
-        ports = self.cfg.coordinator.ports
-        for i, port in enumerate(ports):
+        for i, port in enumerate(self.cfg.coordinator.ports):
             if f"coordinator-{i}" not in running:
                 require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
-        if f"dcs-{kept_state.NODE}" in running:
+
+    def _check_node(self, running: set[str]) -> None:
+        """Raises PreflightFailed where this machine cannot have the job's DCS node."""
+        require_address(self.cfg.dcs.host, setting="dcs.host")
+        if self.node in running:
             return
         if self.cfg.dcs.port:
             require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
@@ -274,7 +364,8 @@ class Cluster:
         if etcd_server.data_in_use(data):
             raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
         if not running and kept_state.can_continue(self.cfg):
-            self._say(f"continuing with what job {self.cfg.job} has kept in {self.dir}")
+            who = f"cluster {self.cfg.cluster}" if self.named else f"job {self.cfg.job}"
+            self._say(f"continuing with what {who} has kept in {self.dir}")
         elif not running:
             self._begin_new_run(data)
         port = int(old.rpartition(":")[2]) if old and running else 0
@@ -295,10 +386,15 @@ class Cluster:
     def _begin_new_run(self, data: Path) -> None:
         """Sets aside the data of an earlier etcd whose versions are gone, and the step records and the initial model of
         its run: with an empty etcd this is a new run."""
-        for path in (data, self._job.steps, self._job.model):
+        self._set_aside(data)
+        if not self.named:
+            self._set_aside(self._job.steps, self._job.model)
+        self._new_data = data
+
+    def _set_aside(self, *paths: Path) -> None:
+        for path in paths:
             if aside := kept_state.set_aside(path):
                 self._say(f"{path.name} of an earlier run is now {aside}")
-        self._new_data = data
 
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
         attempts = 1 if port else 3  # another process may take a port that was free
@@ -335,8 +431,8 @@ class Cluster:
         port = cfg.ports[i] if cfg.ports else self._last_port(name, cfg.host)
         url = advertised(cfg, port, endpoints)
         self._spawn(name, processes.python(
-            "elastic_rl.coordinator.service", *self._common(endpoints), "--replica", name, "--port", str(port),
-            "--tokens", str(self.paths.tokens)), url=url)
+            "elastic_rl.coordinator.service", *self._common(self.paths.settings, endpoints, self.paths.logs),
+            "--replica", name, "--port", str(port), "--tokens", str(self.paths.tokens)), url=url)
         return url
 
     def _last_port(self, name: str, host: str) -> int:
@@ -357,20 +453,20 @@ class Cluster:
             self._await(name, name, partial(_answers, f"{url}/healthz", self.cfg.coordinator.tls_ca), _START_TIMEOUT_S)
 
     def _start_dcs_node(self, running: set[str], endpoints: list[str]) -> int | None:
-        """Starts the DCS node; returns its pid, or None where it is running."""
-        name, dcs = f"dcs-{kept_state.NODE}", self.cfg.dcs
-        if name in running:
+        """Starts the job's DCS node; returns its pid, or None where it is running."""
+        dcs = self.cfg.dcs
+        if self.node in running:
             return None
-        port = dcs.port or self._last_port(name, dcs.host)
-        return self._spawn(name, processes.python(
-            "elastic_rl.dcs.node.service", *self._common(endpoints), "--id", kept_state.NODE, f"--dcs.port={port}",
-            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
+        port = dcs.port or self._last_port(self.node, dcs.host)
+        return self._spawn(self.node, processes.python(
+            "elastic_rl.dcs.node.service", *self._common(self._job.submitted_settings, endpoints, self._job.logs),
+            "--id", kept_state.NODE, f"--dcs.port={port}", f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
             url=f"{dcs.advertise_host or dcs.host}:{dcs.advertise_port or port}")
 
-    def _common(self, endpoints: list[str]) -> list[str]:
-        """Options of every service but etcd."""
-        return ["--config", str(self.paths.settings), "--etcd", ",".join(endpoints),
-                "--secret", str(self.paths.secret), "--logs", str(self.paths.logs)]
+    def _common(self, settings: Path, endpoints: list[str], logs: Path) -> list[str]:
+        """Options of every service but etcd. ``logs``: the folder whose files it keeps within their bounds."""
+        return ["--config", str(settings), "--etcd", ",".join(endpoints),
+                "--secret", str(self.paths.secret), "--logs", str(logs)]
 
     def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
@@ -378,7 +474,7 @@ class Cluster:
         etcd = EtcdClient.from_config(self.cfg.etcd, endpoints)
         key = Keys(self.cfg.job).dcs_node(kept_state.NODE)
         try:
-            self._await("the DCS node", f"dcs-{kept_state.NODE}",
+            self._await("the DCS node", self.node,
                         lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid, _START_TIMEOUT_S)
         finally:
             etcd.close()
@@ -392,13 +488,14 @@ class Cluster:
             raise PreflightFailed(f"{self.paths.secret} is gone, the secret that the cluster's services run with",
                                   hint="`elastic-rl down`, then `elastic-rl up`")
         cluster_secrets.write_secrets(self.paths, self._say)
-        engine_key_file(self.cfg)
+        if not self.named:
+            engine_key_file(self.cfg)
 
     def put_job_record(self, endpoints: list[str], *, resubmit: bool = True, reseal: bool = False) -> None:
         """Writes the record of the job, with which the coordinators take it up. ``resubmit``: also where there is one
         with other settings; ``reseal``: also where these were sealed with another secret than the cluster has now.
         Raises PreflightFailed where they were and coordinators run, ConfigError and EtcdUnavailable."""
-        keys = ClusterKeys(self.cfg.job)
+        keys = ClusterKeys(self.cfg.cluster_name)
         with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
             try:
                 job_settings.submit(etcd, keys, self.cfg, ClusterSecret.read(self.paths.secret), resubmit=resubmit,
@@ -407,10 +504,16 @@ class Cluster:
                 raise PreflightFailed(f"{self.paths.secret} is not the secret that the cluster's services run with",
                                       hint="put that one back, or `elastic-rl down`, then `elastic-rl up`") from e
 
-    def _await_job(self, urls: dict[str, str]) -> None:
-        """Returns when each coordinator has taken up the job."""
+    def _await_job(self, urls: Iterable[str], endpoints: list[str], node_pid: int | None, *, resubmit: bool,
+                   reseal: bool = False) -> None:
+        """Returns when the job's DCS node has registered, unless it was there (None), the job's record is written, and
+        each coordinator has taken the job up."""
+        if node_pid is not None:
+            self._await_dcs_node(endpoints, node_pid)
+        self.put_job_record(endpoints, resubmit=resubmit, reseal=reseal)  # when nothing can be refused any more
         token = read_token(self.paths.credentials, Role.VIEWER)
-        for name, url in urls.items():
+        for i, url in enumerate(urls):
+            name = f"coordinator-{i}"
             self._await(f"job {self.cfg.job} on {name}", name, partial(
                 _answers, url + job_path(self.cfg.job), self.cfg.coordinator.tls_ca, token), _START_TIMEOUT_S)
 
@@ -422,7 +525,8 @@ class Cluster:
 
     def log_of(self, service: str) -> Path:
         """The log of a service."""
-        return self.run.log if service == self.run.name else self.paths.log(service)
+        job = job_of_run(service)
+        return JobPaths.of(self._config_of(job)).log("train") if job else self.paths.log(service)
 
     def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
         try:
@@ -446,7 +550,7 @@ class Cluster:
     def training(self) -> Iterator[None]:
         """Makes this process the one that trains the job within the block. Raises ConfigError while another one does.
         """
-        self._make_folder()
+        self._make_folder(self._job.private)
         path = self._job.train_lock
         with path.open("w") as lock:
             if file_lock.is_held(path) or not file_lock.taken(lock, timeout_s=file_lock.READER_S):
@@ -455,12 +559,12 @@ class Cluster:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[bool]:
-        """Makes this process an owner of the cluster within the block, for its job. The host agent takes the cluster
-        down when all owners have ended and one of them without leaving the block, as by kill -9. Yields whether the
-        cluster was up before, and not abandoned. Raises ConfigError while another process owns it for the same job, or
-        the job's run is on it."""
-        self._make_folder()
-        path = self.paths.owner_lock(self.cfg.job)
+        """Makes this process the owner of the cluster within the block. The host agent takes the cluster down when its
+        owner has ended without leaving the block, as by kill -9. Yields whether the cluster was up before, and not
+        abandoned. Raises ConfigError while another process owns it, or the job's run is on it."""
+        kept_state.require_same_cluster(self.cfg)
+        self._make_folder(self.dir)
+        path = self.paths.owner_lock
         with contextlib.ExitStack() as held:
             with self._locked(_LOCK_TIMEOUT_S):
                 was_up, reading = self.up_before and not self.abandoned, self.run.read()
@@ -468,38 +572,28 @@ class Cluster:
                 if file_lock.is_held(path) or reading.alive or reading.wanted and was_up and self.agents.running():
                     raise self._trained_already()
                 self.run.withdraw()  # of a run whose machine went down: this process submits its own
-                path.parent.mkdir(exist_ok=True)
                 # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
                 if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):
                     raise self._trained_already()
             try:
                 yield was_up
             finally:
-                # The file stays where the cluster is left to another owner, or was to be taken down and was not: the
-                # agent takes down a cluster whose owners' files all have no lock.
-                if not self.owned_by_others and (was_up or not self.paths.info.exists()):
+                # The file stays where the cluster was to be taken down and was not: the agent takes it down then.
+                if was_up or not self.paths.info.exists():
                     path.unlink(missing_ok=True)
 
     @property
-    def owned_by_others(self) -> bool:
-        """Whether processes that train other jobs own the cluster."""
-        own = self.paths.owner_lock(self.cfg.job)
-        return any(file_lock.is_held(path) for path in self.paths.owner_locks() if path != own)
-
-    @property
     def abandoned(self) -> bool:
-        """Whether the cluster had owners, and all have ended without taking it down."""
-        owners = self.paths.owner_locks()
-        return bool(owners) and not any(map(file_lock.is_held, owners))
+        """Whether the cluster had an owner, which has ended without taking it down."""
+        return self.paths.owner_lock.exists() and not file_lock.is_held(self.paths.owner_lock)
 
     def _disown(self) -> None:
-        """Forgets owners that have all ended: the cluster is now that of the command that starts or stops it."""
+        """Forgets an owner that has ended: the cluster is now that of the command that starts or stops it."""
         if self.abandoned:
-            for path in self.paths.owner_locks():
-                path.unlink(missing_ok=True)
+            self.paths.owner_lock.unlink(missing_ok=True)
 
     def down_if_abandoned(self) -> bool:
-        """Ends what a command has left that was killed: a cluster whose owners have ended, with its run, and the rest
+        """Ends what a command has left that was killed: a cluster whose owner has ended, with its run, and the rest
         of one that was being stopped. Returns whether the cluster is down."""
         if self.paths.info.exists() and not self.abandoned:  # as in nearly every pass of the agent: without the lock
             return False
@@ -507,7 +601,7 @@ class Cluster:
             with self._locked(0.0):
                 halfway = self.paths.stopped.exists() and not self.paths.info.exists()
                 if self.abandoned or (halfway and self.services.running()):
-                    self._say("the processes that owned the cluster, or the one that stopped it, have ended")
+                    self._say("the process that owned the cluster, or the one that stopped it, has ended")
                     self._down(purge=False)
                 return not self.paths.info.exists() and not self.services.running()
         except DeadlineExceeded:  # a command is starting or stopping it
@@ -517,13 +611,17 @@ class Cluster:
 
     # -- the run --------------------------------------------------------------------------------------------------
     def submit(self, *, faults: bool = False, from_job: str = "") -> None:
-        """Starts the run of the job, with this process's environment and working folder, as a service of the cluster.
+        """Starts the run of the job, with this process's environment and working folder, as a service of the cluster,
+        or queues it where others have to end first.
 
         Raises ConfigError while the job has a run, EtcdUnavailable where the cluster is not up, and PreflightFailed
         where the run's process cannot be started."""
         with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S):
             self.connect()
             self._require_here()  # else the run would be a service that the host agent cannot see
+            if self.named and self.services.get(self.node) is None:
+                raise EtcdUnavailable(f"job {self.cfg.job} is not on cluster {self.cfg.cluster} any more",
+                                      hint="another command has taken it off; try again")
             if (reading := self.run.read()).wanted:
                 raise self._trained_already()
             try:  # one that has ended exits within milliseconds
@@ -549,9 +647,11 @@ class Cluster:
                                 "name another job with --job=NAME")
 
     def _start_run(self) -> bool:
-        """Starts the process of the run that was submitted; False where none is wanted."""
-        submission = self.run.submission()
-        if submission is None or not self.run.read().wanted:
+        """Starts the process of the run that was submitted; False where none is wanted, or it is queued."""
+        submission, reading = self.run.submission(), self.run.read()
+        if submission is None or not reading.wanted:
+            return False
+        if reading.queued and self.cfg.job not in in_turn(self._runs(self.jobs), self._parallel):
             return False
         folder = Path(submission.folder)
         if not folder.is_dir():
@@ -561,7 +661,7 @@ class Cluster:
             raise PreflightFailed(f"the Python that job {self.cfg.job} was submitted with is gone: {submission.python}",
                                   hint="make its environment again: the run then goes on; or `elastic-rl stop` it")
         self._spawn(self.run.name, processes.python(
-            "elastic_rl.run_service", f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}",
+            "elastic_rl.run_service", f"--job={self.cfg.job}", *self._options(),
             interpreter=submission.python), env=submission.process_environment(), cwd=folder)
         return True
 
@@ -570,6 +670,7 @@ class Cluster:
         time is killed. Returns whether there was one to end. Raises PreflightFailed for one that runs elsewhere, and
         DeadlineExceeded where it is to be killed while another command starts or stops the services."""
         self._require_own_folder()
+        kept_state.require_same_cluster(self.cfg)
         submitted = self.run.withdraw()  # first: from here on nobody starts it again, also when this process is killed
         return self._end_run() or submitted
 
@@ -604,8 +705,8 @@ class Cluster:
     def _start_agent(self, name: str) -> None:
         """Starts one of the two processes of the host agent, of which one waits until the other has ended."""
         self.agents.start(name, processes.python(
-            "elastic_rl.host.agent", "--name", name, f"--run_dir={self.cfg.run_dir}", f"--job={self.cfg.job}"),
-            log=self.paths.log(name), env={OWNER_ENV: str(self.dir)})
+            "elastic_rl.host.agent", "--name", name, *(() if self.named else (f"--job={self.cfg.job}",)),
+            *self._options()), log=self.paths.log(name), env={OWNER_ENV: str(self.dir)})
 
     def _stop_agents(self) -> None:
         """Ends the processes of the host agent, but for this one, and none of the services, which are their children.
@@ -615,17 +716,74 @@ class Cluster:
                 processes.stop(record.pid, grace_s=_EXIT_GRACE_S, descendants=False)
             self.agents.forget(record.name)
 
+    def _options(self) -> list[str]:
+        """Where the cluster is, for a process of it."""
+        return [f"--run_dir={self.cfg.run_dir}", *([f"--cluster={self.cfg.cluster}"] if self.named else [])]
+
+    # -- the jobs -------------------------------------------------------------------------------------------------
+    @property
+    def jobs(self) -> list[str]:
+        """The jobs that are on the cluster."""
+        return _jobs_of(self.services.all()) if self.named else [self.cfg.job]
+
+    def of_job(self, job: str) -> Cluster:
+        """The cluster with another job, by its location alone."""
+        return self if job == self.cfg.job else Cluster(self._config_of(job), say=self._say)
+
+    def run_of(self, job: str) -> JobRun:
+        """The run of a job."""
+        return self.run if job == self.cfg.job else JobRun(self._config_of(job), self.services)
+
+    def _config_of(self, job: str) -> Config:
+        return self.cfg.model_copy(update={"job": job})
+
+    def with_settings_of(self, job: str) -> Cluster:
+        """The cluster with a job and the settings that this was last started with. Raises ConfigError."""
+        if not self.named:
+            return self
+        location = {"job": job, "run_dir": str(self.cfg.run_dir), "cluster": self.cfg.cluster}
+        path = JobPaths.of(self._config_of(job)).submitted_settings
+        cfg = cluster_settings.on_top(path, location)
+        return Cluster(cluster_settings.with_sections_of_cluster(self.paths.settings, cfg, {}), say=self._say)
+
     # -- one service ----------------------------------------------------------------------------------------------
     def supervised(self) -> list[ServiceRecord]:
-        """The services that run, and those that are to run: all that were started and not forgotten, but for a run that
-        has ended."""
-        records = [record for record in self.services.all() if record.name != self.run.name]
-        run = self.services.get(self.run.name) or ServiceRecord(self.run.name)  # none where its starter was killed
-        try:
-            wanted = self.run.read().wanted
-        except OSError:  # reported where it is to be started: no other service waits for its files
-            wanted = True
-        return [*records, run] if run.running or wanted else records
+        """The services that run, and those that are to run: all that were started and not forgotten, but for runs that
+        have ended."""
+        records = {record.name: record for record in self.services.all()}
+        runs = self._runs(_jobs_of(records.values()) if self.named else [self.cfg.job])
+        starts = in_turn(runs, self._parallel)
+        for job, reading in runs.items():
+            name = self.run_of(job).name
+            found = records.pop(name, ServiceRecord(name))  # there is no record where its starter was killed
+            if found.running or reading.active or job in starts:
+                records[name] = found
+        return list(records.values())
+
+    def _runs(self, jobs: Iterable[str]) -> dict[str, RunReading]:
+        """The runs of jobs. One whose files cannot be read counts as active, which is reported where it is to be
+        started: no other service waits for its files."""
+        runs = {}
+        for job in jobs:
+            try:
+                runs[job] = self.run_of(job).read()
+            except OSError:
+                runs[job] = RunReading(alive=False, submitted=True, status=None)
+        return runs
+
+    @property
+    def _parallel(self) -> int:
+        """How many runs may be active at once."""
+        return self.cfg.coordinator.parallel_jobs if self.named else 1
+
+    def queued_for(self) -> str:
+        """What the run of the job waits for until it starts; empty where it is not queued. Raises OSError."""
+        if not self.run.read().queued:
+            return ""
+        active = [job for job, reading in self._runs(self.jobs).items() if reading.active]
+        return (f"{', '.join(active[:_SHOWN_JOBS])} {'runs' if len(active) == 1 else 'run'}, and cluster "
+                f"{self.cfg.cluster} has {self._parallel} at once (coordinator.parallel_jobs)" if active else
+                "it is about to start")
 
     def revive(self, name: str) -> bool:
         """Starts a service, or a process of the host agent, again that has ended by itself, on its data and its port,
@@ -642,7 +800,9 @@ class Cluster:
                         return False
                     self._start_agent(name)
                     return True
-                record = self.services.get(name) or (ServiceRecord(name) if name == self.run.name else None)
+                record = self.services.get(name)
+                if record is None and job_of_run(name) in self.jobs:
+                    record = ServiceRecord(name)
                 if info is None or record is None or record.running:
                     return False
                 self.services.end_leftovers(name)
@@ -662,29 +822,35 @@ class Cluster:
             port = int(info.etcd_endpoints[0].rpartition(":")[2])
             require_port_free(own_address(), port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
-        elif record.name == f"dcs-{kept_state.NODE}":
-            self._start_dcs_node(set(), info.etcd_endpoints)
+        elif (job := job_of_node(record.name)) in self.jobs:
+            found = self.with_settings_of(job)
+            if self.named:  # its sections may be others since
+                cluster_settings.save(found.cfg, found._job.submitted_settings)
+            found._start_dcs_node(set(), info.etcd_endpoints)
         elif record.name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)):
             i = int(record.name.rpartition("-")[2])
             url = self._start_coordinator(i, info.etcd_endpoints)
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
                 dataclasses.replace(info, coordinators=urls).save(self.paths.info)
-        elif record.name == self.run.name:
-            return self._start_run()
+        elif (job := job_of_run(record.name)) in self.jobs:
+            return self.of_job(job)._start_run()
         else:
             return False
         return True
 
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self, *, purge: bool = False) -> list[str]:
-        """Ends every process of the job, its run first and etcd last, and removes its shared memory and the files with
-        the secrets of the compute plane. The state of the job stays (``kept_state``), and so does the cluster's secret,
-        unless ``purge`` deletes them. Returns the names of what was running. Raises ConfigError where the folder cannot
-        be one, and PreflightFailed where it is not this user's, and for services that run elsewhere."""
+        """Ends every process of the cluster and its jobs, the runs first and etcd last, and removes their shared memory
+        and the files with the secrets of the compute plane. The state of the jobs stays (``kept_state``), and so does
+        the cluster's secret, unless ``purge`` deletes them, for a cluster of the job's own. Returns the names of what
+        was running. Raises ConfigError where the folder cannot be one, and PreflightFailed where it is not this user's,
+        and for services that run elsewhere."""
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
+        if purge:
+            kept_state.require_same_cluster(self.cfg)
         self._require_own_folder()
         if not self.dir.is_dir():
             return self._down(purge)
@@ -698,26 +864,74 @@ class Cluster:
             return self._down(purge)
 
     def _down(self, purge: bool) -> list[str]:
-        submitted = self.run.withdraw()  # first: a disk that is full must not keep the run
+        jobs = [self.of_job(job) for job in self.jobs]
+        submitted = [job.run.withdraw() for job in jobs]  # first: a disk that is full must not keep a run
         if self.paths.info.exists():  # then nobody connects to it any more, and if this process is killed now, the host
-            self.paths.unsaved.touch()  # agent does the rest
+            for job in jobs:  # agent does the rest
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed the job's folder
+                    job._job.unsaved.touch()
             self.paths.info.replace(self.paths.stopped)
-        stopped = [self.run.name] if self._end_run(locked=True) or submitted else []
-        stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
+        stopped = [job.run.name for job, was in zip(jobs, submitted, strict=True) if job._end_run(locked=True) or was]
+        stopped += [f"compute {pid}" for job in jobs for pid in leftovers.sweep(job._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services
-        if services.get(f"dcs-{kept_state.NODE}"):  # it was not killed, now or before
-            self.paths.unsaved.unlink(missing_ok=True)
+        for job in jobs:
+            if services.get(job.node):  # it was not killed, now or before
+                job._job.unsaved.unlink(missing_ok=True)
         self._stop_agents()
         # A service has no record where someone has deleted its file.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.services.clear()
-        self._unlink_segments()
-        remove_secret_files(self._job)
+        for job in jobs:
+            job._unlink_segments()
+            remove_secret_files(job._job)
         self._disown()
         if purge:
             kept_state.delete(self.cfg)
         return stopped
+
+    def remove_job(self) -> list[str]:
+        """Ends what runs of the job, which is on a cluster with a name, and deletes its state: its records in etcd, its
+        chunks on this host, its settings. Returns the names of what was running. Raises EtcdUnavailable where the
+        cluster is not up, whose etcd alone can delete the records, ConfigError for a job that is not on it, and
+        otherwise as ``down``."""
+        info = self.connect()
+        if cluster_settings.cluster_of(self._job) != self.cfg.cluster:
+            raise ConfigError(f"job {self.cfg.job} is not on cluster {self.cfg.cluster}",
+                              hint="leave --cluster out: the job's own files say where it is")
+        with EtcdClient.from_config(self.cfg.etcd, info.etcd_endpoints) as etcd:
+            etcd.delete(ClusterKeys(self.cfg.cluster_name).job(self.cfg.job))  # before anything ends that needs etcd
+            stopped = [self.run.name] if self.stop_run() else []
+            with self._locked(_LOCK_TIMEOUT_S):
+                stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
+                for record in self.services.all():
+                    if job_of(record.name) == self.cfg.job:
+                        if record.running:
+                            processes.stop(record.pid, grace_s=0.0, descendants=False)  # what it would save is deleted
+                            stopped.append(record.name)
+                        self.services.forget(record.name)
+                self._unlink_segments()
+                remove_secret_files(self._job)
+            self._await_closed(info)  # else its leader would write records of it again
+            etcd.delete_prefix(Keys(self.cfg.job).root)
+        kept_state.delete(self.cfg)
+        return stopped
+
+    def _await_closed(self, info: ClusterInfo) -> None:
+        """Returns when no coordinator serves the job any more: one that is away finds no record of it."""
+        token = read_token(self.paths.credentials, Role.VIEWER)
+
+        def closed(url: str) -> bool:
+            try:
+                return http_client.request("GET", url + job_path(self.cfg.job), timeout=1.0, verify=tls.trust(
+                    info.ca_file), headers={"Authorization": f"Bearer {token}"}).status_code == 404
+            except httpx.ConnectError:
+                return True
+            except httpx.HTTPError:
+                return False
+
+        wait_until(lambda: all(map(closed, info.coordinators)), timeout_s=_START_TIMEOUT_S, poll_s=0.2,
+                   what=f"the coordinators to leave job {self.cfg.job}")
 
     def _info(self) -> ClusterInfo | None:
         """``cluster.json``, or None where it is missing or damaged."""
@@ -733,7 +947,7 @@ class Cluster:
         stopped = {}
         for record in records:
             if record.running:
-                grace_s = SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S
+                grace_s = SAVE_GRACE_S if job_of_node(record.name) else _EXIT_GRACE_S
                 stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
             if forget:
                 self.services.forget(record.name)
@@ -746,15 +960,20 @@ class Cluster:
 
     # -- reading ------------------------------------------------------------------------------------------------
     def connect(self) -> ClusterInfo:
-        """The running cluster of this job. Raises EtcdUnavailable when it is not up, and PreflightFailed when its
+        """The running cluster, with this job. Raises EtcdUnavailable when it is not up, and PreflightFailed when its
         folder is not this user's."""
         self._require_own_folder()
         info = ClusterInfo.load(self.paths.info)
         if info is None or (info.own_etcd and not self.services.running()):
-            raise EtcdUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
-                                  hint=f"start one with `elastic-rl up {kept_state.options(self.cfg)}`, or name "
-                                       "another --job")
-        return info
+            raise EtcdUnavailable(
+                f"cluster {self.cfg.cluster!r} is not up under {self.dir}" if self.named else
+                f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
+                hint=f"start it with `elastic-rl up {kept_state.cluster_options(self.cfg)}`, or name another "
+                     f"--{'cluster' if self.named else 'job'}")
+        return self._addressed(info)
+
+    def _addressed(self, info: ClusterInfo) -> ClusterInfo:
+        return dataclasses.replace(info, job=self.cfg.job)
 
     def segments(self) -> list[Path]:
         """Shared-memory files of this job."""
@@ -764,8 +983,13 @@ class Cluster:
 
 def _down_order(name: str) -> int:
     """First the coordinators (nothing is left to alert about), then the DCS node, then etcd."""
-    order = ("coordinator-", "dcs-", "etcd")
-    return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
+    if name.startswith("coordinator-"):
+        return 1
+    return 2 if job_of_node(name) else 3 if name == etcd_server.SERVICE else 0
+
+
+def _jobs_of(records: Iterable[ServiceRecord]) -> list[str]:
+    return sorted({job for record in records if (job := job_of(record.name))})
 
 
 def _answers(url: str, ca_file: str, token: str = "") -> bool:

@@ -29,7 +29,7 @@ class ClusterPaths:
 
     @classmethod
     def of(cls, cfg: Config) -> Self:
-        return cls(JobPaths.of(cfg).private)
+        return cls(named_clusters(cfg.run_dir) / cfg.cluster if cfg.cluster else JobPaths.of(cfg).private)
 
     @property
     def info(self) -> Path:
@@ -41,12 +41,6 @@ class ClusterPaths:
         """What ``info`` is called while the cluster is stopped: its settings hold, and ``up`` continues with its data.
         """
         return self.folder / "stopped.json"
-
-    @property
-    def unsaved(self) -> Path:
-        """An empty file that ``down`` leaves where the DCS node was killed before it had saved all chunks: only those
-        on its disk are kept."""
-        return self.folder / "unsaved"
 
     @property
     def settings(self) -> Path:
@@ -89,17 +83,9 @@ class ClusterPaths:
         return self.folder / "singletons"
 
     @property
-    def owners(self) -> Path:
-        """Folder of the files of ``owner_lock``."""
-        return self.folder / "owners"
-
-    def owner_lock(self, job: str) -> Path:
-        """A file that the process which trains this job holds locked while it owns the cluster (``Cluster.owned``)."""
-        return self.owners / f"{job}.lock"
-
-    def owner_locks(self) -> list[Path]:
-        """The files of ``owner_lock`` that are there."""
-        return list(self.owners.glob("*.lock"))
+    def owner_lock(self) -> Path:
+        """A file that a command holds locked while it owns the cluster (``Cluster.owned``)."""
+        return self.folder / "owner.lock"
 
     @property
     def logs(self) -> Path:
@@ -213,6 +199,23 @@ class JobPaths:
         return self.private / (f"context-{group}.json" if group else "run.json")
 
     @property
+    def submitted_settings(self) -> Path:
+        """The settings that the job was last started with, which hold where a command names none. For a job with a
+        cluster of its own they are ``ClusterPaths.settings``."""
+        return self.private / "config.yaml"
+
+    @property
+    def cluster_name(self) -> Path:
+        """Name of the cluster that the job is on; there is no such file for a job with a cluster of its own."""
+        return self.private / "cluster_name"
+
+    @property
+    def unsaved(self) -> Path:
+        """An empty file that ``down`` leaves where the DCS node was killed before it had saved all chunks: only those
+        on its disk are kept."""
+        return self.private / "unsaved"
+
+    @property
     def submission(self) -> Path:
         """What the job is to do (``job_run.Submission``), from when it is submitted until its run has ended."""
         return self.private / "submission.json"
@@ -285,12 +288,22 @@ class JobPaths:
         return hashlib.sha256(str(self.private.resolve()).encode()).hexdigest()
 
 
+def named_clusters(run_dir: Path) -> Path:
+    """Folder of the clusters that are not a job's own, by name. No job can have its name."""
+    return run_dir / "_clusters"
+
+
 def jobs_of_user(run_dir: Path) -> list[str]:
     """The jobs below ``run_dir`` that this user has started."""
-    return sorted(folder.name for folder in run_dir.glob("*") if _is_own_folder(JobPaths(folder).private))
+    return sorted(folder.name for folder in _job_folders(run_dir) if is_own_folder(JobPaths(folder).private))
 
 
-def _is_own_folder(path: Path) -> bool:
+def _job_folders(run_dir: Path) -> list[Path]:
+    return [folder for folder in run_dir.glob("*") if folder != named_clusters(run_dir)]
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether a folder is this user's, and no link."""
     try:
         found = path.lstat()
     except OSError:  # there is none, or it is in another user's folder
@@ -299,6 +312,12 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def jobs_with_cluster(run_dir: Path) -> list[str]:
-    """The jobs below ``run_dir`` whose cluster was started and not stopped, of those that this user may look at."""
-    found = (JobPaths(folder) for folder in run_dir.glob("*"))
+    """The jobs below ``run_dir`` whose own cluster was started and not stopped, of those that this user may look at."""
+    found = map(JobPaths, _job_folders(run_dir))
     return sorted(job.folder.name for job in found if os.path.exists(ClusterPaths(job.private).info))
+
+
+def named_clusters_up(run_dir: Path) -> list[str]:
+    """The clusters with a name below ``run_dir`` that were started and not stopped."""
+    return sorted(folder.name for folder in named_clusters(run_dir).glob("*")
+                  if os.path.exists(ClusterPaths(folder).info))

@@ -11,7 +11,7 @@ from support.whole_run import assert_recovered, assert_sound, whole_job
 
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, TrainerRankKilled
-from elastic_rl.faults.outages import ActorKilled, EtcdStopped, RouterKilled, ServiceKilled
+from elastic_rl.faults.outages import ActorKilled, DcsNodeKilled, EtcdStopped, RouterKilled
 from elastic_rl.host.paths import JobPaths
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -27,7 +27,7 @@ def parts_lost_at_once(context: FaultContext, _steps: int) -> list[tuple[int, Se
     return [(2, [EngineKilled(context), CoordinatorKilled(context)]),
             (4, [TrainerRankKilled(context), RouterKilled(context)]),
             (6, [ActorKilled(context)]),
-            (8, [ServiceKilled(context, "dcs-node-0")]),
+            (8, [DcsNodeKilled(context)]),
             (10, [EtcdStopped(context, 15.0)])]
 
 

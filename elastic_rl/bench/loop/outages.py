@@ -19,9 +19,9 @@ from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.faults.outages import (
     ActorKilled,
     AllEnginesKilled,
+    DcsNodeKilled,
     EtcdStopped,
     RouterKilled,
-    ServiceKilled,
     TrainerStopped,
 )
 from elastic_rl.host import inherited_model
@@ -52,7 +52,7 @@ KINDS: Mapping[str, _Kind] = {
     "etcd": _Kind(lambda c: EtcdStopped(c, ETCD_AWAY_S), f"etcd stopped for {ETCD_AWAY_S:g} s, continued", 5.0),
     "router": _Kind(RouterKilled, "kill -9 of the router", 5.0),
     "engines": _Kind(AllEnginesKilled, "kill -9 of all engines"),
-    "dcs": _Kind(lambda c: ServiceKilled(c, "dcs-node-0"), "kill -9 of the only DCS node"),
+    "dcs": _Kind(DcsNodeKilled, "kill -9 of the only DCS node"),
     "actor": _Kind(ActorKilled, "kill -9 of the actor as a step is trained"),
     "trainer": _Kind(TrainerStopped, "SIGSTOP of the trainer's agent and ranks"),
 }

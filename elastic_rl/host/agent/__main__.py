@@ -154,7 +154,8 @@ class HostAgent:
         if version == self._settings_version:
             return self._settings_error
         self._settings_version, self._settings_error = version, ""
-        location = {"job": self._cluster.cfg.job, "run_dir": str(self._cluster.cfg.run_dir)}
+        cfg = self._cluster.cfg
+        location = {"job": cfg.job, "run_dir": str(cfg.run_dir), "cluster": cfg.cluster}
         try:
             self._cluster = Cluster(cluster_settings.on_top(self._cluster.paths.settings, location))
         except ElasticRLError as e:

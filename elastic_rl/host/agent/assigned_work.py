@@ -39,7 +39,7 @@ class AssignedWork:
         etcd = EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=times.lease_ttl_s / 3)
         singletons = Singletons(host.id, host.incarnation, ServiceFiles(cluster.paths.singletons), cluster.paths.log,
                                 command_of, times)
-        return cls(HostSession(etcd, ClusterKeys(cluster.cfg.job), host, times), singletons, times)
+        return cls(HostSession(etcd, ClusterKeys(cluster.cfg.cluster_name), host, times), singletons, times)
 
     def start(self) -> Self:
         self._session.start()

@@ -25,11 +25,11 @@ from elastic_rl.etcd.cluster_records import RunState, ServiceStatus
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
-from elastic_rl.host import etcd_server
+from elastic_rl.host import etcd_server, kept_state
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
 from elastic_rl.host.local_cluster import AGENTS, Cluster, last_message
-from elastic_rl.host.service_files import ServiceRecord
+from elastic_rl.host.service_files import ServiceRecord, job_of, job_of_node, job_of_run
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +138,9 @@ class ServiceSupervisor:
                 for name, count in due.items():
                     times = f", {count} times" if count > 1 else ""
                     kind, subject = event_of(name)
-                    events.emit(etcd, Keys(info.job), kind, subject,
-                                f"{name} ended and was started again{times}",
-                                severity=Severity.WARNING, restarts=count)
+                    for job in [job_of(name)] if job_of(name) else cluster.jobs:
+                        events.emit(etcd, Keys(job), kind, subject, f"{name} ended and was started again{times}",
+                                    severity=Severity.WARNING, restarts=count)
                     del self._unreported[name]
         except ElasticRLError as e:
             log.warning("the restart of %s is not in the event log yet: %s", ", ".join(due), e)
@@ -156,8 +156,8 @@ def event_of(name: str) -> tuple[EventKind, str]:
     """Kind and subject of the event that a service was started again. The subject is the service's id as a member."""
     if name == etcd_server.SERVICE:
         return event_kinds.ETCD_RESTARTED, name
-    if name.startswith("dcs-"):
-        return event_kinds.DCS_RESTARTED, name.removeprefix("dcs-")
-    if name.startswith("run-"):
-        return event_kinds.RUN_RESTARTED, name.removeprefix("run-")
+    if job_of_node(name):
+        return event_kinds.DCS_RESTARTED, kept_state.NODE
+    if job := job_of_run(name):
+        return event_kinds.RUN_RESTARTED, job
     return event_kinds.COORDINATOR_RESTARTED, name

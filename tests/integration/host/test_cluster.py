@@ -116,7 +116,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     cluster = make(telemetry={"log_max_bytes": 4096})
     info = cluster.up()
     first = _pids(cluster)
-    assert sorted(first) == ["coordinator-0", "coordinator-1", "dcs-node-0", "etcd-0"]
+    assert sorted(first) == ["coordinator-0", "coordinator-1", cluster.node, "etcd-0"]
     for name in first:  # services write little; this stands for weeks of it
         with (JobPaths.of(cluster.cfg).log(name)).open("ab") as log:
             log.write(b"a line of a log\n" * 300)
@@ -252,7 +252,7 @@ def test_start_that_fails_leaves_no_empty_etcd_behind(make: Make, monkeypatch: p
 def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info, pids = cluster.up(), _pids(cluster)
-    _crash(cluster, "dcs-node-0", "etcd-0")
+    _crash(cluster, cluster.node, "etcd-0")
     assert cluster.segments(), "a node that was killed could not unlink its arena"
     cluster.down()
     _assert_nothing_is_left(cluster, info, pids)

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.stub_run import put_stub_in_place
 from support.tiers import full, parametrize
 from support.waiting import wait_until
 
@@ -35,21 +36,8 @@ from elastic_rl.host.agent.status import AgentStatus
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.paths import JobPaths
 
-_STUB = Path(__file__).parent.parent / "driver" / "stub_driver.py"
 _STEP = {"kind": "step", "at": 1.0, "step": 7, "reward_mean": 0.5, "samples": 8, "policy_version": 8,
          "groups": list(range(24, 28)), "seconds": {"total": 1.0}}
-_SITE = f"""
-import sys
-if "elastic_rl.run_service" in sys.orig_argv:
-    from elastic_rl import train
-    python = train.processes.python
-    train.job_check.require = lambda *_, **__: None
-    train.processes.python = lambda module, *args: (
-        [sys.executable, {str(_STUB)!r}, "hangs-until-finished", *args] if module == "elastic_rl.driver" else
-        python(module, *args))
-"""
-"""What the interpreter of a run executes when it starts, because the environment that the run was submitted with says
-so: a run that the host agent has started must have that environment too."""
 
 
 class Job:
@@ -127,12 +115,8 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(_SITE)
-    runs = tmp_path / "runs"
-    out = Job(runs)  # its agent does not have the environment below
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ['PYTHONPATH']}")
+    out = Job(tmp_path / "runs")  # its agent does not have the environment below
+    put_stub_in_place(tmp_path, monkeypatch)
     try:
         yield out
     finally:

@@ -170,15 +170,15 @@ def test_view_never_waits_for_etcd(tmp_path: Path) -> None:
                     console=Console(file=text, width=60), interval_s=0)
     try:
         assert store.asked.wait(60)
-        view.tick({"dcs-node-0": "has ended and is started again in 3 s"})
-        view.tick({"dcs-node-0": "has ended and is started again in 2 s"})
+        view.tick({"dcs-j": "has ended and is started again in 3 s"})
+        view.tick({"dcs-j": "has ended and is started again in 2 s"})
         view.tick({})
         assert not store.released.is_set(), "the reading of etcd is still under way"
     finally:
         store.released.set()
         view.close()
-    assert text.getvalue().splitlines()[:2] == ["dcs-node-0 has ended and is started again in 3 s",
-                                                "dcs-node-0 is back"]
+    assert text.getvalue().splitlines()[:2] == ["dcs-j has ended and is started again in 3 s",
+                                                "dcs-j is back"]
 
 
 def test_outage_is_counted_from_the_last_answer_and_keeps_what_was_read() -> None:

@@ -143,7 +143,8 @@ def test_folder_that_others_may_have_put_there_is_refused(
 def test_no_group_may_write_to_the_folders_around_the_cluster(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        Cluster(_config(tmp_path / "runs"))._make_folder()
+        cluster = Cluster(_config(tmp_path / "runs"))
+        cluster._make_folder(cluster.dir)
     finally:
         os.umask(before)
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("runs", "runs/prod", "runs/prod/cluster")]

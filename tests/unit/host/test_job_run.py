@@ -18,7 +18,7 @@ from elastic_rl import config
 from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.host import job_run
-from elastic_rl.host.job_run import JobRun, RunStatus, Submission
+from elastic_rl.host.job_run import JobRun, RunReading, RunStatus, Submission, in_turn
 from elastic_rl.host.service_files import ServiceRecord
 from elastic_rl.runtime.files import replace_file
 
@@ -84,8 +84,10 @@ class World:
         assert status is not None
         if before.wanted:
             yield
-            if status.phase is JobPhase.STARTING:
-                self.run.save(status := status.now(JobPhase.RUNNING))
+            for phase in (JobPhase.STARTING, JobPhase.RUNNING):
+                if status.phase is not JobPhase.RUNNING:
+                    self.run.save(status := status.now(phase))
+                yield
             yield
             if self.run.submitted:
                 self.run.save(status.now(JobPhase.FINISHED))
@@ -118,7 +120,7 @@ def test_run_comes_back_exactly_while_it_is_wanted_whoever_is_killed(happens: li
                     getattr(world, what)()
             reading = world.run.read()
             if world.submitted and not world.stopped and not world.ended:
-                assert reading.wanted and reading.phase in (JobPhase.STARTING, JobPhase.RUNNING)
+                assert reading.wanted and reading.phase in (JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RUNNING)
             if world.ended:
                 assert reading.phase is JobPhase.FINISHED and not reading.wanted
             if world.stopped and not world.ended:
@@ -130,6 +132,32 @@ def test_run_comes_back_exactly_while_it_is_wanted_whoever_is_killed(happens: li
         assert world.run.read().over, "it has come to an end"
         if world.submitted and not world.stopped:
             assert world.run.read().phase is JobPhase.FINISHED
+
+
+@st.composite
+def _runs(draw: st.DrawFn) -> dict[str, RunReading]:
+    """The runs of some jobs, in any state that their files can be in."""
+    runs = {}
+    for i in range(draw(st.integers(0, 6))):
+        phase = draw(st.sampled_from(JobPhase))
+        status = RunStatus(phase=phase, submitted_at=draw(st.sampled_from([1.0, 2.0, 3.0])), at=9.0)
+        runs[f"j{i}"] = RunReading(draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([status, None])))
+    return runs
+
+
+@settings(max_examples=seeds(200))
+@given(_runs(), st.integers(1, 3))
+def test_queued_runs_start_in_the_order_of_their_submission_as_others_end(runs: dict[str, RunReading],
+                                                                          limit: int) -> None:
+    starts = in_turn(runs, limit)
+    active = sum(r.active for r in runs.values())
+    waiting = [job for job, r in runs.items() if r.queued and job not in starts]
+    assert all(runs[job].queued and runs[job].wanted and not runs[job].alive for job in starts)
+    assert len(starts) + active <= max(limit, active), "no more than the limit run"
+    assert not waiting or len(starts) + active >= limit, "no place is left free"
+    assert all(runs[a].status.submitted_at <= runs[b].status.submitted_at for a in starts for b in waiting)
+    for reading in runs.values():
+        assert not (reading.active and reading.queued) and reading.wanted <= (reading.active or reading.queued)
 
 
 def test_run_gets_the_environment_that_it_was_submitted_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def _started(tmp_path: Path, **more: object) -> Config:
 def _start_node(cfg: Config, program: str) -> None:
     """Starts a process in the place of the DCS node, and waits until its shell runs ``program``."""
     log = cfg.run_dir / "node.log"
-    Cluster(cfg).services.start(f"dcs-{kept_state.NODE}", ["sh", "-c", f"echo up; {program}"], log=log,
+    Cluster(cfg).services.start(Cluster(cfg).node, ["sh", "-c", f"echo up; {program}"], log=log,
                                 env={OWNER_ENV: str(JobPaths.of(cfg).private)})
     wait_until(lambda: "up" in log.read_text(), what="the node")
 

@@ -34,7 +34,7 @@ class Ended:
                                 own_etcd=True)
         self.info.save(self.cluster.paths.info)
         for name, url in (("etcd-0", self.info.etcd_endpoints[0]), ("coordinator-0", self.info.coordinators[0]),
-                          ("dcs-node-0", f"127.0.0.1:{free_port()}")):
+                          ("dcs-j", f"127.0.0.1:{free_port()}")):
             self._start(name, url, ["true"])
         wait_until(lambda: not self.cluster.services.running(), what="the end of the services")
         self.started: list[tuple[str, str]] = []
@@ -69,7 +69,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ended]:
         processes.stop(record.pid)
 
 
-@pytest.mark.parametrize("name", ["etcd-0", "coordinator-0", "dcs-node-0"])
+@pytest.mark.parametrize("name", ["etcd-0", "coordinator-0", "dcs-j"])
 def test_ended_service_is_started_once_at_its_address(ended: Ended, name: str) -> None:
     url = ended.url(name)
     assert ended.cluster.revive(name)
@@ -80,15 +80,15 @@ def test_ended_service_is_started_once_at_its_address(ended: Ended, name: str) -
 
 def test_nothing_is_started_beside_a_command_that_holds_the_lock(ended: Ended) -> None:
     with ended.cluster._locked(0.0):
-        assert not ended.cluster.revive("dcs-node-0")
+        assert not ended.cluster.revive("dcs-j")
     assert ended.started == []
 
 
 @pytest.mark.parametrize("taken_down", [
-    lambda e: (e.cluster.dir / "cluster.json").unlink(), lambda e: e.cluster.services.forget("dcs-node-0")])
+    lambda e: (e.cluster.dir / "cluster.json").unlink(), lambda e: e.cluster.services.forget("dcs-j")])
 def test_service_that_was_taken_down_stays_down(ended: Ended, taken_down: Callable[[Ended], None]) -> None:
     taken_down(ended)
-    assert not ended.cluster.revive("dcs-node-0") and ended.started == []
+    assert not ended.cluster.revive("dcs-j") and ended.started == []
 
 
 def test_etcd_without_its_data_is_not_started(ended: Ended) -> None:
@@ -115,11 +115,11 @@ def test_supervisor_starts_etcd_first_and_the_others_once_it_answers(ended: Ende
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
     waiting = ended.tick(supervisor)
     assert [name for name, _ in ended.started] == ["etcd-0"]
-    assert waiting == dict.fromkeys(("coordinator-0", "dcs-node-0"), "has ended and is started again when etcd answers")
+    assert waiting == dict.fromkeys(("coordinator-0", "dcs-j"), "has ended and is started again when etcd answers")
     answers[0] = True
     ended.tick(supervisor)
     assert ended.tick(supervisor) == {}
-    assert sorted(name for name, _ in ended.started) == ["coordinator-0", "dcs-node-0", "etcd-0"]
+    assert sorted(name for name, _ in ended.started) == ["coordinator-0", "dcs-j", "etcd-0"]
 
 
 def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_defect_with_one_service_leaves_no_other_one_down(ended: Ended, monkeypa
     monkeypatch.setattr(ended.cluster, "_spawn", fail_for_node)
     supervisor = ServiceSupervisor()
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
-    assert ended.tick(supervisor).keys() >= {"coordinator-x", "dcs-node-0"}
+    assert ended.tick(supervisor).keys() >= {"coordinator-x", "dcs-j"}
     assert [name for name, _ in ended.started] == ["etcd-0", "coordinator-0"]
 
 

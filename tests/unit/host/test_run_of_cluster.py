@@ -127,7 +127,7 @@ def test_run_uses_the_interpreter_and_folder_of_its_submitter(world: World, tmp_
     world.cluster.submit()
     started = tmp_path / "started"
     wait_until(started.exists, what="the run")
-    assert started.read_text().startswith(f"{folder} -m elastic_rl.run_service --run_dir={tmp_path} --job=j")
+    assert started.read_text().startswith(f"{folder} -m elastic_rl.run_service --job=j --run_dir={tmp_path}")
 
 
 def test_run_is_not_submitted_where_the_host_agent_does_not_see_it(

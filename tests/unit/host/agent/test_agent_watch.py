@@ -22,6 +22,7 @@ class World:
         self.now, self.runs, self.starts = 0.0, True, list[float]()
         self.error: Exception | None = None
         cluster: Any = SimpleNamespace(
+            cfg=SimpleNamespace(job="j"),
             agents=SimpleNamespace(running=lambda: ["agent-0"] if self.runs else []), revive=self._revive,
             paths=SimpleNamespace(agent_status=folder / "agent.json", info=folder / "cluster.json"))
         self.paths = cluster.paths
