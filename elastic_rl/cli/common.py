@@ -134,18 +134,26 @@ def _names_job(ctx: typer.Context, file: Path | None) -> bool:
     return file is not None or any(a == "--job" or a.startswith("--job=") for a in ctx.args)
 
 
-def set_job(ctx: typer.Context, job: str) -> None:
-    """Turns the argument JOB of a command line into ``--job=JOB``. ``job``: the first word that is no option of the
-    command, which may be a setting instead. Raises ConfigError for a second job."""
-    names, settings, left = list[str](), list[str](), [job, *ctx.args] if job else list(ctx.args)
+def argument(ctx: typer.Context, words: Sequence[str] | None, what: str) -> str:
+    """The one argument among the words of a command line, empty where there is none; the others are settings, and get
+    into ``ctx.args``. ``words``: of a parameter that takes any number of them, since typer would take a setting for the
+    argument. Raises ConfigError for a second argument."""
+    found, settings, left = list[str](), list[str](), [*(words or ()), *ctx.args]
     while left:
         word = left.pop(0)
-        (settings if word.startswith("--") else names).append(word)
+        (settings if word.startswith("--") else found).append(word)
         if word.startswith("--") and "=" not in word and left:
             settings.append(left.pop(0))
-    if len(names) > 1:
-        raise ConfigError(f"unexpected argument {names[1]!r}", hint="name one job; settings are --key.sub=value")
-    ctx.args[:] = [*(f"--job={name}" for name in names), *settings]
+    if len(found) > 1:
+        raise ConfigError(f"unexpected argument {found[1]!r}", hint=f"name one {what}; settings are --key.sub=value")
+    ctx.args[:] = settings
+    return found[0] if found else ""
+
+
+def set_job(ctx: typer.Context, words: Sequence[str] | None) -> None:
+    """Turns the argument JOB of a command line into ``--job=JOB``. Raises ConfigError for a second one."""
+    if name := argument(ctx, words, "job"):
+        ctx.args.insert(0, f"--job={name}")
 
 
 def location(ctx: typer.Context, file: Path | None) -> Config:
@@ -154,11 +162,11 @@ def location(ctx: typer.Context, file: Path | None) -> Config:
     return cluster_settings.location(_given(ctx, file))
 
 
-def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False,
+def find_cluster(ctx: typer.Context, file: Path | None, *, stored: bool = True,
                  say: Callable[[str], None] | None = None) -> Cluster:
     """The cluster of the job; where no job is named and exactly one is on a cluster that is up under run_dir, that one.
-    The settings are those that it was started with, and those of the command line on top. ``to_stop``: only the latter,
-    since ``down`` goes by what ``up`` recorded, and must work with damaged settings too."""
+    The settings are those that it was started with, and those of the command line on top; without ``stored`` only the
+    latter, for commands that must work with damaged settings too."""
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.host.paths import jobs_with_cluster, named_clusters_up
@@ -173,7 +181,14 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False
                 up += Cluster(where.cfg.model_copy(update={"cluster": name})).jobs
         if where.cfg.job not in up:
             given["job"] = _only(up, "jobs are on clusters that are up", "--job") or where.cfg.job
-    return _cluster_of(given, file, stored=not to_stop, say=say)
+    return _cluster_of(given, file, stored=stored, say=say)
+
+
+def logs_of(cluster: Cluster) -> dict[str, Path]:
+    """The logs of the cluster's services and the job's processes, by part."""
+    from elastic_rl.host.paths import JobPaths
+    folders = dict.fromkeys((cluster.paths.logs, JobPaths.of(cluster.cfg).logs))  # they may be the same
+    return dict(sorted((path.stem, path) for folder in folders for path in folder.glob("*.log")))
 
 
 def cluster_to_delete(ctx: typer.Context, file: Path | None, *, asks: bool) -> Cluster:

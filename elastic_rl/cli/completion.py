@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -57,11 +58,13 @@ def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Jobs below the run_dir of the command line so far."""
     from elastic_rl.cli import common
     from elastic_rl.host import paths
-    try:
-        ctx.args[:] = [a for a in ctx.args if a.startswith("--") and "=" in a]
-        return _starting(paths.jobs_of_user(common.location(ctx, ctx.params.get("file")).run_dir), incomplete)
-    except Exception:  # as in _names
-        return []
+    return _local_names(ctx, incomplete, lambda file: paths.jobs_of_user(common.location(ctx, file).run_dir))
+
+
+def logs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Parts that have a log, of the cluster and job of the command line so far."""
+    from elastic_rl.cli import common
+    return _local_names(ctx, incomplete, lambda file: [*common.logs_of(common.find_cluster(ctx, file, stored=False))])
 
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -78,14 +81,28 @@ def _starting(names: list[str], incomplete: str) -> list[str]:
     return [n for n in names if n.startswith(incomplete)]
 
 
+def _local_names(ctx: typer.Context, incomplete: str, read: Callable[[Path | None], list[str]]) -> list[str]:
+    """Names from this machine's files. ``read`` gets the file of settings of the command line so far."""
+    _drop_unfinished(ctx)
+    try:
+        return _starting(read(ctx.params.get("file")), incomplete)
+    except Exception:  # as in _names
+        return []
+
+
+def _drop_unfinished(ctx: typer.Context) -> None:
+    """Leaves the complete settings of a command line that is being typed."""
+    words = [*ctx.args, *(word for value in ctx.params.values() if isinstance(value, list | tuple) for word in value)]
+    ctx.args[:] = [word for word in words if str(word).startswith("--") and "=" in str(word)]
+
+
 def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], list[str]]) -> list[str]:
     """Names from the cluster of the command line so far; none when it does not answer in time."""
     import elastic_rl.coordinator.client.admin_client  # noqa: F401  before the limit counts: it is for what may hang
     from elastic_rl.runtime.abandonable import AbandonableCalls
 
     def fetch() -> list[str]:
-        # The line is not finished: only complete settings count.
-        ctx.args[:] = [a for a in ctx.args if a.startswith("--") and "=" in a]
+        _drop_unfinished(ctx)
         given: dict[str, Any] = {n: ctx.params[n] for n in ("file", "url", "token_file", "ca") if ctx.params.get(n)}
         with Target(ctx, **given).api(patience_s=0.0) as api:
             return read(api)

@@ -119,7 +119,8 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
             _note(f"the run was stopped; `elastic-rl train {options}` resumes it")
             return Exit.INTERRUPTED
         case _:
-            _note(f"the run ended with exit code {Exit.FAILED}; the logs are in {paths.logs}")
+            _note(f"the run ended with exit code {Exit.FAILED}; `elastic-rl logs train {options}` shows its log, and "
+                  f"those of its other processes are in {paths.logs}")
             return Exit.FAILED
 
 

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from elastic_rl.host.local_cluster import Cluster
 
 app = typer.Typer()
-_Job = Annotated[str, typer.Argument(metavar="[JOB]", show_default=False, autocompletion=completion.jobs, help=(
-    "Name of the job, as --job; else the one whose cluster is up."))]
+_Job = Annotated[list[str] | None, typer.Argument(
+    metavar="JOB", show_default=False, autocompletion=completion.jobs, help=(
+        "Name of the job, as --job; else the one whose cluster is up."))]
 
 _COLUMNS = ("job", "state", "step", "since", "message")
 _WIDE = ("pid", "submitted", "folder")
 
 
 @app.command(context_settings=EXTRA)
-def attach(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
+def attach(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
     """Follow the run of a job, as train does; one that has ended is summed up, and gives its exit code.
 
     Ctrl-C asks whether to detach or to stop."""
@@ -39,12 +40,12 @@ def attach(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
 
 
 @app.command(context_settings=EXTRA)
-def stop(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
+def stop(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
     """Stop the run of a job. It writes its report, the job keeps its state, and train resumes it; the cluster stays
     up."""
     from elastic_rl.host import kept_state
     set_job(ctx, job)
-    cluster = find_cluster(ctx, file, to_stop=True, say=_say)
+    cluster = find_cluster(ctx, file, stored=False, say=_say)
     stopped = cluster.stop_run()
     _say(f"stopped: {cluster.run.name}; `elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
          f"job {cluster.cfg.job} does not run: {_state(cluster.run.read()) or 'it was never started'}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -80,6 +82,87 @@ def tail(path: Path, max_bytes: int = 1 << 16) -> str:
             return file.read(max_bytes).decode(errors="replace")
     except FileNotFoundError:
         return ""
+
+
+class LogTail:
+    """Reads a log from its last lines on, then what is written to it, as ``tail -F`` does: the log may be rotated,
+    truncated, replaced, deleted, or not be there yet. Last lines that were rotated away are read from the rotated
+    parts; a line that is written between a ``read`` and a rotation is missed. At most a block is in memory."""
+
+    def __init__(self, path: Path, lines: int) -> None:
+        self._path = path
+        self._files = _before_last_lines(path, lines)  # oldest first
+
+    def read(self) -> bytes:
+        """The next block; empty when nothing is there for now. Raises OSError."""
+        while self._files or self._open_next():
+            file = self._files[0]
+            if file.tell() > os.fstat(file.fileno()).st_size:
+                file.seek(0)  # it was truncated
+            if data := file.read(_COPY_BYTES):
+                return data
+            if len(self._files) == 1 and not self._open_next():
+                break
+            self._files.pop(0).close()
+        return b""
+
+    def close(self) -> None:
+        while self._files:
+            self._files.pop().close()
+
+    def _open_next(self) -> bool:
+        """Opens the log, unless it is the file that is open already."""
+        try:
+            file = _open_for_reading(self._path)
+        except FileNotFoundError:
+            return False
+        if self._files and os.path.samestat(os.fstat(self._files[-1].fileno()), os.fstat(file.fileno())):
+            file.close()
+            return False
+        self._files.append(file)
+        return True
+
+
+def _before_last_lines(path: Path, lines: int) -> list[FileIO]:
+    """A log with as many of its rotated parts as have the last lines, oldest first, each at the line to begin with."""
+    found: list[FileIO] = []
+    for n in itertools.count():
+        try:
+            file = _open_for_reading(_part(path, n) if n else path)
+        except FileNotFoundError:
+            if n:
+                return found
+            continue  # the log itself may be gone, and its parts not
+        found.insert(0, file)
+        lines = _seek_last_lines(file, lines)
+        if not lines:
+            return found
+    raise AssertionError("unreachable")
+
+
+def _seek_last_lines(file: FileIO, lines: int) -> int:
+    """Puts a file before its last lines; returns how many of them it does not have."""
+    begin = file.seek(0, os.SEEK_END)
+    if not lines or not begin:
+        return lines
+    end = begin - 1  # a line break at the end begins no further line
+    while begin:
+        begin = max(0, begin - _COPY_BYTES)
+        file.seek(begin)
+        block = file.read(end - begin)
+        at = len(block)
+        while (at := block.rfind(b"\n", 0, at)) >= 0:
+            lines -= 1
+            if not lines:
+                file.seek(begin + at + 1)
+                return 0
+        end = begin
+    file.seek(0)
+    return lines - 1
+
+
+def _open_for_reading(path: Path) -> FileIO:
+    return path.open("rb", buffering=0)
 
 
 def enforce_limits(folder: Path, limits: LogLimits) -> None:

@@ -8,18 +8,22 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
 from support.shared_fixtures import small_disk
 from support.waiting import wait_until
 
 from elastic_rl.host import processes
 from elastic_rl.telemetry import log_files, logs
-from elastic_rl.telemetry.log_files import LogRotation, enforce_limits, open_log
+from elastic_rl.telemetry.log_files import LogRotation, LogTail, enforce_limits, open_log
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,61 @@ def test_redirected_output_of_process_and_children_is_in_the_log(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "before\n"
     assert path.read_text().splitlines() == ["printed", "an error", "child", "its error"]
+
+
+# -- reading a log from its end ----------------------------------------------------------------------------------------
+def read(tail: LogTail) -> bytes:
+    """All that is there for now."""
+    return b"".join(iter(tail.read, b""))
+
+
+@given(parts=st.lists(st.lists(st.sampled_from([b"", b"a", b"long line " * 9]), max_size=9), min_size=1, max_size=3),
+       end=st.sampled_from([b"", b"unfinished"]), lines=st.integers(0, 30), block=st.integers(1, 50))
+@settings(max_examples=seeds(60), deadline=None)
+def test_tail_begins_with_the_last_lines_also_of_rotated_parts(parts: list[list[bytes]], end: bytes, lines: int,
+                                                               block: int) -> None:
+    contents = [b"".join(line + b"\n" for line in part) for part in parts]
+    contents[-1] += end
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_files, "_COPY_BYTES", block)
+        for age, content in enumerate(reversed(contents)):
+            Path(name, f"x.log.{age}" if age else "x.log").write_bytes(content)
+        tail = LogTail(Path(name, "x.log"), lines)
+        expected = b"".join(contents).splitlines(keepends=True)
+        assert read(tail) == b"".join(expected[-lines:] if lines else [])
+        tail.close()
+
+
+def test_tail_reads_on_through_rotation_replacement_and_deletion(folder: Path) -> None:
+    path = folder / "x.log"
+    tail = LogTail(path, 10)
+    assert read(tail) == b"", "it is not there yet"
+    path.write_bytes(b"first\n")
+    assert read(tail) == b"first\n"
+    with path.open("ab") as writer:
+        writer.write(b"long " * 4000)
+        writer.flush()
+        assert read(tail) == b"long " * 4000
+        enforce_limits(folder, Limits())
+        writer.write(b"after the rotation\n")
+    assert read(tail) == b"after the rotation\n"
+    path.rename(folder / "moved.log")
+    with (folder / "moved.log").open("ab") as writer:
+        writer.write(b"to the old file\n")
+    path.write_bytes(b"to the new file\n")
+    assert read(tail) == b"to the old file\nto the new file\n"
+    path.unlink()
+    assert read(tail) == b""
+    path.write_bytes(b"it is back\n")
+    assert read(tail) == b"it is back\n"
+    tail.close()
+
+
+def test_end_of_a_large_log_is_read_without_the_rest(folder: Path) -> None:
+    with (folder / "x.log").open("wb") as writer:
+        writer.truncate(1 << 40)  # a hole, that nobody can read in a lifetime
+        writer.seek(0, os.SEEK_END)
+        writer.write(b"\none\ntwo\n")
+    tail = LogTail(folder / "x.log", 2)
+    assert read(tail) == b"one\ntwo\n"
+    tail.close()
