@@ -23,6 +23,9 @@ from prometheus_client import (
 
 PREFIX = "elastic_rl_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Prometheus sets the label `job` of each target to the name of its scrape configuration, and renames an exported one.
+JOB_LABEL = "job_name"
+"""Label of the metrics of a job, whose value is the job's name."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Buckets for durations in seconds."""
 

@@ -22,7 +22,7 @@ from elastic_rl.dcs.catalog.reads import newest_number
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.records import EngineState, Member, StepMetrics
-from elastic_rl.telemetry.metrics import PREFIX
+from elastic_rl.telemetry.metrics import JOB_LABEL, PREFIX
 
 _MAX_NAMES = 16
 """Series of one metric whose label is a name that users choose, such as that of a part of the reward."""
@@ -86,12 +86,12 @@ def families(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
 
 def merged(jobs: Mapping[str, Iterable[Metric]]) -> list[Metric]:
     """The families of several jobs, by their names, as one list in which each family is once: its samples have the
-    label ``job``. Pure."""
+    label ``JOB_LABEL``. Pure."""
     found: dict[str, Metric] = {}
     for job, of_job in jobs.items():
         for family in of_job:
             whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            whole.samples += [s._replace(labels={"job": job, **s.labels}) for s in family.samples]
+            whole.samples += [s._replace(labels={JOB_LABEL: job, **s.labels}) for s in family.samples]
     return list(found.values())
 
 

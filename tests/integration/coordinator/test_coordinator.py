@@ -104,7 +104,7 @@ def test_api_serves_reads_and_changes_and_explains_refusals(start: Start, etcd: 
         scalings = [(e.data["previous"], e.data["desired"]) for e in events_of(etcd, keys, "pool.scaled")]
         assert scalings == [(2, 3), (3, 2)]
         scraped = api.get("/metrics").text
-        assert f'elastic_rl_pool_desired{{job="{keys.job}",pool="rollout"}} 2.0' in scraped
+        assert f'elastic_rl_pool_desired{{job_name="{keys.job}",pool="rollout"}} 2.0' in scraped
         assert "elastic_rl_is_leader 1.0" in scraped
         assert re.search(r'api_requests_total\{.*route="/v1/jobs/\{job\}/pools/\{name\}".*status="412"', scraped)
 

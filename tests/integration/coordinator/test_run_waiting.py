@@ -46,7 +46,7 @@ def test_waiting_run_and_run_without_an_actor_are_alerts(cluster: ApiCluster) ->
             assert (job["stage"], job["waiting_for"], job["waiting_kind"], job["waiting_since"]) == (
                 "generate", "an engine at version 4", "engines", waits.waiting_since)
             metrics = api.get("/metrics").text
-            assert f'elastic_rl_run_waiting{{job="{cluster.keys.job}",kind="engines"}} 1.0' in metrics
+            assert f'elastic_rl_run_waiting{{job_name="{cluster.keys.job}",kind="engines"}} 1.0' in metrics
             cluster.etcd.put(key, works.encode())
             until(lambda: alerts(api) == {}, "the end of the alert")
         finally:

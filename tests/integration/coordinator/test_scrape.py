@@ -52,7 +52,7 @@ def text_of(replicas: Replicas, name: str) -> str:
 
 def scrape(replicas: Replicas, name: str) -> Scraped:
     """Samples by their names and labels, without the label of the only job."""
-    job = ("job", replicas.keys.job)
+    job = ("job_name", replicas.keys.job)
     return {(s.name.removeprefix("elastic_rl_"), tuple(label for label in s.labels.items() if label != job)): s.value
             for family in text_string_to_metric_families(text_of(replicas, name)) for s in family.samples}
 

@@ -158,7 +158,7 @@ def test_family_of_several_jobs_is_exported_once_with_a_sample_of_each() -> None
     for family in ("engine_version gauge", "faults_total counter"):
         assert text.count(f"# TYPE elastic_rl_{family}\n") == 1
     found = [s for f in text_string_to_metric_families(text) for s in f.samples]
-    assert {s.labels.get("job") for s in found} == {"one", "two"}
+    assert {s.labels.get("job_name") for s in found} == {"one", "two"}
     assert [s.labels for s in found if s.name == "elastic_rl_engine_version"] == [
-        {"job": "one", "engine": "one"}, {"job": "two", "engine": "two"}]
+        {"job_name": "one", "engine": "one"}, {"job_name": "two", "engine": "two"}]
     assert [s.value for s in found if s.name == "elastic_rl_faults_total"] == [3, 3]

@@ -9,6 +9,8 @@ from pathlib import Path
 import yaml
 from support.monitoring import FOLDER, dashboard, expressions, promtool, rules
 
+from elastic_rl.telemetry.metrics import JOB_LABEL
+
 
 def test_example_configuration_and_rules_are_valid(tmp_path: Path) -> None:
     for name in ("prometheus.yml", "rules.yml"):
@@ -27,6 +29,16 @@ def test_each_rule_fires_when_it_should_and_none_for_a_healthy_job() -> None:
     tested = (FOLDER / "rules_test.yml").read_text()
     untested = [rule["alert"] for rule in rules() if f'alertname="{rule["alert"]}"' not in tested]
     assert untested == []
+
+
+def test_jobs_are_told_apart_by_a_label_that_prometheus_does_not_set_itself() -> None:
+    wrong = {where: expr for where, expr in expressions().items()
+             if re.search(r"\bjob\b", expr.replace("$job", "").replace('up{job="elastic-rl"}', ""))}
+    assert wrong == {} and JOB_LABEL not in ("job", "instance")
+    by_job = [expr for expr in expressions().values() if JOB_LABEL in expr]
+    assert len(by_job) > 50
+    variables = {v["name"]: v for v in dashboard()["templating"]["list"]}
+    assert variables["job"]["query"]["query"].endswith(f", {JOB_LABEL})")
 
 
 def test_each_rule_has_a_severity_a_summary_and_a_description() -> None:
