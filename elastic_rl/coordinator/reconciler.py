@@ -54,8 +54,8 @@ _LOG_EVERY_S = 60.0
 _ENGINE_ENDED = (event_kinds.ENGINE_DEAD.name, event_kinds.ENGINE_REPLACED.name)
 """Kinds that say that an engine's process has ended; its runner or driver often writes them before its lease ends."""
 
-_PASS_S = metrics.histogram("reconcile_seconds", "Duration of a reconcile pass of the leader")
-_FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", ("error",))
+_PASS_S = metrics.histogram("reconcile_seconds", "Duration of a reconcile pass of the leader", (metrics.JOB_LABEL,))
+_FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", (metrics.JOB_LABEL, "error"))
 
 
 def loop_of(job: str) -> str:
@@ -132,6 +132,8 @@ class Reconciler:
                     # In a large cluster something changes all the time: a pass may take half of a core, and no more.
                     self._stopping.wait(min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, time.monotonic() - began)))
         finally:
+            for metric in (_PASS_S, _FAILED):  # here, where no pass can add to them any more
+                metric.remove_by_labels({metrics.JOB_LABEL: self._keys.job})
             if not self._stopping.is_set():
                 # Only an error in this loop itself ends it: without it the replica can never lead again.
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -141,7 +143,7 @@ class Reconciler:
         health, loop = self._election.health, self._loop
         health.pass_began(loop)
         try:
-            with _PASS_S.time(), traces.span("coordinator.reconcile"):
+            with _PASS_S.labels(self._keys.job).time(), traces.span("coordinator.reconcile"):
                 self.reconcile_once()
         except Fenced as e:  # another replica leads: nothing has failed
             health.pass_failed(loop, str(e))
@@ -164,7 +166,7 @@ class Reconciler:
             self._pass_failures.succeeded()
 
     def _failed(self, error: Exception, *, stays: bool = False, bug: bool = False) -> None:
-        _FAILED.labels(type(error).__name__).inc()
+        _FAILED.labels(self._keys.job, type(error).__name__).inc()
         self._log_failure("the reconcile pass", error, bug=bug)
         self._election.health.pass_failed(self._loop, f"{type(error).__name__}: {error}", stays=stays)
 

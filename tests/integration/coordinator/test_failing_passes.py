@@ -21,6 +21,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Engine, EngineState, Operation, OperationKind, OperationState, PoolSpec, PoolStatus
 from elastic_rl.net import http_client
+from elastic_rl.telemetry import metrics
 
 POOL = "rollout"
 Lead = Callable[..., Leader]
@@ -144,6 +145,24 @@ def test_leader_whose_passes_fail_resigns_and_another_decides(
     assert not first.election.is_leader and first.health.problem() == "", "a replica that does not lead is ready"
     assert "a bug" in next(r.message for r in caplog.records if "resigns" in r.message)
     scale(second, etcd, keys)
+
+
+def test_passes_are_counted_by_job_until_its_loop_ends(lead: Lead, etcd: EtcdClient, keys: Keys,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = lead("a")
+
+    def exported() -> bool:
+        text = metrics.render().decode()
+        return (f'elastic_rl_reconcile_seconds_count{{job_name="{keys.job}"}}' in text
+                and f'elastic_rl_reconcile_failures_total{{error="ValueError",job_name="{keys.job}"}}' in text)
+
+    def broken() -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(leader.reconciler, "reconcile_once", broken)
+    wait_until(exported, what="the failed passes of the job")
+    leader.close()
+    assert f'"{keys.job}"' not in metrics.render().decode()
 
 
 def test_leader_whose_pass_hangs_resigns_and_stays_out_until_it_returns(lead: Lead, etcd: EtcdClient, keys: Keys,
