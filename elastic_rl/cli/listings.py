@@ -91,6 +91,7 @@ def _members(api: AdminClient, role: str = "") -> list[dict[str, Any]]:
 def job_facts(job: dict[str, Any]) -> dict[str, Any]:
     """A job of the API for a table of one object."""
     run, leader = job.get("status") or {}, job.get("leader") or {}
+    health = f"{job['health']}: {job['message']}" if job.get("message") else ""
     steps = f"{run['step']} of {run['steps']}" if run.get("steps") else run.get("step")
     led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
     return {"job": job["name"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
@@ -98,7 +99,7 @@ def job_facts(job: dict[str, Any]) -> dict[str, Any]:
             run.get("eval_accuracy"), "eval sets": eval_sets(run),
             "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":
             run.get("message"), "started_at": run.get("started_at"), "updated_at": run.get("updated_at"),
-            "epoch": job.get("epoch"), "leader": led_by}
+            "epoch": job.get("epoch"), "leader": led_by, "health": health}
 
 
 def step_facts(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ClusterReconciler:
         self._thread = threading.Thread(target=self._run, name="cluster-reconciler", daemon=True)
 
     def start(self) -> None:
-        self._election.health.expect(_LOOP)
+        self._election.health.expect(_LOOP, essential=True)
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:

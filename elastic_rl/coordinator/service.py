@@ -117,7 +117,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, t
             security = Security.from_config(settings, secret, required=True)
             return lambda: JobScope.open(settings, context, etcd, url, security)
 
-        scopes = JobScopes(etcd, keys, election.health, prepare)
+        scopes = JobScopes(etcd, keys, election, prepare)
         context = ReplicaContext(cfg, api_etcd, election, Authenticator(keys.cluster, tokens, sessions), sessions,
                                  stopping, forwarder, StreamLimit(cfg.coordinator.max_streams), scopes)
         election.on_elected(scopes.wake)

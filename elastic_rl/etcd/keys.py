@@ -275,6 +275,10 @@ class Keys(LeaderKeys):
         """The coordinator that decides about the job; under its lease, so the key is gone while none does."""
         return f"{self.root}leader"
 
+    def leader_problem(self) -> str:
+        """What keeps the leader from deciding about the job; under its lease, and only while there is something."""
+        return f"{self.root}leader_problem"
+
     def leader_heartbeat(self) -> str:
         """The leader's last heartbeat, from which the next leader knows how long there was none."""
         return f"{self.root}leader_heartbeat"

@@ -26,6 +26,24 @@ class Leader(Record):
     pid: int
 
 
+class JobHealth(StrEnum):
+    """Whether a coordinator can decide about a job."""
+
+    OK = "ok"
+    FAILING = "failing"
+    """Its reconcile passes over the job fail, or do not return."""
+    NOT_OPEN = "not-open"
+    """It has not taken up the job: its settings cannot be used."""
+
+
+class JobProblem(Record):
+    """What keeps a coordinator from deciding about a job."""
+
+    replica: str
+    health: JobHealth
+    message: str
+
+
 class Epoch(Record):
     """Fencing epoch of the run: a write of a lower epoch is refused."""
 

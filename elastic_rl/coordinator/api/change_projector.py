@@ -53,6 +53,7 @@ class ChangeProjector:
         self._alerts: dict[str, str] = {}  # key of an alert's condition → key of its newest record
         self._projections: dict[str, Callable[[str, WatchEvent], ObjectChange | None]] = {
             "pools": self._pool, "job": self._job, "epoch": self._job, "leader": self._job,
+            "leader_problem": self._job,
             "engines": _record("engine"), "operations": _record("operation"), "members": self._member,
             "alerts": self._alert, "events": _log_entry("event"), "steps": _log_entry("step"), "dcs": _version}
 

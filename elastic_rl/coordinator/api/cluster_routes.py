@@ -12,6 +12,7 @@ from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.telemetry import metrics as registry
 
 
@@ -33,7 +34,8 @@ async def healthz(ctx: ReplicaCtx) -> ReplicaHealth:
 
 
 def readyz(ctx: ReplicaCtx) -> Readiness:
-    """503 while etcd does not answer, the replica stops, or it leads and its reconcile passes fail."""
+    """503 while etcd does not answer, the replica stops, or it leads and its reconcile passes over every job fail.
+    Where those over some jobs fail, the ``health`` of these jobs says so."""
     if ctx.stopping.is_set():
         raise Problem(503, Kind.STOPPING, "The replica is stopping")
     if problem := ctx.election.health.problem():
@@ -45,13 +47,15 @@ def readyz(ctx: ReplicaCtx) -> Readiness:
 def prometheus(ctx: ReplicaCtx) -> Response:
     """Metrics of the replica and of every job in the text format. While etcd is away those of the jobs are missing."""
     jobs = [(job.keys, job.cfg) for job in ctx.jobs.values()]
-    return Response(scrape.scrape(ctx.etcd, jobs, ctx.election), media_type=registry.CONTENT_TYPE)
+    failing = {name: ctx.jobs.problem(name) is not None for name in ctx.jobs.known()}
+    return Response(scrape.scrape(ctx.etcd, jobs, failing, ctx.election), media_type=registry.CONTENT_TYPE)
 
 
 def list_jobs(ctx: ReplicaCtx, limit: Limit = 100, after: After = "") -> Response:
-    """The jobs, by name."""
+    """The jobs, by name; those included that the replica has not taken up."""
     last = pages.place(after) if after else ""
-    found = [job for name, job in sorted(ctx.jobs.items()) if name > last]
-    shown = [job_view.read(ctx.etcd, job.keys, ctx.election.replica) for job in found[:limit]]
+    found = sorted(name for name in ctx.jobs.known() if name > last)
+    shown = [job_view.read(ctx.etcd, Keys(name), ctx.election.replica, ctx.jobs.problem(name))
+             for name in found[:limit]]
     return pages.page([view.model_dump_json().encode() for view in shown],
                       shown[-1].name if len(found) > limit else None)

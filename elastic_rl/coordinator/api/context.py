@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,10 +20,20 @@ from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Kind, Problem, not_found
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import JobProblem
 
 
 class ServedJobs(Mapping[str, "JobContext"]):
     """The jobs of the cluster that a replica has taken up, by name."""
+
+    @abstractmethod
+    def known(self) -> Collection[str]:
+        """Every job that has a record, those included that the replica has not taken up."""
+
+    @abstractmethod
+    def problem(self, job: str) -> JobProblem | None:
+        """What keeps this replica, as far as it knows itself, from deciding about a job. One that does not lead has no
+        passes that could fail."""
 
     @abstractmethod
     def waits_for(self, job: str) -> str:

@@ -54,7 +54,8 @@ def install(app: FastAPI) -> None:
 
 def job(ctx: JobCtx) -> Response:
     """The job as of one revision of etcd."""
-    return _json(job_view.read(ctx.replica.etcd, ctx.keys, ctx.replica.election.replica).model_dump_json().encode())
+    replica, problem = ctx.replica, ctx.replica.jobs.problem(ctx.keys.job)
+    return _json(job_view.read(replica.etcd, ctx.keys, replica.election.replica, problem).model_dump_json().encode())
 
 
 def list_pools(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:

@@ -36,8 +36,8 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; retry."),
     Kind.TOO_MANY_STREAMS: (503, "coordinator.max_streams streams are open; use another replica."),
     Kind.STOPPING: (503, "The replica is stopping."),
-    Kind.NOT_RECONCILING: (503, "Only from `/readyz`: this replica leads, and no reconcile pass has succeeded for "
-                                "`coordinator.reconcile_deadline_s`."),
+    Kind.NOT_RECONCILING: (503, "Only from `/readyz`: this replica leads, and no reconcile pass over any job has "
+                                "succeeded for `coordinator.reconcile_deadline_s`."),
     Kind.OUTCOME_UNKNOWN: (504, "The answer was lost and the change may have been applied; retry with the same "
                                 "Idempotency-Key, or read the object."),
     Kind.INTERNAL: (500, "A bug; the replica's log has the traceback."),
@@ -139,7 +139,8 @@ _JOB = {"name": "quickstart", "status": {
     "phase": "rl", "step": 117, "steps": 400, "stage": "generate", "waiting_for":
     "an engine that serves version 118: rollout-3f2a syncing v117", "waiting_kind": "engines", "waiting_since":
     1763724041.0}, "epoch": 2, "leader":
-        {"replica": "coordinator-0", "url": "http://10.0.0.1:8400", "pid": 311}, "replica": "coordinator-1"}
+        {"replica": "coordinator-0", "url": "http://10.0.0.1:8400", "pid": 311}, "health": "ok", "message": "",
+        "replica": "coordinator-1"}
 _SESSION = {"name": "operator", "role": "operator", "expires_at": 1763767240.1}
 _LOCATION = {"Location": "Path of the operation."}
 _ETAG = {"ETag": "For If-Match of a change."}

@@ -26,6 +26,7 @@ export function verdict(model, now) {
     add(a.severity === "error" ? "bad" : "warn", `${a.kind} ${a.subject}: ${a.message}`);
   }
   if (!model.job?.leader) add("bad", "There is no leader: running work continues, but no new decisions are made.");
+  if (model.job && model.job.health !== "ok") add("bad", `The leader decides nothing about this job: ${visible(model.job.message)}`);
   if (status?.phase === "failed") add("bad", `The run has failed: ${status.message || "no reason is known"}`);
   const ended = status && RUN_ENDED.includes(status.phase);
   const waits = !ended && status?.waiting_for;

@@ -3,7 +3,7 @@
 import { Access } from "./access.js";
 import { jobs, pageOf } from "./api.js";
 import { badge, el, keyed, since, text, tick } from "./dom.js";
-import { plural } from "./format.js";
+import { plural, visible } from "./format.js";
 
 const EVERY_MS = 5000;
 const LEVEL = { failed: "bad", finished: "ok" };
@@ -19,10 +19,15 @@ function make(job) {
     el("span"), el("span", { class: "message" }), el("time")));
 }
 
-function update(node, { status }) {
+function update(node, { status, health, message }) {
   const [, phase, steps, changed] = node.firstChild.children;
-  badge(phase, LEVEL[status?.phase] ?? (status ? "busy" : "idle"), status?.phase ?? "no run");
-  text(steps, status?.steps ? `step ${status.step} of ${status.steps}` : "");
+  if (health === "ok") {
+    badge(phase, LEVEL[status?.phase] ?? (status ? "busy" : "idle"), status?.phase ?? "no run");
+    text(steps, status?.steps ? `step ${status.step} of ${status.steps}` : "");
+  } else {
+    badge(phase, "bad", health);
+    text(steps, visible(message));
+  }
   since(changed, status?.updated_at);
 }
 
@@ -30,7 +35,7 @@ async function show() {
   clearTimeout(timer);
   try {
     const found = await jobs();
-    if (found.length === 1) {
+    if (found.length === 1 && found[0].health !== "not-open") { // one that is not open has no page
       location.replace(pageOf(found[0].name));
       return;
     }

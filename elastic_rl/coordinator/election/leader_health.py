@@ -24,6 +24,7 @@ class _Loop:
     good_at: float
     """When a pass succeeded last, or the term or the loop began."""
     tolerance_s: float
+    essential: bool
     in_pass: bool = False
     stuck: bool = False
     """Whether the replica resigned during a pass that has not returned since."""
@@ -36,8 +37,12 @@ class _Loop:
     def problem(self, name: str, now: float, limit_s: float) -> str:
         if now - self.good_at <= limit_s:
             return ""
-        why = self.error or ("a pass does not return" if self.in_pass else "no pass has run")
-        return f"no reconcile pass of {name} has succeeded for {now - self.good_at:.0f} s: {why}"
+        return f"no reconcile pass of {name} has succeeded for {now - self.good_at:.0f} s: {self.error or self.silence}"
+
+    @property
+    def silence(self) -> str:
+        """Why no pass succeeds where none has failed."""
+        return "a pass does not return" if self.in_pass else "no pass has run"
 
 
 class LeaderHealth:
@@ -51,10 +56,10 @@ class LeaderHealth:
         self._loops: dict[str, _Loop] = {}
 
     # -- reported by the loops; each has a name ---------------------------------------------------------------------
-    def expect(self, loop: str) -> None:
-        """From now on a loop makes passes, if it did not before."""
+    def expect(self, loop: str, *, essential: bool = False) -> None:
+        """From now on a loop makes passes, if it did not before. ``essential``: a leader is of no use without it."""
         with self._lock:
-            self._loops.setdefault(loop, _Loop(self._clock(), self._deadline_s))
+            self._loops.setdefault(loop, _Loop(self._clock(), self._deadline_s, essential))
 
     def ended(self, loop: str) -> None:
         """A loop makes no further pass."""
@@ -88,10 +93,21 @@ class LeaderHealth:
             self._leads = leads
 
     def problem(self) -> str:
-        """Why a leader is not healthy; empty for a healthy one, and for a replica that does not lead."""
+        """Why a leader is of no use: all of its loops fail, or one that is essential. Empty for a healthy one, and for
+        a replica that does not lead. A loop that fails beside others is a problem of its job (``problem_of``)."""
         with self._lock:
-            problems = (loop.problem(name, self._clock(), self._deadline_s) for name, loop in self._loops.items())
-            return "; ".join(filter(None, problems)) if self._leads else ""
+            problems = {name: loop.problem(name, self._clock(), self._deadline_s) for name, loop in self._loops.items()}
+            useless = all(problems.values()) or any(problems[n] for n, loop in self._loops.items() if loop.essential)
+            return "; ".join(filter(None, problems.values())) if self._leads and useless else ""
+
+    def problem_of(self, loop: str) -> str:
+        """Why the last pass of a loop failed, or that none returns; empty for a loop whose passes succeed, and for a
+        replica that does not lead. The text stays the same while the problem does."""
+        with self._lock:
+            found = self._loops.get(loop)
+            if found is None or not self._leads:
+                return ""
+            return found.error or (found.silence if self._clock() - found.good_at > self._deadline_s else "")
 
     def reason_to_resign(self) -> str:
         """Why the leader is to resign now; empty while it is to stay."""

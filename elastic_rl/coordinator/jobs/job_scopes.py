@@ -7,21 +7,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, ValuesView
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Self
 
 from elastic_rl.coordinator.api.context import JobContext, ServedJobs
-from elastic_rl.coordinator.election.leader_health import LeaderHealth
+from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.jobs.job_scope import JobScope
 from elastic_rl.coordinator.reconciler import loop_of
-from elastic_rl.errors import ElasticRLError
-from elastic_rl.etcd.client import EtcdClient, KeyValue
+from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.cluster_records import JobRecord
 from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.mirror import Mirror
+from elastic_rl.etcd.records import JobHealth, JobProblem
 from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
@@ -60,13 +61,17 @@ class JobScopes(ServedJobs):
     As a mapping it has the context of each job that was opened, by name; other threads may read it.
     """
 
-    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, health: LeaderHealth, prepare: PrepareScope) -> None:
-        self._prefix, self._health, self._prepare = keys.jobs_prefix(), health, prepare
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, election: Election, prepare: PrepareScope) -> None:
+        self._etcd, self._prefix, self._election, self._prepare = etcd, keys.jobs_prefix(), election, prepare
+        self._health = election.health
         self._records = Mirror(etcd, self._prefix, self._decode)
         self._decoded: dict[str, JobRecord] = {}
         self._jobs: dict[str, _Known] = {}
         self._contexts: dict[str, JobContext] = {}
         """Replaced, never changed: other threads iterate it."""
+        self._term, self._written = 0, dict[str, JobProblem]()
+        """The term in which this replica led last, and what it has written in it of each job (``_write_problems``)."""
+        self._write_error = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job-scopes", daemon=True)
 
@@ -85,6 +90,15 @@ class JobScopes(ServedJobs):
 
     def values(self) -> ValuesView[JobContext]:
         return self._contexts.values()
+
+    def known(self) -> Collection[str]:
+        return self._jobs.keys()
+
+    def problem(self, job: str) -> JobProblem | None:
+        health, why = JobHealth.NOT_OPEN, self.waits_for(job)
+        if not why:
+            health, why = JobHealth.FAILING, self._health.problem_of(loop_of(job))
+        return JobProblem(replica=self._election.replica, health=health, message=why) if why else None
 
     def waits_for(self, job: str) -> str:
         known = self._jobs.get(job)
@@ -123,10 +137,38 @@ class JobScopes(ServedJobs):
                 except ElasticRLError as e:
                     log.warning("the records of jobs cannot be read: %s", e)
                     self._stopping.wait(_RETRY_S[0])
+                self._write_problems()
         finally:
             if not self._stopping.is_set():
                 # Only a defect in this loop itself ends it: without it the replica would never see another record.
                 os.kill(os.getpid(), signal.SIGTERM)
+
+    def _write_problems(self) -> None:
+        """While this replica leads, writes what keeps it from deciding about each job, for the answers of the other
+        replicas. The lease of its candidacy deletes the keys with its term. A write that fails is repeated."""
+        try:
+            if self._term != (term := self._election.term):
+                self._term, self._written = term, {}
+            for job in {*self._jobs, *self._written}:
+                found = self.problem(job)
+                if found == self._written.get(job):
+                    continue
+                mine = self._etcd.get(self._election.key)
+                if mine is None:
+                    return
+                key = Keys(job).leader_problem()
+                self._election.writer.write(Op.put(key, found.encode(), mine.lease) if found else Op.delete(key))
+                if found:
+                    self._written[job] = found
+                else:
+                    del self._written[job]
+            self._write_error = ""
+        except Fenced:
+            return
+        except ElasticRLError as e:
+            if self._write_error != str(e):
+                log.warning("what keeps this leader from deciding about jobs cannot be written: %s", e)
+            self._write_error = str(e)
 
     def _decode(self, kv: KeyValue) -> JobRecord | None:
         """A record; for one that cannot be read, such as one of a later release, the one before it: a job whose record

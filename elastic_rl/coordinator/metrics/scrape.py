@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -35,11 +35,13 @@ class _Page:
         return self._found
 
 
-def scrape(etcd: EtcdClient, jobs: Iterable[tuple[Keys, Config]], election: Election) -> bytes:
+def scrape(etcd: EtcdClient, jobs: Iterable[tuple[Keys, Config]], failing: Mapping[str, bool],
+           election: Election) -> bytes:
     """Reads etcd and returns every metric in the Prometheus text format. Without etcd ``elastic_rl_etcd_up`` is 0 and
-    the metrics of the jobs are missing: an old value would look like a fresh one."""
+    the metrics of the jobs are missing: an old value would look like a fresh one. ``failing``: by job, whether
+    something keeps this replica from deciding about it."""
     began = time.monotonic()
-    found = _etcd(etcd.statuses())
+    found = [*_etcd(etcd.statuses()), _failing(failing)]
     try:
         found += job_metrics.merged({keys.job: _job(etcd, keys, cfg) for keys, cfg in jobs})
         _ETCD_UP.set(1)
@@ -53,6 +55,15 @@ def scrape(etcd: EtcdClient, jobs: Iterable[tuple[Keys, Config]], election: Elec
 def _job(etcd: EtcdClient, keys: Keys, cfg: Config) -> list[Metric]:
     snapshot = SnapshotReader(etcd, keys, cfg).read()
     return job_metrics.families(snapshot, job_metrics.read_counters(etcd, snapshot))
+
+
+def _failing(jobs: Mapping[str, bool]) -> Metric:
+    family = GaugeMetricFamily(
+        metrics.PREFIX + "job_reconcile_failing", "1 if this replica has not taken up the job, or leads and its "
+        "reconcile passes over the job fail", labels=[metrics.JOB_LABEL])
+    for job, failing in jobs.items():
+        family.add_metric([job], failing)
+    return family
 
 
 def _etcd(statuses: list[MemberStatus]) -> list[Metric]:

@@ -7,8 +7,11 @@ from typing import Any
 
 from support.waiting import wait_until
 
+from elastic_rl.coordinator import job_view
+from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.jobs.job_scopes import JobScopes
+from elastic_rl.coordinator.reconciler import loop_of
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobRecord
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -34,8 +37,8 @@ class Cluster:
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self.etcd, self.keys = etcd, ClusterKeys(keys.job)
         self.opened: list[Scope] = []
-        self.health = LeaderHealth()
-        self.scopes = JobScopes(etcd, self.keys, self.health, self._prepare)  # type: ignore[arg-type]
+        self.election = Election(etcd, self.keys, "a", "http://a", 2, LeaderHealth(deadline_s=1e6))
+        self.scopes = JobScopes(etcd, self.keys, self.election, self._prepare)  # type: ignore[arg-type]
 
     def _prepare(self, job: str, record: JobRecord) -> Any:
         if record.settings == "defect":
@@ -83,6 +86,43 @@ def test_scope_is_not_opened_beside_a_last_pass_with_the_settings_before(etcd: E
         old.ended = True
         cluster.has(j="new")
     finally:
+        cluster.scopes.close()
+
+
+def test_leader_writes_what_keeps_it_from_deciding_about_each_job(etcd: EtcdClient, keys: Keys) -> None:
+    cluster = Cluster(etcd, keys)
+
+    def health(job: str) -> tuple[str, str]:
+        """As another replica shows it."""
+        shown = job_view.read(etcd, Keys(job), "b")
+        return shown.health, shown.message
+
+    def failing() -> bool:
+        """Another pass has failed, and is shown; the one before may have been that of no leader yet."""
+        cluster.election.health.pass_failed(loop_of(good), "a bug")
+        return health(good) == ("failing", "a: a bug")
+
+    good, bad = f"{keys.job}-good", f"{keys.job}-bad"
+    cluster.put(good, "1")
+    cluster.put(bad, "defect")
+    cluster.scopes.start()
+    try:
+        cluster.has(**{good: "1"})
+        assert set(cluster.scopes.known()) == {good, bad} and health(bad) == ("ok", ""), "it does not lead"
+        cluster.election.start()
+        wait_until(lambda: health(bad) == ("not-open", "a: RuntimeError: can't start new thread"), what="the reason")
+        wait_until(failing, what="the failed pass")
+        written = etcd.get(Keys(good).leader_problem())
+        etcd.delete(cluster.keys.job(bad))
+        wait_until(lambda: health(bad) == ("ok", ""), what="the end of the job")
+        assert etcd.get(Keys(good).leader_problem()) == written, "it is written once"
+        cluster.election.health.pass_succeeded(loop_of(good))
+        wait_until(lambda: etcd.get(Keys(good).leader_problem()) is None, what="the end of the problem")
+        wait_until(failing, what="the failed pass")
+        cluster.election.stop()
+        wait_until(lambda: health(good) == ("ok", ""), what="the end of the key with the term")
+    finally:
+        cluster.election.stop()
         cluster.scopes.close()
 
 

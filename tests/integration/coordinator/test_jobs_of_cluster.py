@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,10 +109,23 @@ def test_job_with_settings_that_cannot_be_opened_harms_no_other(cluster: JobsOfC
     refused = wait_until(lambda: (answer := cluster.get("a", f"/v1/jobs/{keys.job}")).status_code == 503 and answer,
                          what="the job that is not open")
     assert "were not sealed with this cluster's secret" in problem(refused, 503, "job-not-open")["detail"]
-    assert keys.job not in [job["name"] for job in cluster.get("a", "/v1/jobs").json()["items"]]
     wait_until(lambda: cluster.leader_of(cluster.keys) == "a", what="the leader of the other job")
+
+    def listed(name: str) -> dict[str, tuple[str, bool]]:
+        return {job["name"]: (job["health"], "were not sealed" in job["message"])
+                for job in cluster.get(name, "/v1/jobs").json()["items"]}
+
+    def failing(name: str) -> dict[str, str]:
+        text = cluster.get(name, "/metrics").text
+        return dict(re.findall(r'^elastic_rl_job_reconcile_failing{job_name="(.*)"} (.)', text, re.M))
+
+    assert listed("a") == {cluster.keys.job: ("ok", False), keys.job: ("not-open", True)}
+    assert failing("a") == {cluster.keys.job: "0", keys.job: "1"}
+    assert cluster.get("a", "/readyz").status_code == 200
     cluster.submit(keys.job)
     wait_until(lambda: cluster.leader_of(keys) == "a", what="the job that was submitted again")
+    wait_until(lambda: listed("a")[keys.job] == ("ok", False), what="the end of the problem")
+    assert failing("a")[keys.job] == "0"
 
 
 def test_record_that_cannot_be_read_ends_no_job(cluster: JobsOfCluster) -> None:

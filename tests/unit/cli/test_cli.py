@@ -265,6 +265,12 @@ def test_job_without_a_run_or_a_leader_says_so() -> None:
     assert facts["phase"] == "no run has begun" and "election" in facts["leader"]
 
 
+def test_status_says_what_keeps_the_leader_from_deciding_about_the_job() -> None:
+    job = {"name": "j", "status": None, "leader": None, "epoch": 0, "replica": "b", "health": "ok", "message": ""}
+    assert listings.job_facts(job)["health"] == ""
+    assert listings.job_facts({**job, "health": "failing", "message": "a: a bug"})["health"] == "failing: a: a bug"
+
+
 def test_status_shows_the_metrics_of_the_last_step() -> None:
     last = {"step": 3, "update": {"kl": 0.00123, "grad_norm": 0.5, "my_stat": 1.0},
             "throughput": {"train_tokens_per_s": 27_800.0, "mfu": 0.4125}}

@@ -21,10 +21,10 @@ from elastic_rl.coordinator.api.change_projector import ObjectChange
 from elastic_rl.coordinator.api.change_stream import MAX_PENDING, Subscription
 from elastic_rl.coordinator.api.route_docs import PROBLEMS
 from elastic_rl.coordinator.api_paths import OF_JOB
-from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import JobHealth, JobProblem
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT: dict[str, Any] = APP.openapi()
@@ -80,10 +80,12 @@ def test_subscription_gets_its_kinds_and_waits_for_the_next() -> None:
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 def test_jobs_are_listed_by_name_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_view, "read", lambda etcd, keys, replica: JobView(name=keys.job, replica=replica))
+    monkeypatch.setattr(job_view, "read", lambda etcd, keys, replica, problem: job_view.view(
+        keys, replica, [], problem))
     names = ["a", "b", "b-2", "c", "z"]
-    jobs = {name: SimpleNamespace(keys=Keys(name)) for name in ("z", "b-2", "a", "c", "b")}
-    ctx: Any = SimpleNamespace(jobs=jobs, etcd=None, election=SimpleNamespace(replica="r"))
+    jobs = {name: None for name in ("z", "b-2", "a", "c", "b")}
+    ctx: Any = SimpleNamespace(jobs=SimpleNamespace(known=jobs.keys, problem=jobs.get), etcd=None,
+                               election=SimpleNamespace(replica="r"))
 
     def page(limit: int, after: str = "") -> tuple[list[str], str | None]:
         body = json.loads(bytes(cluster_routes.list_jobs(ctx, limit, after).body))
@@ -94,6 +96,17 @@ def test_jobs_are_listed_by_name_in_pages(monkeypatch: pytest.MonkeyPatch) -> No
     assert first == names[:2] and after is not None
     del jobs["b"], jobs["c"]
     assert page(2, after) == (["b-2", "z"], None), "the place of a job that has gone"
+
+
+def test_what_a_replica_knows_of_a_job_itself_counts_more_than_what_the_leader_has_written() -> None:
+    keys = Keys("j")
+    found = JobProblem(replica="a", health=JobHealth.FAILING, message="a bug")
+    written = KeyValue(keys.leader_problem(), found.encode(), 1, 1, 1, 0)
+    own = JobProblem(replica="b", health=JobHealth.NOT_OPEN, message="sealed")
+    known: list[tuple[list[KeyValue], JobProblem | None]] = [([], None), ([written], None), ([written], own)]
+    shown = [job_view.view(keys, "b", *each) for each in known]
+    assert [(view.health, view.message) for view in shown] == [
+        (JobHealth.OK, ""), (JobHealth.FAILING, "a: a bug"), (JobHealth.NOT_OPEN, "b: sealed")]
 
 
 # -- the document ------------------------------------------------------------------------------------------------------

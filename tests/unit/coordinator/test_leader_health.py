@@ -126,6 +126,51 @@ def test_each_loop_of_a_leader_must_succeed_and_is_tolerated_by_its_own_measure(
     assert not health.problem() and not health.reason_to_resign()
 
 
+def test_leader_is_of_use_while_one_loop_of_several_succeeds(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    for loop in ("one", "two"):
+        health.expect(loop)
+    health.leading(True)
+    clock.now += DEADLINE_S + 1.0
+    failed_pass(health, "a bug", of="one")
+    health.pass_began("two")
+    health.pass_succeeded("two")
+    assert not health.problem() and health.problem_of("one") == "a bug" and not health.problem_of("two")
+    clock.now += DEADLINE_S + 1.0
+    failed_pass(health, "another bug", of="two")
+    assert "pass of one" in health.problem() and "pass of two" in health.problem()
+
+
+def test_leader_is_of_no_use_without_an_essential_loop(clock: Clock) -> None:
+    health = LeaderHealth(DEADLINE_S, clock)
+    health.expect("the cluster", essential=True)
+    health.expect(JOB)
+    health.leading(True)
+    clock.now += DEADLINE_S + 1.0
+    failed_pass(health, of="the cluster")
+    health.pass_began(JOB)
+    health.pass_succeeded(JOB)
+    assert "the cluster" in health.problem() and JOB not in health.problem()
+
+
+def test_problem_of_a_loop_is_that_of_its_last_pass_and_stays_the_same(health: LeaderHealth, clock: Clock) -> None:
+    failed_pass(health)
+    assert not health.problem_of(JOB), "it does not lead"
+    health.leading(True)
+    assert not health.problem_of(JOB), "a term begins healthy"
+    failed_pass(health)
+    first = health.problem_of(JOB)
+    assert "a bug" in first, "at once"
+    clock.now += 1e3
+    health.pass_began(JOB)
+    assert health.problem_of(JOB) == first
+    health.pass_succeeded(JOB)
+    assert not health.problem_of(JOB)
+    health.pass_began(JOB)
+    clock.now += DEADLINE_S + 1.0
+    assert health.problem_of(JOB) == "a pass does not return" and not health.problem_of("unknown")
+
+
 def test_pass_of_any_loop_that_hangs_keeps_the_replica_out(clock: Clock) -> None:
     health = LeaderHealth(DEADLINE_S, clock)
     for loop in ("one", "two"):
