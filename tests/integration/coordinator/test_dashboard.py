@@ -140,13 +140,17 @@ def test_first_page_goes_to_the_only_job_and_lists_several(tabs: Pages, cluster:
         page.goto(f"{root}#{link}")
         is_live(page)
         assert page.url == job_page(cluster, "a")
-        several = [{"name": name, "status": status, "epoch": 1, "leader": None, "replica": "a"} for name, status in (
+        several = [{"name": name, "status": status, "epoch": 1, "leader": None, "health": "ok", "message": "",
+                    "replica": "a"} for name, status in (
             ("<b>first</b>", None), ("second", {"phase": "rl", "step": 3, "steps": 9, "updated_at": time.time()}))]
+        several.append({**several[1], "name": "third", "health": "not-open", "message": "a: no such plug-in"})
         page.route("**/v1/jobs?*", lambda route: route.fulfill(json={"items": several, "next": None}))
         page.get_by_role("link", name="All jobs").click()
-        expect(page.locator("#jobs .sum")).to_have_text("2 jobs")
+        expect(page.locator("#jobs .sum")).to_have_text("3 jobs")
         expect(page.locator("#jobs li").nth(0)).to_contain_text("<b>first</b>")
         expect(page.locator("#jobs li").nth(1)).to_contain_text("step 3 of 9")
+        expect(page.locator("#jobs li").nth(2)).to_contain_text("not-open")
+        expect(page.locator("#jobs li").nth(2)).to_contain_text("a: no such plug-in")
         assert page.url == root and axe.Axe().run(page).response["violations"] == []
         page.get_by_role("link", name="second").click()
         expect(page.locator("#banner .what")).to_contain_text("there is no job 'second'")
