@@ -30,7 +30,7 @@ err = Console(stderr=True)
 File = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file of settings.")]
 Output = Annotated[Format, typer.Option("-o", "--output", help="table, wide or json.")]
 Url = Annotated[str, typer.Option("--url", envvar="ELASTIC_RL_URL", metavar="URL[,URL]", show_envvar=True, help=(
-    "Admin API of a cluster elsewhere, one URL a replica; else the cluster of this folder."))]
+    "Admin API of a cluster elsewhere, one URL a replica; else the cluster of run_dir."))]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", envvar="ELASTIC_RL_TOKEN_FILE", show_envvar=True, help=(
     "File with the token for --url, or a cluster's credentials.json."))]
 Ca = Annotated[Path | None, typer.Option("--ca", envvar="ELASTIC_RL_CA", show_envvar=True, help=(
@@ -216,10 +216,11 @@ class Target:
 
     @property
     def remote(self) -> bool:
-        """Whether ``--url`` counts. One from the environment gives way to a job named on the command line."""
+        """Whether ``--url`` counts. One from the environment gives way to a run_dir that the command line or its file
+        names, which is a folder of this machine; a job is one of the cluster at the URL."""
         source = self.ctx.get_parameter_source("url")
         return bool(self.url) and not (source is not None and source.name == "ENVIRONMENT"
-                                       and _names_job(self.ctx, self.file))
+                                       and "run_dir" in _given(self.ctx, self.file))
 
     @property
     def as_options(self) -> str:

@@ -224,8 +224,11 @@ def test_remote_cluster_that_does_not_answer_is_code_3(capsys: pytest.CaptureFix
     monkeypatch.setenv("ELASTIC_RL_URL", gone)
     assert run("pools") == 3
     assert "check --url" in capsys.readouterr().err
-    assert run("pools", f"--run_dir={tmp_path}", "--job=nobody") == 3
-    assert "elastic-rl up --job=nobody" in capsys.readouterr().err, "a named job overrides the environment"
+    file = tmp_path / "my.yaml"
+    file.write_text(f"run_dir: {tmp_path}\njob: nobody\n")
+    for local in (f"--run_dir={tmp_path} --job=nobody", f"-c {file}", f"--url= -c {file}"):
+        assert run("pools", *local.split()) == 3
+        assert "elastic-rl up" in capsys.readouterr().err, "a named folder overrides the environment"
 
 
 @pytest.mark.parametrize("args", [["pools", "--url=gpu-1:8400"], ["pools", "--url=http://[::1"], ["pools", "--url=,"],
@@ -389,6 +392,9 @@ def test_remote_cluster_is_asked_for_the_named_or_the_only_job(
     assert run("pools", "--url=http://a", *options) == (Exit.USAGE if hint else Exit.OK)
     said = capsys.readouterr()
     assert hint in said.err and ("rollout" in said.out) == (not hint)
+    monkeypatch.setenv("ELASTIC_RL_URL", "http://a")
+    assert run("pools", *options) == (Exit.USAGE if hint else Exit.OK), "by the environment as well"
+    assert hint in capsys.readouterr().err
 
 
 def test_config_show_hides_secrets(capsys: pytest.CaptureFixture[str]) -> None:
