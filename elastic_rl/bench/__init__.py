@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastic_rl.bench import control, dcs, loop
+from elastic_rl.bench import control, dcs, loop, recovery
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.recorder import Emit
 
@@ -20,4 +20,5 @@ class Benches:
     """Functions that emit rows as they measure them."""
 
 
-BENCHES = Benches("elastic-rl bench", {"control": control.run, "dcs": dcs.run, "loop": loop.run})
+BENCHES = Benches("elastic-rl bench", {"control": control.run, "dcs": dcs.run, "loop": loop.run,
+                                          "recovery": recovery.run})

@@ -235,7 +235,7 @@ def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE)
 
 @app.command(context_settings=EXTRA)
 def bench(ctx: typer.Context,
-          name: Annotated[str, typer.Argument(help="Bench to run: control, dcs or loop.")],
+          name: Annotated[str, typer.Argument(help="Bench to run: control, dcs, loop or recovery.")],
           quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and bytes.")] = False,
           size: Annotated[str, typer.Option(help="Bytes that a row moves, such as 64MiB; dcs only.")] = "",
           rows: Annotated[str, typer.Option(help="Ids of the rows to measure, such as P1-pull-8,P3.")] = "",

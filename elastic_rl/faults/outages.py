@@ -53,6 +53,9 @@ class _Outage:
         """Pid of a service of the local cluster."""
         return next(r.pid for r in ServiceFiles(ClusterPaths.of(self.context.cfg).services).running() if r.name == name)
 
+    def _driver(self) -> psutil.Process:
+        return psutil.Process(members(self.context.etcd, self.context.keys, "driver")[0].pid)
+
 
 class EtcdStopped(_Outage):
     """SIGSTOP of etcd for a while: connections stay, and nothing answers."""
@@ -104,9 +107,33 @@ class RouterKilled(_Outage):
 
     def inject(self) -> tuple[str, str]:
         self._begins()
-        driver = psutil.Process(members(self.context.etcd, self.context.keys, "driver")[0].pid)
-        router = next(p for p in driver.children(recursive=True) if "router" in f"{p.name()} {' '.join(p.cmdline())}")
+        router = next(p for p in self._driver().children(recursive=True)
+                      if "router" in f"{p.name()} {' '.join(p.cmdline())}")
         return "router", kill(router.pid)
+
+
+class DriverKilled(_Outage):
+    """kill -9 of the driver, with which the whole compute plane ends."""
+
+    name = "driver_killed"
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        return "driver", kill(self._driver().pid)
+
+
+class RayProcessKilled(_Outage):
+    """kill -9 of one of Ray's own processes."""
+
+    def __init__(self, context: FaultContext, program: str) -> None:
+        """``program``: ``gcs_server``, with which the head loses its state, or ``raylet``."""
+        super().__init__(context)
+        self.program, self.name = program, f"{program}_killed"
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        process = next(p for p in self._driver().children(recursive=True) if p.name() == self.program)
+        return self.program, kill(process.pid)
 
 
 class ActorKilled(_Outage):

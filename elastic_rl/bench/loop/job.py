@@ -34,11 +34,11 @@ def configure(folder: Path, options: Options, more: Sequence[str] = ()) -> Confi
                               f"--train.eval_every_steps={steps}", *options.settings, *more])
 
 
-def configure_outages(folder: Path, options: Options, steps: int) -> Config:
-    """A job of so many short steps, with the settings of the options, which do not change that number. Raises
-    ConfigError."""
-    return config.load(None, [*place(folder, options), *_SHORT_STEPS, *options.settings, f"--train.steps={steps}",
-                              f"--train.eval_every_steps={steps}"])
+def configure_short_steps(folder: Path, options: Options, steps: int, more: Sequence[str] = ()) -> Config:
+    """A job of so many short steps, with the settings of the options, which do not change that number, and ``more`` of
+    them. Raises ConfigError."""
+    return config.load(None, [*place(folder, options), *_SHORT_STEPS, *options.settings, *more,
+                              f"--train.steps={steps}", f"--train.eval_every_steps={steps}"])
 
 
 def place(folder: Path, options: Options) -> list[str]:

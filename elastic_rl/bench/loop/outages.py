@@ -118,7 +118,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     outages: dict[str, list[Outage]] = {kind: [Outage() for _ in range(trials)] for kind in kinds}
     folder = testbed.folder / "outages"
     folder.mkdir()
-    cfg = job.configure_outages(folder, options, _WARM_STEPS + _STEPS_EACH * trials * len(kinds))
+    cfg = job.configure_short_steps(folder, options, _WARM_STEPS + _STEPS_EACH * trials * len(kinds))
 
     def measured() -> list[Row]:
         return rows(read_records(JobPaths.of(cfg).steps), outages)

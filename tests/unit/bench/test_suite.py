@@ -285,7 +285,7 @@ def test_loop_takes_settings_and_other_benches_refuse_them(capsys: pytest.Captur
     cfg = job.configure(tmp_path, Options(quick=True, settings=("--engine.max_running_requests=3",)))
     assert (cfg.engine.max_running_requests, cfg.train.steps, cfg.run_dir) == (3, 12, tmp_path)
     assert job.configure(tmp_path, Options(settings=("--train.steps=5",))).train.steps == 5
-    outages = job.configure_outages(tmp_path, Options(settings=("--train.steps=5", "--rollout.engines=3")), 40)
+    outages = job.configure_short_steps(tmp_path, Options(settings=("--train.steps=5", "--rollout.engines=3")), 40)
     assert (outages.train.steps, outages.rollout.engines) == (40, 3)
     with pytest.raises(ConfigError, match="did you mean"):
         job.configure(tmp_path, Options(settings=("--train.stepz=5",)))
@@ -297,7 +297,7 @@ def test_loop_takes_settings_and_other_benches_refuse_them(capsys: pytest.Captur
 @pytest.mark.parametrize("setting", ["--job=mine", "job=mine", "--run_dir=runs"])
 def test_loop_refuses_another_job_and_folder(setting: str, tmp_path: Path) -> None:
     options = Options(settings=("--train.steps=5", setting))
-    for configure in (job.configure, lambda f, o: job.configure_outages(f, o, 40)):
+    for configure in (job.configure, lambda f, o: job.configure_short_steps(f, o, 40)):
         with pytest.raises(ConfigError, match=r"takes no --(job|run_dir): .*takes its cluster down"):
             configure(tmp_path, options)
 

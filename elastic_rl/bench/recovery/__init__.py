@@ -1,0 +1,31 @@
+"""Recovery measured: how soon each part of a real cluster, and of a real run on it, is back after kill -9, and what the
+durable plane costs while nothing happens."""
+
+from __future__ import annotations
+
+from elastic_rl.bench.options import Options, refuse_settings
+from elastic_rl.bench.recorder import Emit
+from elastic_rl.bench.suite import Suite
+
+_SERVICES = ("etcd", "coordinator", "dcs")
+_PARTS = ("driver", "router", "rank", "engine", "ray-head", "raylet", "role")
+
+
+def _with_max(*rows: str) -> tuple[str, ...]:
+    return tuple(f"{row}{end}" for row in rows for end in ("", "-max"))
+
+
+SUITE = Suite(__name__, {
+    "overhead": _with_max("overhead"),
+    "services": _with_max(*(f"service-kill-{service}" for service in _SERVICES)),
+    "agent": _with_max("agent-kill"),
+    "run_parts": _with_max(*(f"{part}-kill" for part in _PARTS), "global-restart"),
+})
+
+
+def run(options: Options, emit: Emit, suite: Suite = SUITE) -> None:
+    """Measures the selected rows on one cluster, and one run, of its own that end here. Raises ConfigError."""
+    refuse_settings(options)
+    suite.modules(options.rows)  # an unknown id is an error before anything heavy is imported
+    from elastic_rl.bench.recovery.testbed import Testbed
+    suite.run(options, emit, lambda: Testbed.start(options))

@@ -1,0 +1,169 @@
+"""driver-kill, router-kill, rank-kill, engine-kill, ray-head-kill, raylet-kill, role-kill, global-restart: one run of
+short steps gets one fault after the other. Each begins when the run has worked for a while since the one before: its
+pool is whole, its ranks are there, and it has done further steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+
+from elastic_rl.bench.loop.outages import Outage, seconds_until
+from elastic_rl.bench.measurement import Row
+from elastic_rl.bench.recovery import bare_starts, trials
+from elastic_rl.bench.recovery.testbed import TRIAL_S, Testbed, alive
+from elastic_rl.bench.recovery.trials import Trial, follow, holds
+from elastic_rl.bench.suite import why_of
+from elastic_rl.config.groups import ACTOR
+from elastic_rl.coordinator.targets import JOB
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.records import EngineState
+from elastic_rl.faults.context import Fault, FaultContext
+from elastic_rl.faults.kinds import EngineKilled, Restarted, RoleKilled, TrainerRankKilled
+from elastic_rl.faults.outages import DriverKilled, RayProcessKilled, RouterKilled
+from elastic_rl.host import inherited_model
+from elastic_rl.host.job_secrets import engine_key
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.net import http_client
+from elastic_rl.net.engine_key import key_headers
+from elastic_rl.report.build import read_records
+from elastic_rl.runtime.waiting import wait_until
+
+STEP = "the next step is done"
+_DRIVER, _ENGINES, _RANKS = "a new driver has begun", "all engines serve", "all ranks are there"
+_GROUP, _ANSWER = "the trainer group works", "a request is answered"
+_APART_STEPS = 2
+"""Steps between the recovery from a fault and the next one, of which one may have been under way."""
+_ROLES = ("actor", "advantages", "rollout")
+_BARE_STARTS = 5
+_REQUEST: Mapping[str, Any] = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
+_REQUEST_S = 5.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A fault of the run."""
+
+    fault: Callable[[FaultContext, int], Fault]
+    """Makes the fault of a trial; the number counts the trials."""
+    what: str
+    goal: float
+    end: str = STEP
+    """The milestone until which is measured."""
+    stages: tuple[str, ...] = (_DRIVER, _ENGINES, _RANKS)
+    """Milestones that show what the time goes into."""
+    beyond_start: bool = False
+    """Whether the goal holds beyond the bare start of an engine."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "router-kill": Kind(lambda c, _: RouterKilled(c), "kill -9 of the router", 5.0, end=_ANSWER, stages=()),
+    "rank-kill": Kind(lambda c, _: TrainerRankKilled(c), "kill -9 of a trainer rank", 15.0, end=_GROUP,
+                      stages=(_RANKS,)),
+    "role-kill": Kind(lambda c, number: RoleKilled(c, _ROLES[number % len(_ROLES)]),
+                      f"kill -9 of the replica of a role, in turn of {', '.join(_ROLES)}", 60.0, stages=()),
+    "engine-kill": Kind(lambda c, _: EngineKilled(c), "kill -9 of an engine", trials.SPARE_S, end=_ENGINES, stages=(),
+                        beyond_start=True),
+    "driver-kill": Kind(lambda c, _: DriverKilled(c), "kill -9 of the driver", 10.0),
+    "ray-head-kill": Kind(lambda c, _: RayProcessKilled(c, "gcs_server"), "kill -9 of Ray's head", 60.0),
+    "raylet-kill": Kind(lambda c, _: RayProcessKilled(c, "raylet"), "kill -9 of the raylet", 60.0),
+    "global-restart": Kind(lambda c, _: Restarted(c, JOB), "a global restart on request", 60.0),
+}
+
+
+def measure(testbed: Testbed) -> Iterator[Row]:
+    chosen = {row: kind for row, kind in KINDS.items() if testbed.options.selects(row, f"{row}-max")}
+    later: dict[str, list[Trial]] = {}
+    with testbed.run():
+        for row, kind in chosen.items():
+            try:
+                found = [_trial(testbed, kind, number) for number in range(testbed.trials)]
+            except (ElasticRLError, psutil.Error) as e:  # the other parts can be measured all the same
+                yield from trials.unmeasured(row, kind.what, why_of(e), goal=kind.goal)
+                continue
+            if kind.beyond_start:
+                later[row] = found
+            else:
+                yield from rows(row, found)
+    if later:  # a bare start shares the machine with nothing
+        bare = bare_starts.engine(testbed.cfg, inherited_model.began_with(testbed.cfg), testbed.new_folder("engines"),
+                                  min(testbed.trials, _BARE_STARTS))
+        for row, found in later.items():
+            yield from rows(row, found, bare)
+
+
+def rows(row: str, found: Sequence[Trial], bare: Sequence[float] = ()) -> list[Row]:
+    """Pure."""
+    kind = KINDS[row]
+    return trials.rows(row, kind.what, found, (kind.end,), goal=kind.goal, bare=bare)
+
+
+def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
+    context = testbed.context
+    _await_working(testbed)
+    fault = kind.fault(context, number)
+    outage, driver = Outage(context.step(), began=time.time()), _driver(context)
+    target, witness = fault.inject()
+    outage.ended = time.time()
+    testbed.options.say(f"{target}: {witness}")
+    milestones = _milestones(testbed, outage, driver)
+    return follow({name: milestones[name] for name in (*kind.stages, kind.end, STEP)}, (kind.end, STEP),
+                  timeout_s=TRIAL_S)
+
+
+def _await_working(testbed: Testbed) -> None:
+    """Returns when the run works as before any fault, and has done steps since. Raises DeadlineExceeded, also for a run
+    that has ended."""
+    context, run = testbed.context, testbed.cluster.run
+
+    def wait(check: Callable[[], object], what: str) -> None:
+        wait_until(lambda: holds(check), timeout_s=TRIAL_S, what=what, alive=lambda: not run.read().ended)
+
+    wait(lambda: _engines_serve(context) and _ranks_are_there(context) and context.step() > 0, "the run")
+    first = context.step() + _APART_STEPS
+    wait(lambda: context.step() >= first, "a further step of the run")
+
+
+# -- milestones -------------------------------------------------------------------------------------------------------
+def _milestones(testbed: Testbed, outage: Outage, driver: int) -> dict[str, Callable[[], object]]:
+    """``driver``: pid of the driver before the outage."""
+    context, steps = testbed.context, JobPaths.of(testbed.cfg).steps
+    recovered = event_kinds.TRAINER_GROUP_EVENTS[ACTOR.name].recovered
+    return {_DRIVER: lambda: _driver(context) not in (0, driver),
+            _ENGINES: lambda: _engines_serve(context),
+            _RANKS: lambda: _ranks_are_there(context),
+            _GROUP: lambda: context.has_event(recovered, outage.began or 0.0),
+            _ANSWER: lambda: _is_answered(testbed),
+            # The records say more, and grow; so they are read when the status says that there is something to find.
+            STEP: lambda: context.step() > outage.step and seconds_until(read_records(steps), [outage], 1)}
+
+
+def _driver(context: FaultContext) -> int:
+    """Pid of the driver that runs; 0 while there is none."""
+    return next((member.pid for member in context.members("driver") if alive(member.pid)), 0)
+
+
+def _engines_serve(context: FaultContext) -> bool:
+    serving = [engine for engine in context.engines() if engine.state is EngineState.READY and alive(engine.pid)]
+    return len(serving) >= context.cfg.rollout.engines
+
+
+def _ranks_are_there(context: FaultContext) -> bool:
+    return sum(alive(rank.pid) for rank in context.trainer_ranks()) >= context.cfg.trainer.ranks
+
+
+def _is_answered(testbed: Testbed) -> bool:
+    """Whether a request of one token gets its answer through the router."""
+    pool = testbed.context.pool()
+    if pool is None or not pool.router_url:
+        return False
+    try:
+        return http_client.request("POST", f"{pool.router_url}/generate", timeout=_REQUEST_S, json=_REQUEST,
+                                   headers=key_headers(engine_key(testbed.cfg))).is_success
+    except httpx.HTTPError:
+        return False
