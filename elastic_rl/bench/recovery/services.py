@@ -77,9 +77,10 @@ def _trial(testbed: Testbed, service: _Service) -> Trial:
 def _await_whole(testbed: Testbed) -> None:
     """Returns when every service works."""
     coordinators = [f"coordinator-{i}" for i in range(len(testbed.info.coordinators))]
-    needed = {"the etcd": lambda: _etcd_works(testbed), "the DCS node": lambda: _node_works(testbed),
-              "the leader": lambda: _leads(testbed),
-              **{name: partial(_coordinator_works, testbed, name) for name in coordinators}}
+    needed: dict[str, Callable[[], object]] = {
+        "etcd is healthy": lambda: _etcd_works(testbed), "the node has registered": lambda: _node_works(testbed),
+        API: lambda: _leads(testbed), **{f"{name} is ready": partial(_coordinator_works, testbed, name)
+                                         for name in coordinators}}
     follow(needed, needed, timeout_s=TRIAL_S)
 
 
