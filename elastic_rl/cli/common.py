@@ -216,11 +216,11 @@ class Target:
 
     @property
     def remote(self) -> bool:
-        """Whether ``--url`` counts. One from the environment gives way to a run_dir that the command line or its file
-        names, which is a folder of this machine; a job is one of the cluster at the URL."""
+        """Whether ``--url`` counts. One from the environment gives way to a run_dir or a cluster that the command line
+        or its file names, which are of this machine; a job is one of the cluster at the URL."""
         source = self.ctx.get_parameter_source("url")
         return bool(self.url) and not (source is not None and source.name == "ENVIRONMENT"
-                                       and "run_dir" in _given(self.ctx, self.file))
+                                       and not _given(self.ctx, self.file).keys().isdisjoint(("run_dir", "cluster")))
 
     @property
     def as_options(self) -> str:

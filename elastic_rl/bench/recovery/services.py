@@ -128,5 +128,5 @@ SERVICES: Mapping[str, _Service] = {
     "etcd": _Service("etcd", "etcd is healthy", lambda _: etcd_server.SERVICE, _etcd_works, bare_starts.etcd),
     "coordinator": _Service("the leading coordinator", "the killed replica is ready", _leading, _coordinator_works,
                             bare_starts.coordinator),
-    "dcs": _Service("the only DCS node", "the node has registered", lambda _: f"dcs-{kept_state.NODE}", _node_works,
+    "dcs": _Service("the only DCS node", "the node has registered", lambda testbed: testbed.cluster.node, _node_works,
                     bare_starts.dcs_node)}

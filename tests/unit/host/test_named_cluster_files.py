@@ -174,7 +174,8 @@ _COMMANDS: dict[str, Any] = {"purge": lambda c: c.down(purge=True), "remove": la
 
 
 @pytest.mark.parametrize(("command", "other"), [
-    *((name, "") for name in ("purge", "stop", "own", "up")), *((name, "other") for name in ("remove", "stop", "admit"))])
+    *((name, "") for name in ("purge", "stop", "own", "up")),
+    *((name, "other") for name in ("remove", "stop", "admit"))])
 def test_command_with_another_cluster_changes_nothing_of_a_job(tmp_path: Path, command: str, other: str) -> None:
     a, _ = _on(tmp_path, "a"), _on(tmp_path, "b", "other")
     a.run.submit(Submission.of_this_process(a.cfg, faults=False, from_job=""))
