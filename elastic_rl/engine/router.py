@@ -181,6 +181,6 @@ class RouterClient:
             except httpx.HTTPError as e:
                 if not tries_left:
                     raise RouterUnavailable(f"the router at {self._url} does not answer: {type(e).__name__}",
-                                            hint="the driver restarts it; see logs/router-POOL.log") from e
+                                            hint="the driver restarts it; see `elastic-rl logs router-POOL`") from e
             time.sleep(_TRY_AGAIN_S)
         raise AssertionError("unreachable")
