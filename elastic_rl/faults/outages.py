@@ -54,7 +54,19 @@ class _Outage:
         return next(r.pid for r in ServiceFiles(ClusterPaths.of(self.context.cfg).services).running() if r.name == name)
 
     def _driver(self) -> psutil.Process:
-        return psutil.Process(members(self.context.etcd, self.context.keys, "driver")[0].pid)
+        return psutil.Process(wait_until(lambda: self.context.members("driver"), timeout_s=INJECT_TIMEOUT_S,
+                                         what="the driver")[0].pid)
+
+    def _started_by_driver(self, what: str, is_it: Callable[[psutil.Process], bool]) -> psutil.Process:
+        """A process that the driver, or one of its children, has started. ``what``: its name for people."""
+        def find() -> psutil.Process | None:
+            for process in self._driver().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    if is_it(process):
+                        return process
+            return None
+
+        return wait_until(find, timeout_s=INJECT_TIMEOUT_S, what=what)
 
 
 class EtcdStopped(_Outage):
@@ -107,8 +119,7 @@ class RouterKilled(_Outage):
 
     def inject(self) -> tuple[str, str]:
         self._begins()
-        router = next(p for p in self._driver().children(recursive=True)
-                      if "router" in f"{p.name()} {' '.join(p.cmdline())}")
+        router = self._started_by_driver("the router", lambda p: "router" in f"{p.name()} {' '.join(p.cmdline())}")
         return "router", kill(router.pid)
 
 
@@ -132,7 +143,7 @@ class RayProcessKilled(_Outage):
 
     def inject(self) -> tuple[str, str]:
         self._begins()
-        process = next(p for p in self._driver().children(recursive=True) if p.name() == self.program)
+        process = self._started_by_driver(self.program, lambda p: p.name() == self.program)
         return self.program, kill(process.pid)
 
 

@@ -90,7 +90,8 @@ def measure(testbed: Testbed) -> Iterator[Row]:
                 later[row] = found
             else:
                 yield from rows(row, found)
-    if later:  # a bare start shares the machine with nothing
+    if later:  # a bare start shares the machine with the durable plane alone
+        testbed.options.say("bare starts: engine")
         bare = bare_starts.engine(testbed.cfg, inherited_model.began_with(testbed.cfg), testbed.new_folder("engines"),
                                   min(testbed.trials, _BARE_STARTS))
         for row, found in later.items():
