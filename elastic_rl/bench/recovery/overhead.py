@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 
 import psutil
@@ -45,7 +46,7 @@ def _reading(testbed: Testbed) -> tuple[float, CpuTimes]:
 def rows(readings: Sequence[tuple[float, CpuTimes]]) -> list[Row]:
     """Cores in each interval between two readings. Pure."""
     cores = [{name: (later - before[name]) / (end - began) for name, later in after.items() if name in before}
-             for (began, before), (end, after) in zip(readings, readings[1:], strict=False)]
+             for (began, before), (end, after) in pairwise(readings)]
     sums = [sum(each.values()) for each in cores]
     names = sorted({name for each in cores for name in each})
     parts = {name: median(each.get(name, 0.0) for each in cores) for name in names}

@@ -5,7 +5,7 @@ pool is whole, its ranks are there, and it has done further steps."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,13 @@ from elastic_rl.runtime.waiting import wait_until
 STEP = "the next step is done"
 _DRIVER, _ENGINES, _RANKS = "a new driver has begun", "all engines serve", "all ranks are there"
 _GROUP, _ANSWER = "the trainer group works", "a request is answered"
+_STARTS, _FETCHES = "another engine starts", "its server runs, and it fetches weights"
 _APART_STEPS = 2
 """Steps between the recovery from a fault and the next one, of which one may have been under way."""
 _ROLES = ("actor", "advantages", "rollout")
 _BARE_STARTS = 5
+_WORKS_S = 1800.0
+"""Longest wait for the run to work as before: two restarts of the whole compute plane on an overloaded machine."""
 _REQUEST: Mapping[str, Any] = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 _REQUEST_S = 5.0
 
@@ -67,8 +70,8 @@ KINDS: Mapping[str, Kind] = {
                       stages=(_RANKS,)),
     "role-kill": Kind(lambda c, number: RoleKilled(c, _ROLES[number % len(_ROLES)]),
                       f"kill -9 of the replica of a role, in turn of {', '.join(_ROLES)}", 60.0, stages=()),
-    "engine-kill": Kind(lambda c, _: EngineKilled(c), "kill -9 of an engine", trials.SPARE_S, end=_ENGINES, stages=(),
-                        beyond_start=True),
+    "engine-kill": Kind(lambda c, _: EngineKilled(c), "kill -9 of an engine", trials.SPARE_S, end=_ENGINES,
+                        stages=(_STARTS, _FETCHES), beyond_start=True),
     "driver-kill": Kind(lambda c, _: DriverKilled(c), "kill -9 of the driver", 10.0),
     "ray-head-kill": Kind(lambda c, _: RayProcessKilled(c, "gcs_server"), "kill -9 of Ray's head", 60.0),
     "raylet-kill": Kind(lambda c, _: RayProcessKilled(c, "raylet"), "kill -9 of the raylet", 60.0),
@@ -81,6 +84,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     later: dict[str, list[Trial]] = {}
     with testbed.run():
         for row, kind in chosen.items():
+            _await_working(testbed)  # where it does not work any more, no further row can be measured
             try:
                 found = [_trial(testbed, kind, number) for number in range(testbed.trials)]
             except (ElasticRLError, psutil.Error) as e:  # the other parts can be measured all the same
@@ -101,7 +105,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 def rows(row: str, found: Sequence[Trial], bare: Sequence[float] = ()) -> list[Row]:
     """Pure."""
     kind = KINDS[row]
-    return trials.rows(row, kind.what, found, (kind.end,), goal=kind.goal, bare=bare)
+    return trials.rows(row, kind.what, found, (kind.end,), goal=kind.goal, stages=kind.stages, bare=bare)
 
 
 def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
@@ -109,10 +113,11 @@ def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
     _await_working(testbed)
     fault = kind.fault(context, number)
     outage, driver = Outage(context.step(), began=time.time()), _driver(context)
+    engines = {engine.id for engine in context.engines()}
     target, witness = fault.inject()
     outage.ended = time.time()
     testbed.options.say(f"{target}: {witness}")
-    milestones = _milestones(testbed, outage, driver)
+    milestones = _milestones(testbed, outage, driver, engines)
     return follow({name: milestones[name] for name in (*kind.stages, kind.end, STEP)}, (kind.end, STEP),
                   timeout_s=TRIAL_S)
 
@@ -123,7 +128,7 @@ def _await_working(testbed: Testbed) -> None:
     context, run = testbed.context, testbed.cluster.run
 
     def wait(check: Callable[[], object], what: str) -> None:
-        wait_until(lambda: holds(check), timeout_s=TRIAL_S, what=what, alive=lambda: not run.read().ended)
+        wait_until(lambda: holds(check), timeout_s=_WORKS_S, what=what, alive=lambda: not run.read().ended)
 
     wait(lambda: _engines_serve(context) and _ranks_are_there(context) and context.step() > 0, "the run")
     first = context.step() + _APART_STEPS
@@ -131,11 +136,15 @@ def _await_working(testbed: Testbed) -> None:
 
 
 # -- milestones -------------------------------------------------------------------------------------------------------
-def _milestones(testbed: Testbed, outage: Outage, driver: int) -> dict[str, Callable[[], object]]:
-    """``driver``: pid of the driver before the outage."""
+def _milestones(testbed: Testbed, outage: Outage, driver: int, engines: Collection[str]
+                ) -> dict[str, Callable[[], object]]:
+    """``driver``: its pid before the outage; ``engines``: ids of the engines that there were then."""
     context, steps = testbed.context, JobPaths.of(testbed.cfg).steps
     recovered = event_kinds.TRAINER_GROUP_EVENTS[ACTOR.name].recovered
     return {_DRIVER: lambda: _driver(context) not in (0, driver),
+            _STARTS: lambda: any(engine.id not in engines for engine in context.engines()),
+            _FETCHES: lambda: any(engine.id not in engines and engine.state is not EngineState.STARTING
+                                  for engine in context.engines()),
             _ENGINES: lambda: _engines_serve(context),
             _RANKS: lambda: _ranks_are_there(context),
             _GROUP: lambda: context.has_event(recovered, outage.began or 0.0),

@@ -23,7 +23,7 @@ from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.runtime.process import runs
 
 TRIAL_S = 600.0
-"""Longest wait until what was killed is back, and until a run works as before."""
+"""Longest wait until what was killed is back."""
 CALL_S = 1.0
 """Time for one answer of etcd or the API: a part that is away must not hide when another one is back."""
 _STEPS = 1_000_000

@@ -75,10 +75,11 @@ def test_rows_have_the_median_and_the_maximum_beyond_the_bare_start() -> None:
 
 
 def test_missed_row_names_the_longest_part_of_what_it_waited_for() -> None:
-    found = [{"driver": 4.0, "engines": 44.0, "step": 50.0, "after the end": 500.0}]
-    row, _ = trials.rows("r", "kill", found, ("step",), goal=10.0)
+    found = [{"driver": 4.0, "engines": 44.0, "beside": 45.0, "step": 50.0, "later": 500.0}]
+    stages = ("driver", "engines", "later")
+    row, _ = trials.rows("r", "kill", found, ("step",), goal=10.0, stages=stages)
     assert row.name == "kill → step; longest: 40.0 of 50.0 s from “driver” to “engines”"
-    row, _ = trials.rows("r", "kill", found, ("step",), goal=60.0)
+    row, _ = trials.rows("r", "kill", found, ("step",), goal=60.0, stages=stages)
     assert row.name == "kill → step" and row.met is True
 
 
@@ -89,7 +90,7 @@ def test_row_of_one_milestone_does_not_repeat_itself() -> None:
 
 def test_milestone_that_one_trial_lacks_is_left_out() -> None:
     assert trials.medians([{"a": 3.0, "b": 1.0}, {"a": 5.0}]) == {"a": 4.0}
-    assert trials.medians([]) == {} and trials.longest([], ("a",)) == ""
+    assert trials.medians([]) == {} and trials.longest([], ("a",), ()) == ""
 
 
 def test_rows_without_a_trial_have_no_value() -> None:
