@@ -62,9 +62,9 @@ def require_same_cluster(cfg: Config) -> None:
         raise ConfigError(f"job {cfg.job} is on cluster {before}, which has its records", hint=(
             f"leave --cluster out, or name another job with --job=NAME; `elastic-rl down --purge {options(cfg)}` "
             "deletes what the job has"))
-    if cfg.cluster and not before and (found := next((path for path in (
-            own.info, own.stopped, own.etcd, job.disk / NODE) if path.exists()), None)):
-        raise ConfigError(f"job {cfg.job} has a cluster of its own: there is {found}", hint=(
+    if cfg.cluster and not before and (any(p.exists() for p in (own.info, own.stopped, own.etcd))
+                                       or _has_chunks(chunks(cfg))):
+        raise ConfigError(f"job {cfg.job} has a cluster of its own, with its state in {own.folder}", hint=(
             f"name another job with --job=NAME, which may begin with this one's policy (--from-job={cfg.job}); or "
             f"delete what it has: `elastic-rl down --purge {options(cfg)} --cluster=`"))
 

@@ -421,7 +421,7 @@ class Cluster:
         """Starts the replicas that are missing; returns the URL of each replica, by name."""
         urls = {r.name: r.url for r in self.services.running()}
         for i in range(self.cfg.coordinator.replicas):
-            if (name := f"coordinator-{i}") not in running:
+            if (name := f"coordinator-{i}") not in running or name not in urls:  # or it has just ended
                 urls[name] = self._start_coordinator(i, endpoints)
         return {name: urls[name] for name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas))}
 

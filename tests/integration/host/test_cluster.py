@@ -383,7 +383,7 @@ def test_another_command_is_waited_for_and_down_goes_on_without_it(make: Make, m
     said: list[str] = []
     cluster = make(coordinator={"replicas": 1})
     cluster._say = said.append
-    cluster._make_folder()
+    cluster._make_folder(cluster.dir)
     monkeypatch.setattr(local_cluster, "_LOCK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(local_cluster, "_DOWN_LOCK_TIMEOUT_S", 0.2)
     with cluster._locked(0.0):
