@@ -15,6 +15,7 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
 
@@ -127,6 +128,35 @@ class PoolRouterKilled(_Killed):
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.ROUTER_RESTARTED, self.at, f"routers/{self.pool}")
+
+    def is_back(self) -> bool:
+        return self._pid() not in (0, self.victim)
+
+
+class RayProcessKilled(_Killed):
+    """The death of one of Ray's own processes. Actors and replicas go on for a while without it, and so may a step."""
+
+    def __init__(self, context: FaultContext, program: str) -> None:
+        """``program``: ``gcs_server``, with which the head loses its state, or ``raylet``."""
+        super().__init__(context)
+        self.program, self.name, self.victim = program, f"{program}_killed", 0
+
+    def inject(self) -> tuple[str, str]:
+        self.victim = wait_until(self._pid, timeout_s=INJECT_TIMEOUT_S, what=self.program)
+        self.at = time.time()
+        return self.program, kill(self.victim)
+
+    def _pid(self) -> int:
+        """0: there is none now. Ray's processes are children of the driver."""
+        for driver in self.context.members("driver"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(driver.pid).children(recursive=True):
+                    if process.name() == self.program and runs(process):
+                        return process.pid
+        return 0
+
+    def detected(self) -> bool:
+        return self.context.has_event(event_kinds.COMPUTE_FAILING, self.at, "ray") or self.is_back()
 
     def is_back(self) -> bool:
         return self._pid() not in (0, self.victim)

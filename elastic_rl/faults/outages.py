@@ -133,20 +133,6 @@ class DriverKilled(_Outage):
         return "driver", kill(self._driver().pid)
 
 
-class RayProcessKilled(_Outage):
-    """kill -9 of one of Ray's own processes."""
-
-    def __init__(self, context: FaultContext, program: str) -> None:
-        """``program``: ``gcs_server``, with which the head loses its state, or ``raylet``."""
-        super().__init__(context)
-        self.program, self.name = program, f"{program}_killed"
-
-    def inject(self) -> tuple[str, str]:
-        self._begins()
-        process = self._started_by_driver(self.program, lambda p: p.name() == self.program)
-        return self.program, kill(process.pid)
-
-
 class ActorKilled(_Outage):
     """kill -9 of the actor's replica while the trainer is at a step of it."""
 

@@ -24,8 +24,8 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import Fault, FaultContext
-from elastic_rl.faults.kinds import EngineKilled, Restarted, RoleKilled, TrainerRankKilled
-from elastic_rl.faults.outages import DriverKilled, RayProcessKilled, RouterKilled
+from elastic_rl.faults.kinds import EngineKilled, RayProcessKilled, Restarted, RoleKilled, TrainerRankKilled
+from elastic_rl.faults.outages import DriverKilled, RouterKilled
 from elastic_rl.host import inherited_model
 from elastic_rl.host.job_secrets import engine_key
 from elastic_rl.host.paths import JobPaths
@@ -36,6 +36,8 @@ from elastic_rl.runtime.waiting import wait_until
 
 STEP = "the next step is done"
 _DRIVER, _ENGINES, _RANKS = "a new driver has begun", "all engines serve", "all ranks are there"
+_REBUILT = (_DRIVER, _ENGINES, _RANKS)
+_BACK = "another process is in its place"
 _GROUP, _ANSWER = "the trainer group works", "a request is answered"
 _STARTS, _FETCHES = "another engine starts", "its server runs, and it fetches weights"
 _APART_STEPS = 2
@@ -58,8 +60,9 @@ class Kind:
     goal: float
     end: str = STEP
     """The milestone until which is measured."""
-    stages: tuple[str, ...] = (_DRIVER, _ENGINES, _RANKS)
-    """Milestones that show what the time goes into."""
+    stages: tuple[str, ...] = _REBUILT
+    """Milestones that show what the time goes into. Where another process in the place of the killed one is among them,
+    a step counts that is done after that: without the part the run may still end a step, or several."""
     beyond_start: bool = False
     """Whether the goal holds beyond the bare start of an engine."""
 
@@ -69,12 +72,14 @@ KINDS: Mapping[str, Kind] = {
     "rank-kill": Kind(lambda c, _: TrainerRankKilled(c), "kill -9 of a trainer rank", 15.0, end=_GROUP,
                       stages=(_RANKS,)),
     "role-kill": Kind(lambda c, number: RoleKilled(c, _ROLES[number % len(_ROLES)]),
-                      f"kill -9 of the replica of a role, in turn of {', '.join(_ROLES)}", 60.0, stages=()),
+                      f"kill -9 of the replica of a role, in turn of {', '.join(_ROLES)}", 60.0, stages=(_BACK,)),
     "engine-kill": Kind(lambda c, _: EngineKilled(c), "kill -9 of an engine", trials.SPARE_S, end=_ENGINES,
                         stages=(_STARTS, _FETCHES), beyond_start=True),
     "driver-kill": Kind(lambda c, _: DriverKilled(c), "kill -9 of the driver", 10.0),
-    "ray-head-kill": Kind(lambda c, _: RayProcessKilled(c, "gcs_server"), "kill -9 of Ray's head", 60.0),
-    "raylet-kill": Kind(lambda c, _: RayProcessKilled(c, "raylet"), "kill -9 of the raylet", 60.0),
+    "ray-head-kill": Kind(lambda c, _: RayProcessKilled(c, "gcs_server"), "kill -9 of Ray's head", 60.0,
+                          stages=(_BACK, *_REBUILT)),
+    "raylet-kill": Kind(lambda c, _: RayProcessKilled(c, "raylet"), "kill -9 of the raylet", 60.0,
+                        stages=(_BACK, *_REBUILT)),
     "global-restart": Kind(lambda c, _: Restarted(c, JOB), "a global restart on request", 60.0),
 }
 
@@ -118,6 +123,9 @@ def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
     outage.ended = time.time()
     testbed.options.say(f"{target}: {witness}")
     milestones = _milestones(testbed, outage, driver, engines)
+    if _BACK in kind.stages:
+        assert isinstance(fault, RayProcessKilled | RoleKilled)
+        milestones |= after_replacement(fault.is_back, milestones[STEP], outage, context.step)
     return follow({name: milestones[name] for name in (*kind.stages, kind.end, STEP)}, (kind.end, STEP),
                   timeout_s=TRIAL_S)
 
@@ -151,6 +159,21 @@ def _milestones(testbed: Testbed, outage: Outage, driver: int, engines: Collecti
             _ANSWER: lambda: _is_answered(testbed),
             # The records say more, and grow; so they are read when the status says that there is something to find.
             STEP: lambda: context.step() > outage.step and seconds_until(read_records(steps), [outage], 1)}
+
+
+def after_replacement(is_back: Callable[[], bool], is_done: Callable[[], object], outage: Outage,
+                      step: Callable[[], int]) -> dict[str, Callable[[], object]]:
+    """The milestones of a part without which steps may still be done: a replacement, which ends the outage, and a step
+    since. ``step``: the newest step of the run."""
+    replaced = False
+
+    def back() -> bool:
+        nonlocal replaced
+        if not replaced and is_back():
+            outage.step, outage.ended, replaced = max(outage.step, step()), time.time(), True
+        return replaced
+
+    return {_BACK: back, STEP: lambda: back() and is_done()}
 
 
 def _driver(context: FaultContext) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elastic_rl.bench import recovery
+from elastic_rl.bench.loop.outages import Outage
 from elastic_rl.bench.recovery import overhead, run_parts, services, trials
 from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable
 
@@ -63,6 +64,18 @@ def test_wait_for_what_never_comes_back_ends_and_names_it() -> None:
     world = World()
     with pytest.raises(DeadlineExceeded, match="20 s after a kill this did not hold: the step$"):
         world.follow({"driver": world.since(1), "the step": lambda: False}, "driver", "the step", timeout_s=20.0)
+
+
+def test_step_that_is_done_before_the_replacement_is_no_recovery() -> None:
+    """Actors go on for a while when Ray's head is gone."""
+    world, outage, done = World(), Outage(step=4, began=100.0, ended=100.0), [5, 5, 5, 6, 6, 7]
+
+    def step() -> int:
+        return done[min(int(world.now - 100.0), len(done) - 1)]
+
+    milestones = run_parts.after_replacement(world.since(4), lambda: step() > outage.step, outage, step)
+    found = world.follow(milestones, run_parts.STEP)
+    assert found[run_parts.STEP] == 5.0 and outage.step == 6
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
