@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -217,7 +217,9 @@ def test_jobs_are_kept_while_the_cluster_is_down_and_after_a_loss_of_power(lab: 
     def gone() -> bool:
         for files in (lab.cluster.agents, lab.cluster.services):
             for record in files.running():
-                os.kill(record.pid, 9)
+                if record.pid:  # else it is just being started
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        psutil.Process(record.pid).kill()
         return not lab.cluster.agents.running() and not lab.cluster.services.running()
 
     wait_until(gone, what="the end of everything")
