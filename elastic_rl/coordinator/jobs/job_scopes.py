@@ -92,7 +92,7 @@ class JobScopes(ServedJobs):
         return self._contexts.values()
 
     def known(self) -> Collection[str]:
-        return self._jobs.keys()
+        return self._jobs.copy().keys()
 
     def problem(self, job: str) -> JobProblem | None:
         health, why = JobHealth.NOT_OPEN, self.waits_for(job)
