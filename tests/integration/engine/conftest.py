@@ -20,12 +20,18 @@ def group_may_write() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.fixture(scope="session")
-def testbed(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineTestbed]:
+@pytest.fixture(scope="module", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """Servers that start are forked, in the modules of this package only: the process runs others after them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_server, "spawn", spawn_sglang)
-        testbed = EngineTestbed(etcd_servers, tmp_path_factory.mktemp("engines"))
-        try:
-            yield testbed
-        finally:
-            testbed.close()
+        yield
+
+
+@pytest.fixture(scope="session")
+def testbed(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineTestbed]:
+    testbed = EngineTestbed(etcd_servers, tmp_path_factory.mktemp("engines"))
+    try:
+        yield testbed
+    finally:
+        testbed.close()

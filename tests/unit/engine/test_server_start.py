@@ -41,8 +41,7 @@ SAYS_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[SGLangServer]:
-    # Isolated (-I): nothing that another test has left in the folder or the environment decides what it imports.
-    monkeypatch.setattr(server_module, "python", lambda _, *args: [sys.executable, "-I", "-c", request.param, *args])
+    monkeypatch.setattr(server_module, "python", lambda _, *args: [sys.executable, "-c", request.param, *args])
     cfg = EngineConfig(start_timeout_s=LIMIT_S if request.param in (SLOW, HANGS) else PATIENCE_S)
     yield SGLangServer("model", host=LOOPBACK, cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
                        tag="test-start")
