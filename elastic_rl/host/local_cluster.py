@@ -724,7 +724,11 @@ class Cluster:
     @property
     def jobs(self) -> list[str]:
         """The jobs that are on the cluster."""
-        return _jobs_of(self.services.all()) if self.named else [self.cfg.job]
+        return self._jobs_of(self.services.all())
+
+    def _jobs_of(self, records: Iterable[ServiceRecord]) -> list[str]:
+        """The jobs whose services the records are; on a cluster of a job's own that job, also before it has any."""
+        return sorted({job for r in records if (job := job_of(r.name))}) if self.named else [self.cfg.job]
 
     def of_job(self, job: str) -> Cluster:
         """The cluster with another job, by its location alone."""
@@ -751,7 +755,7 @@ class Cluster:
         """The services that run, and those that are to run: all that were started and not forgotten, but for runs that
         have ended."""
         records = {record.name: record for record in self.services.all()}
-        runs = self._runs(_jobs_of(records.values()) if self.named else [self.cfg.job])
+        runs = self._runs(self._jobs_of(records.values()))
         starts = in_turn(runs, self._parallel)
         for job, reading in runs.items():
             name = self.run_of(job).name
@@ -923,8 +927,7 @@ class Cluster:
 
         def closed(url: str) -> bool:
             try:
-                return http_client.request("GET", url + job_path(self.cfg.job), timeout=1.0, verify=tls.trust(
-                    info.ca_file), headers={"Authorization": f"Bearer {token}"}).status_code == 404
+                return _status(url + job_path(self.cfg.job), info.ca_file, token) == httpx.codes.NOT_FOUND
             except httpx.ConnectError:
                 return True
             except httpx.HTTPError:
@@ -988,17 +991,17 @@ def _down_order(name: str) -> int:
     return 2 if job_of_node(name) else 3 if name == etcd_server.SERVICE else 0
 
 
-def _jobs_of(records: Iterable[ServiceRecord]) -> list[str]:
-    return sorted({job for record in records if (job := job_of(record.name))})
-
-
 def _answers(url: str, ca_file: str, token: str = "") -> bool:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        return http_client.request("GET", url, timeout=1.0, headers=headers,
-                                   verify=tls.trust(ca_file)).status_code == 200
+        return _status(url, ca_file, token) == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def _status(url: str, ca_file: str, token: str) -> int:
+    """The HTTP status that is answered. Raises httpx.HTTPError."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return http_client.request("GET", url, timeout=1.0, headers=headers, verify=tls.trust(ca_file)).status_code
 
 
 def last_message(log_file: Path) -> str:

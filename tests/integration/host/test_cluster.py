@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from support.commands import run as _run
 from support.etcd_server import EtcdServers
 from support.tiers import full, parametrize
 from support.waiting import wait_until
@@ -289,14 +290,6 @@ def test_commands_bring_up_list_scale_and_take_down(tmp_path: Path, capsys: pyte
         assert "64" in said
     finally:
         assert run("down")[0] == 0
-
-
-def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit code and output of a command."""
-    with pytest.raises(SystemExit) as e:
-        main.main(args)
-    seen = capsys.readouterr()
-    return int(e.value.code or 0), seen.out + seen.err
 
 
 def test_running_cluster_keeps_its_settings_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

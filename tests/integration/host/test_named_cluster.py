@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import run_in_one_line as _run
 from support.stub_run import put_stub_in_place
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
@@ -70,14 +70,6 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield out
     finally:
         out.cluster.down()
-
-
-def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit code and output of a command."""
-    with pytest.raises(SystemExit) as e:
-        main.main(args)
-    seen = capsys.readouterr()
-    return int(e.value.code or 0), " ".join((seen.out + seen.err).split())
 
 
 def test_jobs_run_beside_one_another_and_each_of_their_services_comes_back(

@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 import pytest
+from support.commands import run as _run
 from support.stub_run import put_stub_in_place
 from support.tiers import full, parametrize
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd import events
@@ -122,14 +122,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     finally:
         out.etcd.close()
         out.cluster.down()
-
-
-def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit code and output of a command."""
-    with pytest.raises(SystemExit) as e:
-        main.main(args)
-    seen = capsys.readouterr()
-    return int(e.value.code or 0), seen.out + seen.err
 
 
 def test_refused_run_is_shown_with_its_hint_and_not_started_again(

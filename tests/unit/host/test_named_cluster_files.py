@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import run_in_one_line as _run
 
 from elastic_rl import config
-from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.config import Config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -36,13 +36,6 @@ def _on(run_dir: Path, job: str, cluster: str = "lab") -> Cluster:
     JobPaths.of(out.cfg).cluster_name.write_text(cluster)
     ClusterInfo("", ["127.0.0.1:1"], [], "", own_etcd=False).save(out.paths.info)
     return out
-
-
-def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as e:
-        main.main(args)
-    seen = capsys.readouterr()
-    return int(e.value.code or 0), " ".join((seen.out + seen.err).split())
 
 
 def test_cluster_without_a_name_is_in_the_folder_of_its_job(tmp_path: Path) -> None:
