@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -79,7 +79,8 @@ class RunService:
                 status = running
 
         try:
-            code = self._train(submission, begun_at, begin)
+            code = self._train(submission, begun_at, begin,
+                               lambda: self._run.submitted and status.phase is JobPhase.RUNNING)
             self._interrupted = True  # it is over: nothing interrupts the record of that
             return status.now(JobPhase.FAILED if code else JobPhase.FINISHED)
         except KeyboardInterrupt:
@@ -93,14 +94,14 @@ class RunService:
             log.exception("what was submitted is refused")
             return status.failed(e, see=self._run.log)
 
-    def _train(self, submission: Submission, begun_at: float, begin: train.OnBegun) -> int:
+    def _train(self, submission: Submission, begun_at: float, begin: train.OnBegun, goes_on: Callable[[], bool]) -> int:
         cfg = config.parse(submission.settings)
         logs.setup("train", cfg.telemetry.log_level)
         info = ClusterInfo.load(self._cluster.paths.info)
         if info is None:
             raise EtcdUnavailable(f"the cluster of job {cfg.job} is not up", hint="`elastic-rl up` starts it")
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
-                         on_begun=begin, begun_at=begun_at)
+                         on_begun=begin, begun_at=begun_at, goes_on=goes_on)
 
     def _tick(self, waiting: Mapping[str, str]) -> None:
         if not self._run.submitted:

@@ -39,6 +39,7 @@ from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes
 from elastic_rl.host.address import own_address
 from elastic_rl.host.agent.status import AgentWatch
+from elastic_rl.host.compute_services import ray_epoch
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.job import check as job_check
@@ -73,12 +74,14 @@ OnBegun = Callable[[], None]
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
         on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
-        begun_at: float = 0.0) -> int:
+        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed. Always writes the report.
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
     its turn. ``on_tick`` is called four times a second. ``from_job``: begin with the newest committed policy of this
     job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
+    ``goes_on``: asked when an error, or a signal, ends this process: whether another one goes on with the run. Then its
+    compute plane runs on.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -90,28 +93,33 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
     if faults:
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
     cluster = Cluster(cfg)
-    with _exclusive(cluster):
+    with _exclusive(cluster, resumes=bool(begun_at), goes_on=goes_on):
         if begun_at and (code := _end_without_us(cfg, info, begun_at)) is not None:
             return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
-        ctx = prepare(cfg, info, from_job=from_job)
+        ctx = prepare(cfg, info, from_job=from_job, resumes=bool(begun_at))
         # Not before: a run that is refused changes nothing. One that is started again finds settings that may be newer.
         Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at)
         on_begun()
         return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
-                    started=begun_at or time.time())
+                    started=begun_at or time.time(), goes_on=goes_on)
 
 
 @contextmanager
-def _exclusive(cluster: Cluster) -> Iterator[None]:
-    """Makes this process the one that trains the job. Leaves no process or file behind."""
+def _exclusive(cluster: Cluster, *, resumes: bool, goes_on: Callable[[], bool]) -> Iterator[None]:
+    """Makes this process the one that trains the job. Leaves no process or file behind, unless another process goes on
+    with the run. ``resumes``: the driver of this run takes over what its predecessor has left, where Ray still runs."""
     paths = JobPaths.of(cluster.cfg)
     with cluster.training():
-        leftovers.sweep(paths)
+        if not resumes or not ray_epoch(paths):
+            leftovers.sweep(paths)
         try:
             yield
-        finally:
-            leftovers.sweep(paths)
+        except BaseException:
+            if not goes_on():
+                leftovers.sweep(paths)
+            raise
+        leftovers.sweep(paths)
 
 
 def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | None:
@@ -129,12 +137,12 @@ def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | No
 
 
 def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None], *,
-         started: float) -> int:
+         started: float, goes_on: Callable[[], bool]) -> int:
     code: int | None = None
     with _connect(ctx, _TICK_ETCD_BUDGET_S) as etcd, ctx.connect() as injected:
         injector = _start_injector(ctx, injected, info, fault_plan) if fault_plan else None
         try:
-            code = _supervise_driver(ctx, etcd, on_tick)
+            code = _supervise_driver(ctx, etcd, on_tick, goes_on)
             return code
         finally:
             if injector:
@@ -148,23 +156,26 @@ def _connect(ctx: RunContext, retry_budget_s: float) -> EtcdClient:
                                   retry_budget_s=min(retry_budget_s, ctx.config.etcd.retry_budget_s))
 
 
-def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext:
-    """Makes the job's folder and context. Raises ConfigError when the job has already done all its steps, or decided
-    other settings than these, when its model cannot be used, Fenced when another process starts the same job at the
-    same moment, and PreflightFailed when its folder cannot be written."""
+def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool = False) -> RunContext:
+    """Makes the job's folder and context. ``resumes``: this run has begun, and may be training meanwhile. Raises
+    ConfigError when the job has already done all its steps, or decided other settings than these, when its model cannot
+    be used, Fenced when another process starts the same job at the same moment, and PreflightFailed when its folder
+    cannot be written."""
     cfg = _absolute(cfg)
     paths = JobPaths.of(cfg)
     with preflight_writes(cfg.run_dir):
         paths.folder.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         cfg = _admit(etcd, cfg, from_job)
-        derived.remove_unused(paths.data)
+        if not resumes:
+            derived.remove_unused(paths.data)
         model_dir = str(inherited_model.began_with(cfg))
         with preflight_writes(paths.folder):
             cluster_settings.save(cfg, paths.settings)
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir,
                          host=own_address())
-        _reopen(etcd, ctx)
+        if not resumes:
+            _reopen(etcd, ctx)
     return ctx
 
 
@@ -232,14 +243,16 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
     etcd.update(ctx.keys.job_status(), change, guards=[fencing.epoch_guard(ctx.keys, epoch)])
 
 
-def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None]) -> int:
+def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None], goes_on: Callable[[], bool]
+                      ) -> int:
     """Raises PreflightFailed when the files that the driver needs cannot be written."""
     paths = JobPaths.of(ctx.config)
     with preflight_writes(paths.private):
         context_file = ctx.save(paths.context())
     leftovers.make_temp_folder(paths)
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
-    return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick).run()
+    return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick,
+                            goes_on=goes_on).run()
 
 
 def _driver_environment(cfg: Config) -> dict[str, str | None]:

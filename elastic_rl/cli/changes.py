@@ -93,8 +93,8 @@ def deregister(cluster: Target, engine: Annotated[str, typer.Argument(metavar="I
 @api_command(app)
 def restart(cluster: Target,
             target: Annotated[str, typer.Argument(metavar="TARGET", autocompletion=completion.targets, help=(
-                f"{', '.join(completion.TRAINER_GROUPS)}, roles/NAME, engines/ID, or job: the whole compute plane, "
-                "which resumes from the last committed state."))],
+                f"{', '.join(completion.TRAINER_GROUPS)}, roles/NAME, engines/ID, driver: the next one takes over what "
+                "runs, or job: the whole compute plane, which resumes from the last committed state."))],
             reason: Annotated[str, typer.Option(help="Why, for the events.")] = "",
             yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
             wait: Wait = False, timeout: Timeout = 0.0, dry_run: DryRun = False, output: Output = Format.TABLE) -> None:

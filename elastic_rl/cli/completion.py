@@ -69,7 +69,7 @@ def logs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
     """Targets of a restart."""
-    return _starting([*TRAINER_GROUPS, "job"], incomplete) + _names(ctx, incomplete, _parts)
+    return _starting([*TRAINER_GROUPS, "driver", "job"], incomplete) + _names(ctx, incomplete, _parts)
 
 
 def _parts(api: AdminClient) -> list[str]:

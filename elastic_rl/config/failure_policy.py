@@ -13,8 +13,8 @@ class FailurePolicyConfig(Section):
     """How often a part is restarted in place before the whole compute plane is, and when the run is stopped."""
 
     max_faults: Positive = 5
-    """Number of faults of one part (the trainer group, a role) within ``fault_window_s`` that are handled by a restart
-    in place. One more leads to a global restart."""
+    """Number of faults of one part (the trainer group, a role, the driver) within ``fault_window_s`` that are handled
+    by a restart in place. One more leads to a global restart."""
     fault_window_s: Seconds = 600.0
     """Seconds after which a fault no longer counts against ``max_faults``."""
     fault_merge_s: Seconds = 10.0
@@ -26,4 +26,5 @@ class FailurePolicyConfig(Section):
     backoff_max_s: Seconds = 300.0
     """Longest pause, in seconds, before a restart."""
     max_global_restarts: Annotated[int, Field(ge=2)] = 4
-    """Number of global restarts in a row without a further step after which the run is stopped as a crash loop."""
+    """Number of global restarts in a row without a further step after which the run is stopped as a crash loop. So many
+    ends of the driver in a row without a further step are one too; the last but one leads to a global restart."""

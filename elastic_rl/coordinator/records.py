@@ -28,6 +28,8 @@ class LastSeen(Record):
     host: str = ""
     machine: str = ""
     first_seen: float
+    registered_revision: int = 0
+    """Revision at which it registered."""
     suspected_at: float = 0.0
     """When it was found to be no longer registered without evidence of its end; 0 while it is registered."""
     suspected_leader_s: float = 0.0

@@ -1,10 +1,12 @@
-"""Targets of operations, restarts and faults: ``pools/NAME``, ``engines/ID``, ``roles/NAME``, ``job``, and the trainer
-groups by their names, ``trainer``, ``critic``, ``actor_fwd`` and ``reference``: all ranks of one."""
+"""Targets of operations, restarts and faults: ``pools/NAME``, ``engines/ID``, ``roles/NAME``, ``driver``, ``job``, and
+the trainer groups by their names, ``trainer``, ``critic``, ``actor_fwd`` and ``reference``: all ranks of one."""
 
 from __future__ import annotations
 
 JOB = "job"
 """The whole compute plane."""
+DRIVER = "driver"
+"""The driver alone: the next one takes over what runs."""
 
 
 def pool_target(name: str) -> str:

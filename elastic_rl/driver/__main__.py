@@ -1,8 +1,9 @@
 """``python -m elastic_rl.driver --context FILE``: the driver process of a run.
 
-Order of a start: raise the epoch (which fences off every older driver and trainer) → Ray → router → trainer and engines
-→ roles. Exit codes: 0 when the job's status is finished, 1 when it is failed; after any other end its supervisor starts
-it again.
+A driver that finds the Ray of its epoch takes over what is on it: it begins the next generation, which fences off the
+drivers before it, and adopts everything as it is. Otherwise it raises the epoch, which fences off every older driver
+and trainer, and starts everything: Ray → router → trainer and engines → roles. Exit codes: 0 when the job's status is
+finished, 1 when it is failed; after any other end its supervisor starts the next driver.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped, patiently
-from elastic_rl.errors import ComputePlaneLost, ElasticRLError, EtcdUnavailable, Fenced
-from elastic_rl.etcd import fencing
+from elastic_rl.errors import ComputePlaneLost, Conflict, ElasticRLError, EtcdUnavailable, Fenced
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.records import JobStatus, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.compute_services import RAY, compute_services, ray_epoch
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs, traces
 
@@ -55,24 +58,52 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
-    """Runs until the job ends or ``stop`` is set; returns the exit code. An outage of etcd, also before the first pass,
-    is waited out. Raises Fenced when a newer driver has begun its epoch, ComputePlaneLost, and ConfigError."""
+    """Runs until the job ends or ``stop`` is set, and ends the compute plane with it; returns the exit code. An outage
+    of etcd, also before the first pass, is waited out. Raises Fenced when a newer driver has begun, ComputePlaneLost,
+    after it has ended what is left, and ConfigError. What else ends a driver leaves everything to the next one."""
     with contextlib.ExitStack() as held:
         etcd = ctx.connect()
         held.callback(etcd.close)
         try:
-            epoch = patiently(lambda: fencing.raise_epoch(etcd, ctx.keys, holder=driver_id), pause=stop.wait)
-            ctx = ctx.model_copy(update={"epoch": epoch.number})
+            epoch, generation, adopts = patiently(lambda: _begin(etcd, ctx, driver_id), pause=stop.wait)
+            ctx = ctx.model_copy(update={"epoch": epoch, "generation": generation})
             member = patiently(
                 lambda: Membership(etcd, ctx.keys, "driver", driver_id, epoch=ctx.epoch,
                                    ttl_s=ctx.config.coordinator.lease_ttl_s).start(), pause=stop.wait)
-            held.callback(member.close)
-            plane = ComputePlane(ctx, etcd, lambda phase: member.progress(0, phase), stop.wait)
-            held.callback(plane.close)
-            plane.start()
         except Stopped:
             return 0
-        return _reconcile(ctx, etcd, member, plane, stop)
+        held.callback(member.close)
+        plane = ComputePlane(ctx, etcd, lambda phase: member.progress(0, phase), stop.wait, adopts=adopts)
+        held.callback(plane.leave)
+        try:
+            plane.start()
+            code = _reconcile(ctx, etcd, member, plane, stop)
+        except Stopped:
+            code = 0
+        except ComputePlaneLost:
+            plane.close(lost=True)
+            raise
+        plane.close()
+        return code
+
+
+def _begin(etcd: EtcdClient, ctx: RunContext, driver_id: str) -> tuple[int, int, bool]:
+    """Begins as the driver of the job; returns epoch and generation, and whether another driver has begun this epoch.
+    Raises EtcdUnavailable and Conflict."""
+    epoch, job = fencing.current_epoch(etcd, ctx.keys), JobPaths.of(ctx.config)
+    if epoch and ray_epoch(job) == epoch:
+        with contextlib.suppress(Fenced):  # it was ended meanwhile, for a global restart
+            return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, holder=driver_id), True
+    lost = compute_services(job).get(RAY)  # who ends it in order forgets it
+    is_lost = lost is not None and lost.generation == epoch
+    epoch = fencing.raise_epoch(etcd, ctx.keys, holder=driver_id).number
+    try:
+        if is_lost:
+            fencing.emit(etcd, ctx.keys, epoch, event_kinds.RUN_GLOBAL_RESTART, ctx.job,
+                         "global restart: Ray was lost, and all that ran on it", severity=Severity.ERROR)
+        return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, holder=driver_id), False
+    except Fenced as e:
+        raise Conflict(f"epoch {epoch} was ended while a driver began it") from e  # try once more
 
 
 def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: ComputePlane,

@@ -1,13 +1,14 @@
 """The compute plane of one machine: Ray, the trainer groups, the engine pools with their routers, and the roles,
-started, reconciled and closed together. Every process in it is a descendant of the driver and dies with it."""
+started, reconciled and closed together.
+
+All of it outlives the driver. A driver that begins an epoch starts it; the next driver of the same epoch adopts it as
+it is. It is ended by the driver that closes it, with the run (``host.leftovers``), and before the next epoch begins."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -20,38 +21,38 @@ from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.targets import JOB, pool_target, role_target, router_target
 from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.parts import PartRunner
-from elastic_rl.driver.placement import uses_cuda
+from elastic_rl.driver.placement import Placer, driver_writer, uses_cuda
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
-from elastic_rl.driver.ray_start import end_ray
+from elastic_rl.driver.ray_service import RayService
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.role_deployments import RoleDeployments, kill_replicas
 from elastic_rl.driver.router_supervisor import RouterSupervisor
-from elastic_rl.driver.shared_gpus import SharedGpus
+from elastic_rl.driver.shared_gpus import Holder, SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
 from elastic_rl.errors import ComputePlaneLost, ConfigError, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd import event_kinds, fencing
-from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
-from elastic_rl.host.job_secrets import engine_key, engine_key_file, ray_token_file
+from elastic_rl.host.compute_services import RAY, compute_services, router_service
+from elastic_rl.host.job_secrets import engine_key, engine_key_file
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
-from elastic_rl.runtime.files import private_folder
+from elastic_rl.runtime.waiting import ProgressLimit
 
 log = logging.getLogger(__name__)
 
-# Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine holds them.
-_LOGICAL_CPUS = 256
-_OBJECT_STORE_BYTES = 80 << 20
 _POLL_S = 0.2
+_RAY_START_S = 180.0
+"""Time for a start of Ray that neither ends nor can be connected to."""
 _RAY_CHECK_S = 5.0
 _FOREIGN_S = 30.0
 """Foreign workers of a router are an event at most so often."""
@@ -64,13 +65,16 @@ class ComputePlane:
     ``waiting`` say what is wrong, and the next passes try again without end."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None],
-                 pause: Callable[[float], bool]) -> None:
-        """``report_phase``: called with the driver's phase before something that may take long, as progress.
-        ``pause(seconds)``: waits, and returns whether the driver is to stop."""
+                 pause: Callable[[float], bool], *, adopts: bool) -> None:
+        """``ctx``: with the epoch and the generation of this driver. ``report_phase``: called with the driver's phase
+        before something that may take long, as progress. ``pause(seconds)``: waits, and returns whether the driver is
+        to stop. ``adopts``: whether another driver has begun the epoch: this one starts no Ray in it."""
+        self._adopts = adopts
         self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
         self._paths, key = JobPaths.of(ctx.config), engine_key(ctx.config)
         self.routers = {name: RouterSupervisor(RouterProcess(
-            host=ctx.host, log=self._paths.log(f"router-{name}"), key_file=partial(engine_key_file, ctx.config),
+            compute_services(self._paths), router_service(name), epoch=ctx.epoch, host=ctx.host,
+            log=self._paths.log(router_service(name)), key_file=partial(engine_key_file, ctx.config),
             request_timeout_s=pool.engine.request_timeout_s,
             sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes), epoch=ctx.epoch, key=key)
             for name, pool in ctx.config.pool_settings(ctx.model_dir).items()}
@@ -84,7 +88,8 @@ class ComputePlane:
         self._router_restarts: dict[str, list[str]] = {name: [] for name in self.routers}
         self._foreign_at: dict[str, float] = {}
         """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
-        self._ray_checked_at = self._ray_seen_at = 0.0
+        self._ray, self._ray_checked_at, self._ray_seen_at = RayService(ctx), 0.0, 0.0
+        self._writer, self._placer = driver_writer(ctx, etcd), Placer.of(ctx, etcd)
 
     @property
     def faults(self) -> dict[str, str]:
@@ -103,25 +108,30 @@ class ComputePlane:
 
     # -- start ------------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Returns when Ray runs and every part is being started. Raises Fenced, Stopped, and ConfigError when the model
-        cannot be made."""
+        """Returns when Ray runs and every part was adopted or is being started. Raises Fenced, Stopped, ConfigError
+        when the model cannot be made, and ComputePlaneLost when Ray runs and cannot be adopted."""
         cfg = self.ctx.config
         model = self._start_model()
         for router in self.routers.values():
             router.start()  # while Ray's processes start
-        self._start_ray()
+        self._connect_ray()
         if model is not None:
             self._await_model(model)
         self.ctx = self.ctx.model_copy(update={
             "router_urls": {name: router.url for name, router in self.routers.items()}})
-        self._shared = SharedGpus(cfg.trainer.ranks) if cfg.colocated and uses_cuda(cfg.device) else None
+        self._shared = (SharedGpus(cfg.trainer.ranks, partial(Holder, self._placer))
+                        if cfg.colocated and uses_cuda(cfg.device) else None)
         for group in cfg.trainer_groups:
             own = self.ctx.of_group(group)
-            self.trainers[group.name] = TrainerGroup(own, self.etcd, own.save(
-                self._paths.context(group.name)), shared=self._shared if own.config.colocated else None)
+            context = self._paths.context(group.name)
+            if not (self._adopts and context.exists()):  # a disk that is full now must not end a driver
+                own.save(context)
+            self.trainers[group.name] = TrainerGroup(own, self.etcd, context,
+                                                     shared=self._shared if own.config.colocated else None)
         self.pools = {name: EnginePool(self.ctx, self.etcd, name, unroute=router.unroute, shared=self._shared
                                        if self.ctx.pool(name).colocated else None)
                       for name, router in self.routers.items()}
+        self._report_phase("adopting" if self._adopts else "starting")
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
         self._roles = {name: spec for name, spec in ROLES.items() if spec.cls.is_wanted(cfg)}
         self.roles = RoleDeployments(self.ctx, self._roles)
@@ -130,38 +140,56 @@ class ComputePlane:
         self.roles.start()  # after the first pass: the trainer and the engines take longer to start
 
     def _take_over(self) -> None:
-        remove_pools_except(self.etcd, self.ctx.keys, self.ctx.epoch, self.pools)
+        if self._adopts:
+            self._placer.remove_unused_groups()
+        remove_pools_except(self.etcd, self.ctx.keys, self._writer, self.pools)
+        for group in self.trainers.values():
+            group.take_over()
         for pool in self.pools.values():
             pool.take_over()
         for request in open_requests(self.etcd, self.ctx.keys).values():
-            if request.target != JOB:  # this driver starts every part of it
-                acknowledge(self.etcd, self.ctx.keys, request, self._guard)
+            if request.target != JOB and not self._adopts:  # this driver starts every part of it
+                acknowledge(self.etcd, self.ctx.keys, request, *self._writer.guards)
 
-    def _start_ray(self) -> None:
-        """Starts Ray's processes. Ray gives them 30 seconds, a constant of its own, which a busy machine may exceed; so
-        it is tried again, with backoff and without end. Raises Stopped."""
-        cfg, budget, ray_dir = self.ctx.config, StartBudget(), self._paths.ray
-        while True:
-            shutil.rmtree(ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
-            try:
-                private_folder(ray_dir.parent)
-                # Ray reads it when it starts, and its processes inherit it.
-                os.environ["RAY_AUTH_TOKEN_PATH"] = str(ray_token_file(cfg, self.ctx.epoch))
-                ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                         object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_dir),
-                         _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
-                self._parts.note("ray", "")
-                self._ray_seen_at = time.monotonic()
-                return
-            except Exception as e:  # Ray raises this very class for the timeout
-                end_ray()
-                budget = budget.after_failure(time.monotonic(), jitter=random.random())
-                why = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"  # with what to do
-                self._parts.note("ray", f"it does not start: {why}")
+    def _connect_ray(self) -> None:
+        """Connects to Ray, which it starts unless this driver adopts the one that runs. Ray gives its processes 30
+        seconds to start, a constant of its own, which a busy machine may exceed; so it is tried again, with backoff and
+        without end. Raises Stopped, and ComputePlaneLost when Ray was to be adopted and is gone: another one begins
+        with an epoch of its own."""
+        budget = StartBudget()
+        while (why := self._try_ray()) is not None:
+            if self._adopts:
+                raise ComputePlaneLost(f"Ray cannot be adopted: {why}", hint="the next driver starts another one")
+            self._parts.note("ray", f"it does not start: {why}")
+            budget = budget.after_failure(time.monotonic(), jitter=random.random())
             while not budget.open(time.monotonic()):
-                self._report_phase("starting Ray again")
-                if self._pause(_POLL_S):
-                    raise Stopped
+                self._await_ray("starting Ray again")
+        self._parts.note("ray", "")
+        self._ray_seen_at = time.monotonic()
+
+    def _try_ray(self) -> str | None:
+        """Makes one attempt; returns why it has failed, and None once this process is connected. Raises Stopped."""
+        why, silence = "", ProgressLimit(_RAY_START_S)
+        try:
+            if not self._adopts:
+                self._ray.start()
+        except Exception as e:  # whatever it is, Ray does not run
+            return _text(e)
+        while self._ray.runs and not silence.expired:
+            self._await_ray("connecting to Ray" if self._ray.is_up() else "starting Ray")
+            try:
+                if self._ray.is_up():
+                    self._ray.connect()
+                    return None
+            except Exception as e:  # Ray raises what its failure happens to be; it may only be busy
+                why = f" ({_text(e)})"
+            silence.update({})
+        return f"it {'is not up in time' if silence.expired else 'has ended'}{why}: see {self._paths.log(RAY)}"
+
+    def _await_ray(self, phase: str) -> None:
+        self._report_phase(phase)
+        if self._pause(_POLL_S):
+            raise Stopped
 
     @property
     def _model_log(self) -> Path:
@@ -192,6 +220,8 @@ class ComputePlane:
         again."""
         roles = self.roles
         assert roles
+        if not self._ray.runs:
+            raise ComputePlaneLost("Ray has ended", hint=f"see {self._paths.log(RAY)}")
         self._parts.run("ray", self._check_ray)
         if time.monotonic() - self._ray_seen_at > _RAY_LOST_S:
             raise ComputePlaneLost(f"Ray has had no node for {_RAY_LOST_S:g} s", hint="see the job's folder ray/")
@@ -226,13 +256,10 @@ class ComputePlane:
     def _restart_role(self, name: str, request: RestartRequest) -> None:
         log.warning("restarting role %s: %s", name, request.reason)
         replicas = members(self.etcd, self.ctx.keys, name)
+        self._writer.require()  # Ray would kill them for an older driver, too
         kill_replicas(name)
         deregister(self.etcd, self.ctx.keys, replicas)
-        acknowledge(self.etcd, self.ctx.keys, request, self._guard)
-
-    @property
-    def _guard(self) -> Compare:
-        return fencing.epoch_guard(self.ctx.keys, self.ctx.epoch)
+        acknowledge(self.etcd, self.ctx.keys, request, *self._writer.guards)
 
     # -- reports ----------------------------------------------------------------------------------------------------
     def _report_part(self, part: str, message: str, failed: bool) -> None:
@@ -257,14 +284,25 @@ class ComputePlane:
             self._foreign_at[name] = now
 
     def _emit(self, kind: EventKind, subject: str, message: str, *, severity: Severity) -> None:
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, kind, subject, message, severity=severity)
+        self._writer.emit(kind, subject, message, severity=severity)
 
     # -- end --------------------------------------------------------------------------------------------------------
-    def close(self) -> None:
-        """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
-        a failure. What fails to end does not keep the others from it."""
+    def leave(self) -> None:
+        """Ends what this process does for it, and nothing of it: the next driver adopts it."""
         with contextlib.ExitStack() as last:
-            last.callback(shutil.rmtree, self._paths.ray, ignore_errors=True)
+            if ray.is_initialized():
+                last.callback(ray.shutdown)
+            for router in self.routers.values():
+                last.callback(router.leave)
+            if self.roles:
+                last.callback(self.roles.leave)
+
+    def close(self, *, lost: bool = False) -> None:
+        """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
+        a failure. What fails to end does not keep the others from it. ``lost``: it ends because it cannot go on, which
+        the next driver is to see."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._ray.end, forget=not lost)
             for router in self.routers.values():
                 last.callback(router.stop)
             if ray.is_initialized():
@@ -280,3 +318,7 @@ class ComputePlane:
             if self.roles:
                 last.callback(self.roles.close)
 
+
+def _text(error: Exception) -> str:
+    """An error for a person, with what to do where it says so."""
+    return str(error) if isinstance(error, ElasticRLError) else f"{type(error).__name__}: {error}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_rl.coordinator.targets import engine_target
-from elastic_rl.driver.placement import PlacedActor, ended
+from elastic_rl.driver.placement import PlacedActor, Placer, driver_writer, ended
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
@@ -29,7 +30,7 @@ _KEEP_ENDED_S = 600.0
 
 @dataclass
 class _Served:
-    """A server with the engine that this driver runs for it."""
+    """A server with the engine that runs for it."""
 
     registration: ExternalEngine
     placed: PlacedActor
@@ -47,8 +48,24 @@ class ExternalEngines:
         """``unroute(url)``: has the router forget a server whose engine has ended. ``body``: class of an engine's Ray
         actor."""
         self._ctx, self._etcd, self._keys, self._pool, self._unroute = ctx, etcd, ctx.keys, pool, unroute
-        self._body = body
+        self._body, self._kind = body, f"external-engines/{pool}"
+        self._placer, self._writer = Placer.of(ctx, etcd), driver_writer(ctx, etcd)
         self._served: dict[str, _Served] = {}
+
+    def take_over(self, records: Mapping[str, Engine]) -> Collection[str]:
+        """Adopts the engines of this epoch that run, and ends the registrations of those that have ended while no
+        driver ran. Returns the ids of both. ``records``: those of the pool's engines. Raises RayError, Fenced and
+        EtcdUnavailable."""
+        registrations = self._registrations()
+        for placed in self._placer.adopt(self._kind):
+            registration = registrations.get(placed.name) or ExternalEngine(engine=placed.name, pool=self._pool, url="")
+            self._served.setdefault(placed.name, _Served(registration, placed))
+        lost = {engine_id: registration for engine_id, registration in registrations.items()
+                if engine_id not in self._served and engine_id in records
+                and records[engine_id].epoch == self._ctx.epoch}
+        for registration in lost.values():
+            self._conclude(registration, "its runner ended while no driver ran")
+        return {*self._served, *lost}
 
     def reconcile(self, restarts: Mapping[str, RestartRequest], records: Mapping[str, Engine]) -> int:
         """One pass; returns how many are ready. ``restarts``: open restart requests, by target. ``records``: the
@@ -56,14 +73,15 @@ class ExternalEngines:
         for engine_id, served in self._served.items():
             served.placed.enforce()
             if (request := restarts.get(engine_target(engine_id))) is not None and served.request is None:
-                served.request = request
                 served.killed_because = request.reason or f"restart requested by {request.by}"
                 served.placed.kill()  # without asking the engine, which may hang
+                served.request = request  # after the kill, which etcd may interrupt
         self._reap()
         registrations = self._registrations()
         for engine_id, served in list(self._served.items()):
             record = records.get(engine_id)
             if engine_id not in registrations and not served.placed.is_placed():  # nothing has begun
+                self._writer.require()
                 served.placed.remove()
                 del self._served[engine_id]
                 continue
@@ -100,15 +118,14 @@ class ExternalEngines:
         return found
 
     def _delete(self, kv: KeyValue) -> None:
-        guards = [fencing.epoch_guard(self._keys, self._ctx.epoch), Compare.mod(kv.key, "==", kv.mod_revision)]
-        self._etcd.txn(guards, [Op.delete(kv.key)])
+        self._writer([Compare.mod(kv.key, "==", kv.mod_revision)], [Op.delete(kv.key)])
 
     # -- one engine ---------------------------------------------------------------------------------------------
     def _serve(self, registration: ExternalEngine) -> None:
         engine_id = registration.engine
         self._deregister(engine_id)  # a member of an older epoch has the same name
-        placed = PlacedActor(engine_id, self._body, self._ctx, engine_id, self._pool, registration.url, cpus=1.0,
-                             gpus=0)
+        placed = self._placer.place(self._kind, engine_id, self._body, self._ctx, engine_id, self._pool,
+                                    registration.url, cpus=1.0, gpus=0)
         self._served[engine_id] = _Served(registration, placed)
         self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is served by {registration.url}")
 
@@ -118,20 +135,24 @@ class ExternalEngines:
         for placed in ended(by_actor):
             served = self._served[engine_id := by_actor[placed]]
             if served.request is not None:
-                acknowledge(self._etcd, self._keys, served.request, fencing.epoch_guard(self._keys, self._ctx.epoch))
+                acknowledge(self._etcd, self._keys, served.request, *self._writer.guards)
             _, crash = placed.outcome()
-            if crash:
-                crash = served.killed_because or crash
-                self._clean_up_after_crash(served.registration, crash)
-            found = self._etcd.get(self._keys.engine(engine_id))
-            if not served.draining and (crash or found is not None):  # an engine that drained leaves no record
-                record = readable_one(found, Engine)
-                reason = record.reason if record else ""
-                self._end_registration(served.registration, crash or reason or "unknown")
-            fencing.write(self._etcd, self._keys, self._ctx.epoch, Op.delete(self._keys.engine(engine_id)))
-            self._unroute(served.registration.url)
+            self._conclude(served.registration, crash and (served.killed_because or crash), draining=served.draining)
             placed.remove()
             del self._served[engine_id]  # last, so that a pass that etcd interrupts is repeated
+
+    def _conclude(self, registration: ExternalEngine, crash: str, *, draining: bool = False) -> None:
+        """Ends the registration of an engine that has ended, and removes its record. ``crash``: why its runner has
+        ended without being asked; empty when it returned. ``draining``: it was to leave."""
+        if crash:
+            self._clean_up_after_crash(registration, crash)
+        found = self._etcd.get(self._keys.engine(registration.engine))
+        if not draining and (crash or found is not None):  # an engine that drained leaves no record
+            record = readable_one(found, Engine)
+            reason = record.reason if record else ""
+            self._end_registration(registration, crash or reason or "unknown")
+        self._writer.write(Op.delete(self._keys.engine(registration.engine)))
+        self._unroute(registration.url)
 
     def _clean_up_after_crash(self, registration: ExternalEngine, crash: str) -> None:
         """Does what the runner could not do. Its server lives on, and must get no requests without a runner; the record
@@ -151,8 +172,7 @@ class ExternalEngines:
                 return raw
             return now.replace(ended=reason, ended_at=time.time()).encode()
 
-        self._etcd.update(self._keys.external_engine(registration.url), change,
-                          guards=[fencing.epoch_guard(self._keys, self._ctx.epoch)])
+        self._etcd.update(self._keys.external_engine(registration.url), change, guards=self._writer.guards)
         log.warning("external engine %s ended: %s", registration.engine, reason)
         self._emit(event_kinds.ENGINE_REMOVED, registration.engine, severity=Severity.WARNING, message=
                    f"external engine {registration.engine} ({registration.url}) ended ({reason}); it is not replaced")
@@ -162,5 +182,5 @@ class ExternalEngines:
                                             if m.id == engine_id])
 
     def _emit(self, kind: EventKind, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
-              **data: object) -> None:
-        fencing.emit(self._etcd, self._keys, self._ctx.epoch, kind, engine_id, message, severity=severity, **data)
+              **data: Any) -> None:
+        self._writer.emit(kind, engine_id, message, severity=severity, **data)

@@ -1,4 +1,7 @@
-"""Runs a part of the compute plane as a Ray actor in a placement group of its own.
+"""Runs the parts of the compute plane as Ray actors, each in a placement group of its own.
+
+Actors and placement groups are detached: they outlive their driver, and the next driver of the same epoch adopts them
+by their names, ``JOB/EPOCH/KIND/NAME``.
 
 Nothing here waits: there may be no room in the cluster for a long time, and a process that hangs takes long to end.
 The caller looks again in its next pass.
@@ -9,51 +12,125 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, Self
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_rl.config import DeviceConfig, EngineConfig
+from elastic_rl.driver.part_actor import PartActor
 from elastic_rl.engine.server.arguments import tensor_parallel
+from elastic_rl.errors import Fenced
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.run_context import RunContext
 
 _CREATED = "CREATED"
 _GET_TIMEOUT_S = 5.0
 """Limit for getting a result that is there already."""
+_WAIT_S = 60.0
+"""Longest call that waits for the end of a part. With 10,000 parts it is renewed 170 times a second."""
+_CONCURRENCY = 4
 _ROOM_GRACE_S = 3.0
 """Ray needs a moment to place an actor; after this long the cluster has no room for it."""
 _TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class Placer:
+    """Makes and finds the actors of one driver. What it makes and kills it does as the newest driver only: Ray itself
+    does not know of drivers, so the fencing token is checked right before a kill, and right after an actor was made,
+    which is removed again when the token does not hold."""
+
+    def __init__(self, writer: FencedWriter, scope: str, generation: int) -> None:
+        """``scope``: begins the names of the actors. ``generation``: of the driver."""
+        self._writer, self._scope, self._generation = writer, scope, generation
+
+    @classmethod
+    def of(cls, ctx: RunContext, etcd: EtcdClient) -> Self:
+        return cls(driver_writer(ctx, etcd), f"{ctx.job}/{ctx.epoch}/", ctx.generation)
+
+    def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int) -> PlacedActor:
+        """A new actor ``name`` of a kind; no two of a kind ever have one name. Ray places it as soon as there is room,
+        however long that takes. ``body(*args)``: as ``PartActor`` has it. Raises RayError, Fenced and EtcdUnavailable.
+        """
+        full = f"{self._scope}{kind}/{name}"
+        bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
+        group = placement_group([bundle], name=full, lifetime="detached")
+        try:
+            # Ray restarts none by itself: it would be without what its body had begun.
+            actor = ray.remote(PartActor).options(
+                name=full, lifetime="detached", num_cpus=cpus, num_gpus=gpus, max_concurrency=_CONCURRENCY,
+                max_restarts=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(body, *args)
+            try:
+                self._writer.require()
+            except BaseException:
+                ray.kill(actor)
+                raise
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        return PlacedActor(name, actor, group, bundle, self._writer, self._generation)
+
+    def adopt(self, kind: str) -> list[PlacedActor]:
+        """The actors of a kind that have not ended, which other drivers of the epoch have made. Raises RayError."""
+        prefix, found = f"{self._scope}{kind}/", []
+        tables = {table["name"]: table for table in placement_group_table().values()}
+        for full in sorted(ray.util.list_named_actors()):
+            if full.startswith(prefix) and full in tables:
+                try:
+                    actor, group = ray.get_actor(full), get_placement_group(full)
+                except ValueError:  # it has ended meanwhile
+                    continue
+                placed = PlacedActor(full.removeprefix(prefix), actor, group, dict(tables[full]["bundles"][0]),
+                                     self._writer, self._generation)
+                if tables[full]["state"] == _CREATED:
+                    placed.placed_at = placed.created_at
+                found.append(placed)
+        return found
+
+    def remove_unused_groups(self) -> None:
+        """Removes the placement groups of actors that have ended while no driver ran, or were not made. Raises
+        RayError."""
+        living = set(ray.util.list_named_actors())
+        for group in placement_group_table().values():
+            if group["name"].startswith(self._scope) and group["name"] not in living and group["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(group["name"]))
+
+
+def driver_writer(ctx: RunContext, etcd: EtcdClient) -> FencedWriter:
+    """What the driver with this context writes with."""
+    return FencedWriter.of_driver(etcd, ctx.keys, ctx.epoch, ctx.generation)
+
+
 class PlacedActor:
-    """A placement group of one bundle with one Ray actor in it, created and removed together.
+    """A placement group of one bundle with one Ray actor in it, removed together."""
 
-    Ray places it as soon as there is room, however long that takes. ``cls`` has the methods ``run``, which returns when
-    its work has ended, and ``stop``, which makes it return.
-    """
-
-    def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int) -> None:
-        """Raises RayError."""
-        self.name = name
-        self.bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
+    def __init__(self, name: str, actor: ActorHandle, group: PlacementGroup, bundle: dict[str, float],
+                 writer: FencedWriter, generation: int) -> None:
+        self.name, self.bundle = name, bundle
         self.created_at = time.monotonic()
         self.stopping = False
         """Whether it was told to stop, or killed."""
         self.placed_at = float("inf")
         """Monotonic seconds at which it was first seen to have room."""
         self._kill_at = float("inf")
-        self._group: PlacementGroup = placement_group([self.bundle], name=name)
-        try:
-            self._actor = ray.remote(cls).options(
-                num_cpus=cpus, num_gpus=gpus, max_concurrency=4,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group)).remote(*args)
-            self.done: ray.ObjectRef = self._actor.run.remote()
-            """Resolves when ``run`` has returned or the actor's process has died."""
-        except BaseException:
-            remove_placement_group(self._group)
-            raise
+        self._actor, self._group, self._writer, self._generation = actor, group, writer, generation
+        self._done: ray.ObjectRef | None = None
+
+    @property
+    def done(self) -> ray.ObjectRef:
+        """Resolves when its work has ended, its process has died, or a while has passed (``has_ended``)."""
+        self._done = self._done or self._actor.wait.remote(self._generation, _WAIT_S)
+        return self._done
 
     def is_placed(self) -> bool:
         """Whether the cluster had room for it. Asks Ray until it had."""
@@ -66,42 +143,60 @@ class PlacedActor:
         return not self.is_placed() and time.monotonic() - self.created_at >= _ROOM_GRACE_S
 
     def ask(self, method: str) -> None:
-        """Calls a method of the actor, without its answer."""
-        getattr(self._actor, method).remote()
+        """Calls a method of its body, without its answer."""
+        self.call(method)
 
     def call(self, method: str) -> ray.ObjectRef:
-        """Calls a method of the actor; the reference of its answer."""
-        return getattr(self._actor, method).remote()
+        """Calls a method of its body; the reference of its answer."""
+        return self._actor.call.remote(self._generation, method)
 
     def end(self, *, grace_s: float) -> None:
-        """Asks it to stop, and returns; ``enforce`` kills it when it has not ended after ``grace_s`` seconds. One that
-        still waits for room ends at once."""
+        """Asks it to stop, and returns; ``enforce`` kills it when it has not ended after ``grace_s`` seconds, and one
+        that still waits for room at once."""
         if self.stopping:
             return
-        if not self.is_placed():
-            self.kill()
-            return
-        self.stopping, self._kill_at = True, time.monotonic() + grace_s
-        self.ask("stop")
+        is_placed = self.is_placed()
+        self.stopping, self._kill_at = True, time.monotonic() + (grace_s if is_placed else 0.0)
+        if is_placed:
+            self.ask("stop")
 
     def kill_after(self, seconds: float) -> None:
         """Gives it so long to end by itself; then ``enforce`` kills it."""
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def kill(self) -> None:
-        """Ends its process without asking. ``done`` resolves when that is known."""
+        """Ends its process without asking. ``done`` resolves when that is known. Raises Fenced, when a newer driver may
+        have adopted it, and EtcdUnavailable."""
+        self._writer.require()
         self.stopping, self._kill_at = True, float("inf")
         ray.kill(self._actor)
 
     def enforce(self) -> None:
-        """Kills it when its time to stop is over."""
+        """Kills it when its time to stop is over. Raises as ``kill``."""
         if time.monotonic() >= self._kill_at:
             self.kill()
 
-    def outcome(self) -> tuple[Any, str]:
-        """What ``run`` returned, and the reason for its end, empty when it returned. Only once it has ended."""
+    def has_ended(self) -> bool:
+        """Whether it has ended, once ``done`` has resolved. Raises Fenced when a newer driver has called it: it must
+        not look to an older one as if it had ended, since that one would clean up after it."""
         try:
-            return ray.get(self.done, timeout=_GET_TIMEOUT_S), ""
+            is_over = ray.get(self.done, timeout=_GET_TIMEOUT_S)[0]
+        except ActorUnavailableError:  # Ray could not reach it for a moment
+            is_over = False
+        except (RayTaskError, RayActorError):
+            is_over = True
+        except RayError:  # that says nothing about it
+            is_over = False
+        if is_over is None:
+            raise Fenced(f"driver {self._generation} has been replaced", hint="stop; another driver has taken over")
+        if not is_over:
+            self._done = None
+        return bool(is_over)
+
+    def outcome(self) -> tuple[Any, str]:
+        """What its work returned, and the reason for its end, empty when it returned. Only once it has ended."""
+        try:
+            return ray.get(self.done, timeout=_GET_TIMEOUT_S)[1], ""
         except RayError as e:
             return None, describe(e)
 
@@ -120,20 +215,22 @@ def describe(error: RayError) -> str:
     return lines[-1] if raised else lines[0]
 
 
-def ended(actors: Collection[PlacedActor]) -> list[PlacedActor]:
-    """The actors that have ended."""
+def ended(actors: Collection[PlacedActor], *, timeout_s: float = 0.0) -> list[PlacedActor]:
+    """The actors that have ended. ``timeout_s``: longest wait for the first end."""
     by_ref = {actor.done: actor for actor in actors}
-    refs, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0) if by_ref else ([], [])
-    return [by_ref[ref] for ref in refs]
+    refs, _ = ray.wait(list(by_ref), num_returns=len(by_ref) if not timeout_s else 1, timeout=timeout_s
+                       ) if by_ref else ([], [])
+    return [by_ref[ref] for ref in refs if by_ref[ref].has_ended()]
 
 
 def stop_all(actors: Collection[PlacedActor], *, timeout_s: float) -> None:
     """Asks all of them to stop, waits for them together, and removes them, also those that did not stop. For the end of
-    the driver."""
+    the compute plane."""
     for actor in actors:
         actor.end(grace_s=timeout_s)
-    if actors:
-        ray.wait([actor.done for actor in actors], num_returns=len(actors), timeout=timeout_s)
+    running, until = set(actors), time.monotonic() + timeout_s
+    while running and (left_s := until - time.monotonic()) > 0:
+        running -= set(ended(running, timeout_s=left_s))
     for actor in actors:
         actor.remove()
 

@@ -14,14 +14,22 @@ from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.late_engines import LateEngines
-from elastic_rl.driver.placement import PlacedActor, ended, gpus_per_engine, room_needed, stop_all
+from elastic_rl.driver.placement import (
+    PlacedActor,
+    Placer,
+    driver_writer,
+    ended,
+    gpus_per_engine,
+    room_needed,
+    stop_all,
+)
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.driver.shared_gpus import SharedGpus, free_gpus
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.errors import EtcdUnavailable, Fenced
-from elastic_rl.etcd import event_kinds, fencing
-from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
 from elastic_rl.etcd.device_phase import SeenPhase
 from elastic_rl.etcd.event_kinds import EventKind
@@ -44,12 +52,12 @@ _MAX_PENDING = 64
 
 @dataclass
 class _Slot:
-    """An engine that this driver started."""
+    """An engine of the pool, which this driver or one before it has started."""
 
     placed: PlacedActor
     started_at: float
     begun_at: float
-    """When it began, in monotonic seconds."""
+    """When it began, or was adopted, in monotonic seconds."""
     ready_at: float | None = None
     """Monotonic seconds at which the driver first saw it ready."""
     draining: bool = False
@@ -74,6 +82,7 @@ class EnginePool:
         self.ctx, self.etcd, self.keys, self.name = ctx, etcd, ctx.keys, name
         self._settings, self._cfg = ctx.pool(name), ctx.pool(name).engine
         self._body, self._unroute, self._shared = body, unroute, shared
+        self._placer, self._writer, self._kind = Placer.of(ctx, etcd), driver_writer(ctx, etcd), f"engines/{name}"
         self._late = LateEngines(self._cfg.release_timeout_s) if self._settings.colocated else None
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
@@ -83,12 +92,33 @@ class EnginePool:
         self._external = ExternalEngines(ctx, etcd, name, unroute=unroute, body=body)
 
     def take_over(self) -> None:
-        """Writes the pool's spec, with the desired number that it has already, and deletes the records of engines of
-        older epochs, which died with their driver. Raises Fenced and EtcdUnavailable; then it is to be called again."""
-        self.etcd.update(self.keys.pool_spec(self.name), self._spec, guards=[self._guard])
-        for engine in self._records().values():
-            if engine.epoch < self.ctx.epoch:
-                self._write(Op.delete(self.keys.engine(engine.id)))
+        """Writes the pool's spec, with the desired number that it has already, adopts the engines of this epoch that
+        run, and deletes the records of all others. Raises Fenced, EtcdUnavailable and RayError; then it is to be called
+        again."""
+        self.etcd.update(self.keys.pool_spec(self.name), self._spec, guards=self._writer.guards)
+        records = self._records()
+        adopted = {placed.name.partition("/")[0]: placed for placed in self._placer.adopt(self._kind)}
+        for engine_id, placed in adopted.items():
+            if engine_id not in self._slots:
+                record = records.get(engine_id)
+                serves = record is not None and record.state is EngineState.READY  # not just since now
+                self._slots[engine_id] = _Slot(placed, record.started_at if record else time.time(), time.monotonic(),
+                                               float("-inf") if serves else None, gpus=placed.name.partition("/")[2])
+        kept = adopted.keys() | self._external.take_over(records)
+        for engine in records.values():
+            if engine.id not in kept:
+                self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        """Removes what is left of an engine that has ended while no driver ran, or with its epoch."""
+        if engine.epoch < self.ctx.epoch:
+            self._write(Op.delete(self.keys.engine(engine.id)))
+        else:
+            self._emit(event_kinds.ENGINE_REPLACED, engine.id, f"engine {engine.id} ended while no driver ran "
+                       f"({engine.reason or 'unknown'}); replacing it", severity=Severity.WARNING,
+                       ops=[Op.delete(self.keys.engine(engine.id))], incarnation=engine.incarnation)
+        self._unroute(engine.url)
+        remove_files(JobPaths.of(self.ctx.config).file_tag(engine.id))
 
     def _spec(self, raw: bytes | None) -> bytes:
         """The spec in the place of this one: the operator decides about the number, the settings about the rest."""
@@ -104,8 +134,8 @@ class EnginePool:
         they were read. Raises Fenced and EtcdUnavailable."""
         for engine_id, slot in self._slots.items():
             if (request := restarts.get(engine_target(engine_id))) is not None and slot.request is None:
-                slot.request = request
                 self._kill(engine_id, slot, request.reason or f"restart requested by {request.by}")
+                slot.request = request  # after the kill, which etcd may interrupt
         records = self._records()
         self._reap(records)
         for engine_id, slot in self._slots.items():
@@ -144,7 +174,7 @@ class EnginePool:
             placed.end(grace_s=_STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends every engine that this driver started, and stops serving external ones."""
+        """Ends every engine, and stops serving external ones."""
         stop_all([*(slot.placed for slot in self._slots.values()), *self._external.placed], timeout_s=_STOP_TIMEOUT_S)
         self._slots.clear()
         self._external.forget()
@@ -162,8 +192,9 @@ class EnginePool:
                         self._shared.waiting or "no GPU of the trainer is without an engine: scale in")
                     if self._no_gpus:
                         return
-                placed = PlacedActor(engine_id, self._body, self.ctx, engine_id, self.name,
-                                     *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus)
+                placed = self._placer.place(
+                    self._kind, f"{engine_id}/{shared}" if shared else engine_id, self._body, self.ctx, engine_id,
+                    self.name, *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus)
             except (Fenced, EtcdUnavailable):
                 raise
             except Exception as e:  # Ray raises many kinds, also for a bug of a caller's
@@ -224,8 +255,7 @@ class EnginePool:
         def change(raw: bytes | None) -> bytes | None:
             return Engine.decode(raw).replace(state=state, updated_at=time.time()).encode() if raw else None
 
-        self.etcd.update(self.keys.engine(record.id), change,
-                         guards=[fencing.epoch_guard(self.keys, self.ctx.epoch)])
+        self.etcd.update(self.keys.engine(record.id), change, guards=self._writer.guards)
 
     def _reap(self, records: dict[str, Engine]) -> None:
         """Removes engines that have ended, with their records and the files that a killed one leaves. One that ended
@@ -238,7 +268,7 @@ class EnginePool:
             if slot.request is not None:
                 deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, event_kinds.ENGINE)
                                                 if m.id == engine_id])
-                acknowledge(self.etcd, self.keys, slot.request, self._guard)
+                acknowledge(self.etcd, self.keys, slot.request, *self._writer.guards)
             left = slot.draining or (record is None and not crash) or (
                 record is not None and record.state is EngineState.DRAINING)
             delete = Op.delete(self.keys.engine(engine_id))
@@ -260,18 +290,13 @@ class EnginePool:
             records.pop(engine_id, None)
 
     # -- etcd ---------------------------------------------------------------------------------------------------
-    @property
-    def _guard(self) -> Compare:
-        return fencing.epoch_guard(self.keys, self.ctx.epoch)
-
     def _write(self, op: Op) -> None:
-        """Raises Fenced once a newer driver has raised the epoch."""
-        fencing.write(self.etcd, self.keys, self.ctx.epoch, op)
+        """Raises Fenced once a newer driver has begun."""
+        self._writer.write(op)
 
     def _emit(self, kind: EventKind, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
               ops: Collection[Op] = (), **data: Any) -> None:
-        fencing.FencedWriter.of_epoch(self.etcd, self.keys, self.ctx.epoch).emit(
-            kind, engine_id, message, severity=severity, ops=list(ops), **data)
+        self._writer.emit(kind, engine_id, message, severity=severity, ops=list(ops), **data)
 
     def _records(self) -> dict[str, Engine]:
         items, _ = self.etcd.range(self.keys.engines_of_pool(self.name))

@@ -61,11 +61,15 @@ class RoleDeployments:
         with self._lock:
             return "; ".join(f"{name}: {state}" for name, state in sorted(self._waiting.items()))
 
-    def close(self) -> None:
-        """Ends the roles. An unfinished call of Serve's is left to end with the process."""
+    def leave(self) -> None:
+        """Ends the thread, and no role. An unfinished call of Serve's is left to end with the process."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends the roles."""
+        self.leave()
         if ray.is_initialized():
             serve.shutdown()
 

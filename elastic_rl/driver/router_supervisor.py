@@ -1,7 +1,7 @@
 """Keeps the router running, and its list of workers equal to the engines that etcd calls ready.
 
-All of it happens in a thread of its own: a router that is frozen, slow to start or gone must not keep the driver from
-its other work.
+All but the first launch happens in a thread of its own: a router that is frozen, slow to start or gone must not keep
+the driver from its other work.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ class _State(Enum):
 
 class RouterSupervisor:
     """Level-triggered: each pass compares the router with the newest ``observe``. A router that ends or is frozen is
-    started again on the same port, with backoff; requests wait for it meanwhile."""
+    started again on the same port, with backoff; requests wait for it meanwhile. One that an earlier driver of this
+    epoch has left running is adopted with its workers, which is no restart."""
 
     def __init__(self, process: RouterProcess, *, epoch: int, interval_s: float = _INTERVAL_S,
                  start_timeout_s: float = _START_TIMEOUT_S, frozen_s: float = _FROZEN_S, key: str = "") -> None:
         """``epoch``: the epoch of the engines that may be routed. ``key``: the key of the router and its engines."""
-        self._process, self._epoch = process, epoch
-        self._client = RouterClient(process.url, key=key, timeout_s=min(5.0, frozen_s))
+        self._process, self._epoch, self._key = process, epoch, key
         self._interval_s, self._start_timeout_s, self._frozen_s = interval_s, start_timeout_s, frozen_s
         self._budget = StartBudget(base_s=0.5)
         self._state = _State.DOWN
         self._since = 0.0
         """Monotonic seconds of the last answer or, before the first one, of the start."""
         self._is_new = True
-        """Whether no list of this process of the router has been compared yet."""
+        """Whether this object has launched the router's process and has not compared its list yet. The list of an
+        adopted one may lack an engine because that has just removed itself."""
         self._unconfirmed = Unconfirmed()
         self._compared = 0
         self._lock = threading.Lock()
@@ -71,17 +72,27 @@ class RouterSupervisor:
 
     @property
     def url(self) -> str:
+        """Final once ``start`` has returned, unless the launch has failed (``fault``)."""
         return self._process.url
 
     def start(self) -> None:
-        """Returns at once."""
+        """Adopts the router that runs, or launches one. Returns before it takes requests."""
+        now = time.monotonic()
+        if self._process.alive():
+            self._begin(now, is_new=False)
+        else:
+            self._launch(now)  # here: another driver that launches it first decides on its address
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the router; requests in flight through it fail."""
+    def leave(self) -> None:
+        """Ends the supervision, and not the router."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Ends the router; requests in flight through it fail."""
+        self.leave()
         self._process.stop()
 
     def observe(self, engines: Iterable[Engine]) -> None:
@@ -97,6 +108,7 @@ class RouterSupervisor:
         if url:
             with self._lock:
                 self._ended.add(url)
+                self._engines.add(url)
 
     def restarts(self) -> list[str]:
         """Why the router was restarted, once for each restart since the last call."""
@@ -150,17 +162,22 @@ class RouterSupervisor:
 
     def _launch(self, now: float) -> None:
         try:
-            self._process.launch()
+            is_new = self._process.launch()
         except ElasticRLError as e:
             self._budget = self._budget.after_failure(now, jitter=random.random())
             self._set_fault(f"it could not be started: {e}")
             return
-        self._state, self._since, self._is_new, self._unconfirmed = _State.STARTING, now, True, Unconfirmed()
+        self._begin(now, is_new=is_new)
+
+    def _begin(self, now: float, *, is_new: bool) -> None:
+        """Begins to supervise a process of the router."""
+        self._client = RouterClient(self._process.url, key=self._key, timeout_s=min(5.0, self._frozen_s))
+        self._state, self._since, self._is_new, self._unconfirmed = _State.STARTING, now, is_new, Unconfirmed()
 
     def _end(self, reason: str, now: float) -> None:
         """Ends what is left of the router, and allows the next start after a backoff."""
         log.warning("restarting the router: %s", reason)
-        self._process.stop()
+        self._process.end()
         self._state, self._budget = _State.DOWN, self._budget.after_failure(now, jitter=random.random())
         self._set_fault(reason)
         with self._lock:

@@ -1,8 +1,8 @@
 """GPUs that the trainer group and the engines of the policy share (``placement: colocated``).
 
 Ray counts GPUs and gives each to one actor, so that it cannot place two sides on the same ones: its fractions are of
-one GPU, and a group of ranks is one actor here. So one actor that does nothing holds the GPUs, for as long as the
-driver runs; trainer and engines ask Ray for none, and are told which ones they use by ``CUDA_VISIBLE_DEVICES``. Rank i
+one GPU, and a group of ranks is one actor here. So one actor that does nothing holds the GPUs, for the whole
+epoch; trainer and engines ask Ray for none, and are told which ones they use by ``CUDA_VISIBLE_DEVICES``. Rank i
 has the i-th; an engine has as many as its tensor-parallel ranks, one after the other, which no other engine has. That
 not all of them fill the same memory follows from the phases.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,12 +20,15 @@ from collections.abc import Callable, Collection, Sequence
 import ray
 from ray.exceptions import RayError
 
-from elastic_rl.driver.placement import PlacedActor, ended, room_needed, stop_all
+from elastic_rl.driver.placement import Placer, ended, room_needed, stop_all
 from elastic_rl.driver.plan import StartBudget
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
+_KIND = "shared-gpus"
+_SOME_CPU = 0.01
+"""Ray puts what asks for no CPU on its head, with which it would be lost."""
 
 
 def free_gpus(gpus: Sequence[str], taken: Collection[str], count: int) -> str:
@@ -55,9 +59,10 @@ class GpuHolder:
 class Holder:
     """One actor that holds GPUs."""
 
-    def __init__(self, count: int) -> None:
-        """Raises RayError."""
-        self._placed = PlacedActor("shared-gpus", GpuHolder, cpus=0.0, gpus=count)
+    def __init__(self, placer: Placer, count: int) -> None:
+        """Adopts the one of this epoch, if it runs. Raises RayError, Fenced and EtcdUnavailable."""
+        self._placed = next(iter(placer.adopt(_KIND)), None) or placer.place(
+            _KIND, secrets.token_hex(3), GpuHolder, cpus=_SOME_CPU, gpus=count)
         self._answer: ray.ObjectRef | None = None
 
     def ended(self) -> str:
@@ -83,18 +88,18 @@ class Holder:
         self._placed.remove()
 
     def close(self) -> None:
-        """Ends it, for the end of the driver."""
+        """Ends it, for the end of the compute plane."""
         stop_all([self._placed], timeout_s=_STOP_TIMEOUT_S)
 
 
 class SharedGpus:
-    """The GPUs of one driver. Nothing here waits: they are there in a later pass.
+    """The GPUs of one epoch. Nothing here waits: they are there in a later pass.
 
     A holder whose process ends is replaced, with backoff and without end; trainer and engines go on meanwhile. Should
     Ray give the next one other GPUs, ``moved`` says so: those in use may be anyone's from then on.
     """
 
-    def __init__(self, count: int, hold: Callable[[int], Holder] = Holder, *,
+    def __init__(self, count: int, hold: Callable[[int], Holder], *,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._hold, self._clock = count, hold, clock
         self._holder: Holder | None = None

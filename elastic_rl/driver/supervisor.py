@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elastic_rl.coordinator.failure.policy import is_crash_loop, progress_of
-from elastic_rl.coordinator.records import FaultOccurrence
-from elastic_rl.coordinator.targets import JOB
+from elastic_rl.coordinator.failure.policy import after_driver_ended, progress_of
+from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.records import FaultOccurrence, LastSeen, RecoveryAction
+from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.etcd_patience import patiently
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed
 from elastic_rl.etcd import event_kinds, fencing
-from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -37,22 +38,24 @@ _STOP_GRACE_S = 30.0
 
 
 class DriverSupervisor:
-    """Runs one driver at a time. A restart of the driver is a global restart, since each driver raises the epoch.
+    """Runs one driver at a time. Each takes over what runs, unless the epoch of the run is one in which nothing runs: a
+    restart of the job has begun it, or this process.
 
-    A driver that ends before its job does is restarted with the backoff of the failure policy, and what ends a run is
-    the policy's crash-loop rule alone: so many ends in a row without progress of the job. The leader applies the same
-    rule to what it sees; it does not see a driver that ends before it has registered.
+    A driver that ends before its job does is followed by the next one with the backoff of the failure policy, and what
+    ends a run is the policy's rule for drivers alone (``after_driver_ended``). The leader counts deaths of drivers too;
+    it does not see a driver that ends before it has registered.
 
-    ``command`` starts the driver's process; it gets ``--id NAME``, under which it raises the epoch. ``on_tick`` is
-    called four times a second.
+    ``command`` starts the driver's process; it gets ``--id NAME``, under which it registers and raises the epoch.
+    ``on_tick`` is called four times a second. ``goes_on``: whether another process goes on with the run when an error
+    ends this one.
     """
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, command: Sequence[str], *,
                  env: Mapping[str, str | None],
-                 on_tick: Callable[[], None] = lambda: None) -> None:
+                 on_tick: Callable[[], None] = lambda: None, goes_on: Callable[[], bool] = lambda: False) -> None:
         self._ctx, self._etcd, self._keys = ctx, etcd, ctx.keys
         self._policy = ctx.config.failure_policy
-        self._command, self._env, self._on_tick = command, env, on_tick
+        self._command, self._env, self._on_tick, self._goes_on = command, env, on_tick, goes_on
         self._log_file = JobPaths.of(ctx.config).log("driver")
 
     def run(self) -> int:
@@ -75,28 +78,41 @@ class DriverSupervisor:
             job = self._with_etcd(self._status)
             if job.phase in ("finished", "failed"):
                 return 0 if job.phase == "finished" else 1
-            # A restart request ends the epoch, so the driver may have ended because of it before this process saw it.
-            if self._with_etcd(self._request) is not None:
-                continue  # the leader counts these, and stops a crash loop
+            # A restart of the job ends the epoch: the driver may have ended for it before this process saw the request.
+            request = self._with_etcd(self._request)
+            if request is not None:  # the leader counts these, and stops a crash loop
+                if request.target == DRIVER:
+                    self._with_etcd(partial(self._deregister, driver_id))
+                continue
             end = FaultOccurrence(at=began, progress=progress_of(job))
             if end.progress > max((e.progress for e in ends), default=-1):
                 ends, budget = [], no_backoff
             elif ends:  # the first restart follows at once
                 budget = budget.after_failure(time.monotonic(), jitter=random.random())
             ends.append(end)
-            self._with_etcd(partial(self._report_end, epoch, driver_id, len(ends)))
-            if is_crash_loop(ends, self._policy):
+            action = after_driver_ended(ends, self._policy)
+            if action is RecoveryAction.STOP:
                 self._with_etcd(partial(self._stop_run, len(ends)))
                 return 1
+            self._with_etcd(partial(self._report_end, epoch, driver_id, len(ends), action))
             self._pause_until(budget)
 
     def _run_driver(self, driver_id: str) -> None:
-        """Starts a driver, and returns when it has ended or was ended for a request. Raises PreflightFailed."""
+        """Starts a driver, and returns when it has ended or was ended for a request. Raises PreflightFailed.
+
+        A driver that is told to stop ends all that runs. That is for the end of the run, and for a restart of the job:
+        after every other end, also of this process, the next driver takes it over.
+        """
         driver = processes.spawn([*self._command, "--id", driver_id], log=self._log_file, env=self._env)
         try:
             self._wait(driver)
+        except BaseException:
+            if self._goes_on():
+                driver.kill()
+            raise
         finally:
-            processes.stop(driver.pid, grace_s=_STOP_GRACE_S)
+            if driver.poll() is None:
+                processes.stop(driver.pid, grace_s=_STOP_GRACE_S)
 
     def _pause_until(self, budget: StartBudget) -> None:
         while not budget.open(time.monotonic()):
@@ -118,45 +134,70 @@ class DriverSupervisor:
                 ops=[Op.put(self._keys.job_status(), status.encode())])
 
     def _wait(self, driver: subprocess.Popen[bytes]) -> None:
-        """Returns when the driver has ended, or a restart of the job is requested."""
+        """Returns when the driver has ended, or a restart of the job is requested. For a restart of the driver it is
+        killed and not asked: it may hang, and where it does not it would end what it has started."""
         next_read = 0.0
         while driver.poll() is None:
             self._on_tick()
             if time.monotonic() >= next_read:
                 with contextlib.suppress(EtcdUnavailable):  # running work continues without etcd
-                    if self._request() is not None:
-                        return
+                    if (request := self._request()) is not None:
+                        if request.target == JOB:
+                            return
+                        driver.kill()
                 next_read = time.monotonic() + _REQUESTS_INTERVAL_S
             with contextlib.suppress(subprocess.TimeoutExpired):
                 driver.wait(timeout=_TICK_S)
         self._on_tick()
 
     def _request(self) -> RestartRequest | None:
-        """The open request to restart the job. Acknowledges one that the start of a newer driver has carried out."""
-        request = open_requests(self._etcd, self._keys).get(JOB)
-        if request is not None and request.has_newer_driver(
-                fencing.current_epoch(self._etcd, self._keys)):
-            acknowledge(self._etcd, self._keys, request)
-            return None
-        return request
+        """The open request to restart the job, else the one to restart the driver. Acknowledges one to restart the job
+        that the start of a newer driver has carried out."""
+        requests = open_requests(self._etcd, self._keys)
+        job = requests.get(JOB)
+        if job is not None and job.has_newer_driver(fencing.current_epoch(self._etcd, self._keys)):
+            acknowledge(self._etcd, self._keys, job)
+            job = None
+        return job or requests.get(DRIVER)
 
     def _acknowledge(self) -> None:
-        if (request := open_requests(self._etcd, self._keys).get(JOB)) is not None:
-            acknowledge(self._etcd, self._keys, request)
+        requests = open_requests(self._etcd, self._keys)
+        for target in (JOB, DRIVER):
+            if target in requests:
+                acknowledge(self._etcd, self._keys, requests[target])
 
-    def _report_end(self, epoch: int, driver_id: str, starts: int) -> None:
-        """Writes the event of a global restart, unless the driver was fenced off: then its end is no news.
+    def _deregister(self, driver_id: str) -> None:
+        """Deletes the entry of a driver that was killed on request, so that its end does not count as a death. The
+        entry stays where the leader has seen a fault of this driver: that is over once the next one has registered."""
+        entry = self._keys.registry_entry(registry.DRIVER, driver_id)
+        found = self._etcd.get(entry)
+        seen = readable_one(found, LastSeen)
+        if seen is None or not (seen.hung_at or seen.dead):
+            self._etcd.txn([Compare.mod(entry, "==", found.mod_revision if found else 0)],
+                           [Op.delete(key(registry.DRIVER, driver_id)) for key in (
+                               self._keys.member, self._keys.registry_entry, self._keys.evidence)])
 
-        ``epoch``: the one that held when the driver was started, and still holds if it ended before it raised its own.
+    def _report_end(self, epoch: int, driver_id: str, ends: int, action: RecoveryAction) -> None:
+        """Writes that the driver ended, and for a global restart ends the epoch, so that the next driver finds nothing
+        that it could take over. Does neither if the driver was fenced off: then its end is no news.
+
+        ``epoch``: the one that held when the driver was started, and still holds unless it has begun one of its own.
         """
         found = self._etcd.get(self._keys.epoch())
         now = found.version if found else 0
         holder = readable_one(found, Epoch)
         if now != epoch and (holder is None or holder.holder != driver_id):
             return
+        writer = fencing.FencedWriter.of_epoch(self._etcd, self._keys, now)
         with contextlib.suppress(Fenced):
-            fencing.emit(self._etcd, self._keys, now, event_kinds.RUN_GLOBAL_RESTART, self._ctx.job,
-                         f"the driver ended; global restart {starts}", severity=Severity.ERROR)
+            if action is RecoveryAction.GLOBAL_RESTART:
+                _, end = fencing.next_epoch(self._keys, now, holder="global restart")
+                writer.emit(event_kinds.RUN_GLOBAL_RESTART, self._ctx.job,
+                            f"global restart: the driver ended {ends} times without progress of the job",
+                            severity=Severity.ERROR, ops=[end])
+            else:
+                writer.emit(event_kinds.DRIVER_RESTARTED, driver_id, "the driver ended; the next one takes over what "
+                            "still runs", severity=Severity.ERROR)
 
     def _status(self) -> JobStatus:
         found = self._etcd.get(self._keys.job_status())

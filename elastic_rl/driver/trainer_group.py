@@ -1,21 +1,31 @@
-"""Keeps one torch-elastic agent running: a Ray actor in a placement group that owns the agent's process."""
+"""Keeps one torch-elastic agent running: a Ray actor in a placement group that owns the agent's process, and outlives
+the driver that has started it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import random
+import secrets
 import threading
 import time
 from enum import StrEnum
 from pathlib import Path
 
-from elastic_rl.driver.placement import PlacedActor, ended, room_needed, stop_all, uses_cuda
+from elastic_rl.driver.placement import (
+    PlacedActor,
+    Placer,
+    driver_writer,
+    ended,
+    room_needed,
+    stop_all,
+    uses_cuda,
+)
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.driver.shared_gpus import SharedGpus
-from elastic_rl.errors import EtcdUnavailable
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.errors import EtcdUnavailable, Fenced
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
@@ -77,7 +87,8 @@ class TrainerGroup:
         actor. ``shared``: the GPUs that it shares with engines."""
         self._shared = shared
         self.ctx, self.etcd, self.context_file, self._body = ctx, etcd, context_file, body
-        self.name = ctx.group.name
+        self.name, self._kind = ctx.group.name, f"trainer-hosts/{ctx.group.name}"
+        self._placer, self._writer = Placer.of(ctx, etcd), driver_writer(ctx, etcd)
         self._placed: PlacedActor | None = None
         self._started_at = 0.0
         self._request: RestartRequest | None = None
@@ -108,6 +119,12 @@ class TrainerGroup:
                 return f"the next start, after {self._budget.count} that failed" if self._budget.count else ""
             case _:
                 return ""
+
+    def take_over(self) -> None:
+        """Adopts the agent of this epoch, if it runs. Raises RayError."""
+        self._placed = next(iter(self._placer.adopt(self._kind)), None)
+        if self._placed is None:  # it may have been killed while no driver ran
+            remove_files(JobPaths.of(self.ctx.config).file_tag(self.name))
 
     def reconcile(self, request: RestartRequest | None = None) -> None:
         """One pass, which does not wait for the group; ``request``: an open request to restart it. Raises Fenced when
@@ -142,7 +159,7 @@ class TrainerGroup:
         if not self._unreported:
             return
         wait_s = max(0.0, self._budget.not_before - time.monotonic())
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS[self.name].agent_ended,
+        self._writer.emit(event_kinds.TRAINER_GROUP_EVENTS[self.name].agent_ended,
                      self.name, f"the agent of the group {self.name} ended ({self._unreported}); the next one starts "
                      f"in {wait_s:.0f} s", severity=Severity.ERROR)
         self._unreported = ""
@@ -150,9 +167,9 @@ class TrainerGroup:
     def _carried_out(self, request: RestartRequest) -> None:
         """The agent that a request was about has ended, or there was none."""
         self._deregister()
-        acknowledge(self.etcd, self.ctx.keys, request, fencing.epoch_guard(self.ctx.keys, self.ctx.epoch))
-        if self._placed is not None:
+        if self._placed is not None:  # first: the next driver would take what has ended for a fault
             self._remove(self._placed)
+        acknowledge(self.etcd, self.ctx.keys, request, *self._writer.guards)
         self._request, self._budget = None, StartBudget()
 
     def _remove(self, placed: PlacedActor) -> None:
@@ -168,10 +185,12 @@ class TrainerGroup:
         if self._shared is not None and not shared:
             return  # a later pass starts it
         try:
-            self._placed = PlacedActor(self.name, self._body, str(self.context_file),
-                                       str(JobPaths.of(cfg).log(self.name).resolve()),
-                                       *((shared,) if shared else ()),
-                                       cpus=float(world), gpus=world if uses_cuda(cfg.device) and not shared else 0)
+            self._placed = self._placer.place(
+                self._kind, secrets.token_hex(3), self._body, str(self.context_file),
+                str(JobPaths.of(cfg).log(self.name).resolve()), *((shared,) if shared else ()), cpus=float(world),
+                gpus=world if uses_cuda(cfg.device) and not shared else 0)
+        except (Fenced, EtcdUnavailable):
+            raise
         except Exception:  # reported by the caller
             self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
             raise
@@ -187,7 +206,7 @@ class TrainerGroup:
             self._placed.end(grace_s=_STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the agent and its ranks, for the end of the driver."""
+        """Ends the agent and its ranks, for the end of the compute plane."""
         if self._placed is None:
             return
         stop_all([self._placed], timeout_s=_STOP_TIMEOUT_S)

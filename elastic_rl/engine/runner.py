@@ -135,7 +135,7 @@ class EngineRunner:
             self._leave()
         except EngineFailed as e:
             self._fail(e.message)
-        except Fenced as e:  # the record, and perhaps this external server, belong to a newer driver
+        except Fenced as e:  # the record, and perhaps this external server, belong to a newer epoch
             log.warning("engine %s ends: %s", self._id, e)
             self._unroute()
         except ElasticRLError as e:  # unexpected, but the driver must learn that this engine serves no longer

@@ -178,6 +178,8 @@ DCS_DURABLE_RECOVERED = EventKind("dcs.durable_recovered", "versions are copied 
 
 COMPUTE_FAILING = EventKind("compute.failing", "the driver cannot keep a part running, and tries again", by_state=True)
 COMPUTE_WORKING = EventKind("compute.working", "the driver keeps the part running again")
+DRIVER_RESTARTED = EventKind("driver.restarted", "the driver ended before the job did, and the next one takes over "
+                             "what still runs", alert="driver.dead")
 RUN_GLOBAL_RESTART = EventKind("run.global_restart", "the whole compute plane is rebuilt", counted="job",
                                alert="run.global_restart")
 RUN_RESTARTED = EventKind("run.restarted", "the host agent has started the process of a run again, with whose "

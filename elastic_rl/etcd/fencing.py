@@ -3,8 +3,9 @@
 A fencing token is a set of conditions that hold only while its holder may write: the run's epoch, or a leader's term.
 ``FencedWriter`` puts them into every transaction of the holder, events included.
 
-The epoch of a run is raised by each new driver. Its number is the version of its key (etcd counts the puts), so a
-write can be made conditional on the number alone, for any holder of the epoch.
+The epoch of a run is raised by each global restart. Its number is the version of its key (etcd counts the puts), so a
+write can be made conditional on the number alone, for any holder of the epoch. Within an epoch the drivers that follow
+one another have generations, and the replicas of the actor have terms, which are counted in the same way.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ class FencedWriter:
         """A writer of the actor's term ``term`` in the run's epoch ``epoch``."""
         guards = [epoch_guard(keys, epoch), Compare.version(keys.actor_term(), "==", term)]
         return cls(etcd, keys, lambda: guards, f"term {term} of the actor of job {keys.job}")
+
+    @classmethod
+    def of_driver(cls, etcd: EtcdClient, keys: Keys, epoch: int, generation: int) -> Self:
+        """A writer of the driver of generation ``generation`` in the run's epoch ``epoch``."""
+        guards = [epoch_guard(keys, epoch), Compare.version(keys.driver(), "==", generation)]
+        return cls(etcd, keys, lambda: guards, f"driver {generation} in epoch {epoch} of job {keys.job}")
+
+    @property
+    def guards(self) -> Sequence[Compare]:
+        """The conditions as of now, for a transaction of the caller's. May raise Fenced."""
+        return self._token()
 
     def require(self) -> None:
         """Raises Fenced when the token no longer holds, and EtcdUnavailable."""
@@ -108,19 +120,30 @@ def current_epoch(etcd: EtcdClient, keys: Keys) -> int:
     return kv.version if kv else 0
 
 
+def begin_driver(etcd: EtcdClient, keys: Keys, epoch: int, holder: str) -> int:
+    """Begins the next generation of the job's driver for ``holder``, under the run's epoch; every later write of an
+    earlier one fails. Generations count over the whole run. Raises Fenced when the epoch is over."""
+    return _begin(etcd, keys, keys.driver(), epoch, holder)
+
+
 def begin_term(etcd: EtcdClient, keys: Keys, epoch: int, holder: str) -> int:
     """Begins the next term of the actor for ``holder``, under the run's epoch; every later write of an earlier one
     fails. Terms count over the whole run. Raises Fenced when the epoch is over."""
-    key = keys.actor_term()
+    return _begin(etcd, keys, keys.actor_term(), epoch, holder)
+
+
+def _begin(etcd: EtcdClient, keys: Keys, key: str, epoch: int, holder: str) -> int:
+    """Puts the next version of ``key``, which is the fencing number of ``holder``, and returns it."""
     writer = FencedWriter.of_epoch(etcd, keys, epoch)
-    term = current_term(etcd, keys)
+    found = etcd.get(key)
+    number = found.version if found else 0
     for _ in range(_TRIES):
-        record = Epoch(number=term + 1, holder=holder, started_at=time.time())
-        outcome = writer.txn([Compare.version(key, "==", term)], [Op.put(key, record.encode())], [Op.get(key)])
+        record = Epoch(number=number + 1, holder=holder, started_at=time.time())
+        outcome = writer.txn([Compare.version(key, "==", number)], [Op.put(key, record.encode())], [Op.get(key)])
         if outcome.succeeded:
-            return term + 1
+            return number + 1
         found = outcome.get(key)
-        term = found.version if found else 0
+        number = found.version if found else 0
     raise Conflict(f"{key} was raised concurrently in each of {_TRIES} tries")
 
 

@@ -131,8 +131,12 @@ class Keys(LeaderKeys):
 
     # -- control -----------------------------------------------------------------------------------------------
     def epoch(self) -> str:
-        """Fencing epoch of the run; raised by each driver start and global restart."""
+        """Fencing epoch of the run; raised by each global restart, and by a driver that finds nothing to take over."""
         return f"{self.root}epoch"
+
+    def driver(self) -> str:
+        """Fencing generation of the driver; raised by each driver that takes the job over."""
+        return f"{self.root}driver"
 
     def actor_term(self) -> str:
         """Fencing term of the actor; raised by each replica that takes the job over."""

@@ -314,7 +314,7 @@ class Operation(Record):
     """Ids sort by start time."""
     kind: OperationKind
     target: str
-    """What it changes: pools/NAME, engines/ID, roles/NAME, trainer or job."""
+    """What it changes: pools/NAME, engines/ID, roles/NAME, a trainer group, driver or job."""
     params: dict[str, Any] = {}
     state: OperationState = OperationState.RUNNING
     phase: str = "accepted"
@@ -339,11 +339,12 @@ class Operation(Record):
 
 
 class RestartRequest(Record):
-    """A request to restart a part of the compute plane. The process that runs the part carries it out and then sets
-    ``observed_generation``, so that each request is carried out once, whichever process dies in between."""
+    """A request to restart a part of the compute plane, or its driver. The process that runs the part carries it out
+    and then sets ``observed_generation``, so that each request is carried out once, whichever process dies in between.
+    """
 
     target: str
-    """engines/ID, roles/NAME, trainer or job."""
+    """engines/ID, roles/NAME, a trainer group, driver or job."""
     generation: int
     """Number of the newest request; each one is one higher, and none is ever used again."""
     observed_generation: int = 0
@@ -356,7 +357,8 @@ class RestartRequest(Record):
 
     def has_newer_driver(self, epoch: int) -> bool:
         """Whether a driver has started since a restart of the job was requested, when ``epoch`` is that of the run now.
-        The request itself ended one epoch and began the next; a driver begins one of its own."""
+        The request itself ended one epoch and began the next, in which nothing runs that a driver could take over; so
+        the driver begins one of its own."""
         return epoch > self.epoch + 1
 
     @property

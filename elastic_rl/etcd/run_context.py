@@ -29,6 +29,9 @@ class RunContext(BaseModel):
     job: str
     epoch: int
     """Fencing epoch of the run; a write of a lower epoch is refused."""
+    generation: int = 0
+    """Fencing generation of the driver that uses the context; its parts write under the epoch alone. 0: of no driver.
+    """
     model_dir: str
     """Folder of the HF model with the initial weights, the architecture and the tokenizer."""
     router_urls: dict[str, str] = {}

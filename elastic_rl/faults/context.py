@@ -19,6 +19,9 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.host import processes
+from elastic_rl.host.compute_services import compute_services, router_service
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
@@ -58,6 +61,11 @@ class FaultContext:
         found = self.etcd.get(self.keys.pool_status(name))
         return PoolStatus.decode(found.value) if found else None
 
+    def router_pid(self, pool: str = ROLLOUT_POOL) -> int:
+        """Process id of the router of a pool; 0 when none runs."""
+        record = compute_services(JobPaths.of(self.cfg)).get(router_service(pool))
+        return record.pid if record is not None and record.running else 0
+
     def step(self) -> int:
         """RL steps that the job has done; 0 before the RL phase."""
         status = self.status()
@@ -81,8 +89,20 @@ class FaultContext:
         return any(e.kind == kind.name and e.at >= since and subject in (e.subject, "")
                    for e in events.recent(self.etcd, self.keys, limit=200))
 
+    def processes(self) -> list[psutil.Process]:
+        """The processes of the compute plane, whichever driver has started them."""
+        return processes.marked(str(JobPaths.of(self.cfg).private))
+
     def status(self) -> JobStatus | None:
         return readable_one(self.etcd.get(self.keys.job_status()), JobStatus)
+
+
+def command(process: psutil.Process) -> str:
+    """The command line of a process; "" of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def kill(pid: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from itertools import pairwise
 
 import psutil
 
@@ -14,7 +13,7 @@ from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
-from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
@@ -77,7 +76,7 @@ class EngineKilled(_Killed):
 
 
 class RoleKilled(_Killed):
-    """The death of the only replica of a role."""
+    """The death of the only member of a role: of a role's only replica, or of the driver."""
 
     def __init__(self, context: FaultContext, role: str) -> None:
         super().__init__(context)
@@ -89,7 +88,7 @@ class RoleKilled(_Killed):
             found = self.context.members(self.role)
             return found if len(found) == 1 else []
 
-        [self.victim] = wait_until(only_one, timeout_s=INJECT_TIMEOUT_S, what=f"one replica of the role {self.role}")
+        [self.victim] = wait_until(only_one, timeout_s=INJECT_TIMEOUT_S, what=f"one member of the role {self.role}")
         return self.victim.id, kill(self.victim.pid)
 
     def detected(self) -> bool:
@@ -109,28 +108,16 @@ class PoolRouterKilled(_Killed):
         self.name = "router_killed" if pool == ROLLOUT_POOL else f"{pool}_router_killed"
 
     def inject(self) -> tuple[str, str]:
-        self.victim = wait_until(self._pid, timeout_s=INJECT_TIMEOUT_S, what=f"the router of the pool {self.pool}")
+        self.victim = wait_until(lambda: self.context.router_pid(self.pool), timeout_s=INJECT_TIMEOUT_S,
+                                 what=f"the router of the pool {self.pool}")
         self.at = time.time()
         return f"router of {self.pool}", kill(self.victim)
-
-    def _pid(self) -> int:
-        """0: there is none now. Routers are children of the driver, and keep their ports."""
-        if (pool := self.context.pool(self.pool)) is None or not pool.router_url:
-            return 0
-        wanted = ["--port", pool.router_url.rpartition(":")[2]]
-        for driver in self.context.members("driver"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in psutil.Process(driver.pid).children(recursive=True):
-                    words = _command(process).split()
-                    if any("launch_router" in word for word in words) and wanted in map(list, pairwise(words)):
-                        return process.pid
-        return 0
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.ROUTER_RESTARTED, self.at, f"routers/{self.pool}")
 
     def is_back(self) -> bool:
-        return self._pid() not in (0, self.victim)
+        return self.context.router_pid(self.pool) not in (0, self.victim)
 
 
 class RayProcessKilled(_Killed):
@@ -147,12 +134,11 @@ class RayProcessKilled(_Killed):
         return self.program, kill(self.victim)
 
     def _pid(self) -> int:
-        """0: there is none now. Ray's processes are children of the driver."""
-        for driver in self.context.members("driver"):
+        """0: there is none now."""
+        for process in self.context.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                for process in psutil.Process(driver.pid).children(recursive=True):
-                    if process.name() == self.program and runs(process):
-                        return process.pid
+                if process.name() == self.program and runs(process):
+                    return process.pid
         return 0
 
     def detected(self) -> bool:
@@ -178,28 +164,14 @@ class QueueActorKilled(_Killed):
         return f"queue actor {self.actor}", kill(victim)
 
     def _pids(self) -> set[int]:
-        """Pids of the actors of this class. Ray's processes are children of the driver, and have the names of the
-        classes."""
-        found: set[int] = set()
-        for driver in self.context.members("driver"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found |= {p.pid for p in psutil.Process(driver.pid).children(recursive=True)
-                          if f"ray::{self.actor}" in _command(p)}
-        return found
+        """Pids of the actors of this class, whose name Ray gives to their processes."""
+        return {process.pid for process in self.context.processes() if f"ray::{self.actor}" in command(process)}
 
     def detected(self) -> bool:
         return self.context.has_event(event_kinds.QUEUE_REPLACED, self.at)
 
     def is_back(self) -> bool:
         return bool(now := self._pids()) and not now & self.before
-
-
-def _command(process: psutil.Process) -> str:
-    """"" of one that has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 class TrainerRankKilled(_Killed):

@@ -53,21 +53,6 @@ class _Outage:
         """Pid of a service of the local cluster."""
         return next(r.pid for r in ServiceFiles(ClusterPaths.of(self.context.cfg).services).running() if r.name == name)
 
-    def _driver(self) -> psutil.Process:
-        return psutil.Process(wait_until(lambda: self.context.members("driver"), timeout_s=INJECT_TIMEOUT_S,
-                                         what="the driver")[0].pid)
-
-    def _started_by_driver(self, what: str, is_it: Callable[[psutil.Process], bool]) -> psutil.Process:
-        """A process that the driver, or one of its children, has started. ``what``: its name for people."""
-        def find() -> psutil.Process | None:
-            for process in self._driver().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                    if is_it(process):
-                        return process
-            return None
-
-        return wait_until(find, timeout_s=INJECT_TIMEOUT_S, what=what)
-
 
 class EtcdStopped(_Outage):
     """SIGSTOP of etcd for a while: connections stay, and nothing answers."""
@@ -118,19 +103,9 @@ class RouterKilled(_Outage):
     name = "router_killed"
 
     def inject(self) -> tuple[str, str]:
+        router = wait_until(self.context.router_pid, timeout_s=INJECT_TIMEOUT_S, what="the router")
         self._begins()
-        router = self._started_by_driver("the router", lambda p: "router" in f"{p.name()} {' '.join(p.cmdline())}")
-        return "router", kill(router.pid)
-
-
-class DriverKilled(_Outage):
-    """kill -9 of the driver, with which the whole compute plane ends."""
-
-    name = "driver_killed"
-
-    def inject(self) -> tuple[str, str]:
-        self._begins()
-        return "driver", kill(self._driver().pid)
+        return "router", kill(router)
 
 
 class ActorKilled(_Outage):

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from elastic_rl.net.addresses import LOOPBACK
 
+_RAY_LOOPBACK = "127.0.0.2"
+
+
+def ray_address(own: str) -> str:
+    """The address of Ray on a host that others reach at ``own``. ``ray start`` replaces 127.0.0.1 by the machine's
+    address, and keeps other addresses of loopback."""
+    return _RAY_LOOPBACK if own == LOOPBACK else own
+
 
 def own_address() -> str:
     """The address under which others reach the servers of this host that have no setting for it: etcd, Ray, routers,

@@ -18,6 +18,7 @@ from pathlib import Path
 from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import processes
+from elastic_rl.host.compute_services import compute_services
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.files import os_error_text, private_folder
 
@@ -94,6 +95,7 @@ def _own_mode(path: Path) -> int:
 def sweep(job: JobPaths) -> list[int]:
     """Ends every process of the job's compute plane and removes its files; returns the pids that it ended."""
     ended = processes.sweep(str(job.private.resolve()))
+    compute_services(job).clear()
     remove_files(job.file_tag())
     if _own_mode(job.temp):
         shutil.rmtree(job.temp, ignore_errors=True)

@@ -71,8 +71,8 @@ log = logging.getLogger(__name__)
 
 OWNER_ENV = "ELASTIC_RL_CLUSTER"
 """Environment variable with the cluster's folder, in every service of a cluster; ``down`` finds services without a
-record by it. The compute plane has ``processes.RUN_MARK`` instead: each new run kills what has that, and must not kill
-the durable plane."""
+record by it. The compute plane has ``processes.RUN_MARK`` instead: what ends a run kills what has that, and must not
+kill the durable plane."""
 _ETCD_BUDGET_S = 2.0
 """Seconds in which an etcd that someone else runs must answer."""
 _START_TIMEOUT_S = 120.0
@@ -679,7 +679,7 @@ class Cluster:
         the cluster's lock."""
         record = self.services.get(self.run.name)
         if record is None or not record.running:
-            return False
+            return not locked and self._sweep_compute()  # it was killed, and what it had started waits for the next one
         self._say(f"stopping the run of job {self.cfg.job}")
         # By its pid where its file names it: a later run, which another command may start now, is none of ours. One
         # that is just being started, or runs elsewhere, sees that its submission is gone.
@@ -698,8 +698,17 @@ class Cluster:
             with contextlib.nullcontext() if locked else self._locked(_DOWN_LOCK_TIMEOUT_S):
                 # Not its descendants: the host agent may be one of them, if the run has started it again.
                 processes.stop(process.pid, grace_s=0.0, descendants=False)
-                leftovers.sweep(self._job)
+        if not locked:  # it may have been killed before it had ended its compute plane
+            self._sweep_compute()
         return True
+
+    def _sweep_compute(self) -> bool:
+        """Ends what is left of the job's compute plane, unless another command has started a run since; returns whether
+        there was something."""
+        if not self.paths.services_lock.exists():
+            return False
+        with self._locked(_DOWN_LOCK_TIMEOUT_S):
+            return not self.services.runs(self.run.name) and bool(leftovers.sweep(self._job))
 
     # -- the host agent -------------------------------------------------------------------------------------------
     def _start_agent(self, name: str) -> None:

@@ -230,6 +230,12 @@ class JobPaths:
         return self.private / "run_status.json"
 
     @property
+    def compute_services(self) -> Path:
+        """Folder of the files (``ServiceFiles``) of the services of the compute plane, which the run starts and ends:
+        the host agent restarts none of them."""
+        return self.private / "compute"
+
+    @property
     def train_lock(self) -> Path:
         """Lock of the process that trains the job (``Cluster.training``)."""
         return self.private / "train.lock"

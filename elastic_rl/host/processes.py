@@ -127,7 +127,7 @@ def marked_outside(families: Iterable[int], value: str, variable: str = RUN_MARK
 
 
 def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list[int]:
-    """Kills the processes that a run left behind: Ray's agents outlive a driver that was killed. Returns their pids."""
+    """Kills the processes that a run, or one of its services, left behind. Returns their pids."""
     victims = marked(value, variable)
     kill(victims, grace_s=grace_s)
     return [p.pid for p in victims]

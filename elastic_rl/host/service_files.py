@@ -132,6 +132,11 @@ class ServiceFiles:
         record = self.get(name)
         return record is not None and record.running
 
+    def is_run_by(self, name: str, pid: int) -> bool:
+        """Whether a process is that of a service. Unlike ``get`` this never looks at other processes, also where the
+        file does not name it."""
+        return file_lock.holds(pid, self._path(name))
+
     def forget(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
 

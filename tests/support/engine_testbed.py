@@ -36,6 +36,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import raise_epoch
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.job_secrets import engine_key, engine_key_file
 from elastic_rl.host.leftovers import SHM, TAG_ENV, sweep
 from elastic_rl.host.paths import JobPaths
@@ -62,7 +63,9 @@ class EngineTestbed:
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         make_secret(config)
         self.key = engine_key(config)
-        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log", key_file=partial(engine_key_file, config),
+        self.router = RouterProcess(compute_services(JobPaths.of(config)), router_service(ROLLOUT_POOL),
+                                    epoch=0, host="127.0.0.1", log=tmp / "router.log",
+                                    key_file=partial(engine_key_file, config),
                                     request_timeout_s=config.engine.request_timeout_s)
         self.router.start()
         model_dir = make_model_dir(tmp / "model", config)

@@ -15,7 +15,7 @@ class StandInActor:
     made: list[StandInActor] = []
     has_room = True
 
-    def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int) -> None:
+    def __init__(self, name: str, cpus: float) -> None:
         self.name, self.bundle = name, {"CPU": cpus}
         self.placed_at = float("inf")  # it is never late
         self.stopping = self.is_over = self.is_removed = self.grace_is_over = False
@@ -49,6 +49,20 @@ class StandInActor:
         self.is_removed = True
 
 
+class StandInPlacer:
+    """Stands in for a ``Placer``; what was placed is ``StandInActor.made``."""
+
+    @classmethod
+    def of(cls, *args: object) -> StandInPlacer:
+        return cls()
+
+    def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int) -> StandInActor:
+        return StandInActor(name, cpus)
+
+    def adopt(self, kind: str) -> list[StandInActor]:
+        return []
+
+
 def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Has these modules of the driver place a ``StandInActor`` for each actor."""
     def ended(actors: Iterable[StandInActor]) -> list[StandInActor]:
@@ -56,5 +70,5 @@ def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> N
 
     monkeypatch.setattr(StandInActor, "made", [])
     for module in modules:
-        monkeypatch.setattr(module, "PlacedActor", StandInActor)
+        monkeypatch.setattr(module, "Placer", StandInPlacer)
         monkeypatch.setattr(module, "ended", ended)

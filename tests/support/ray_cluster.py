@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import psutil
 import ray
 
-from elastic_rl.driver.ray_start import end_ray
+from elastic_rl.host import processes
 from elastic_rl.runtime.process import RAY_PRIORITY
 
 _TRIES = 5
+_PACKAGE = str(Path(ray.__file__).parent)
+"""Ray's own processes are programs and scripts of its package."""
 
 
 def start_ray(cpus: int, gpus: int = 0) -> None:
@@ -26,3 +30,17 @@ def start_ray(cpus: int, gpus: int = 0) -> None:
             end_ray()
             if not left or type(e) is not Exception:  # Ray raises this very class for it
                 raise
+
+
+def end_ray() -> None:
+    """Ends Ray and every process of it that this process has started. ``ray.shutdown`` ends nothing of a start that
+    timed out."""
+    ray.shutdown()
+    processes.kill(child for child in psutil.Process().children(recursive=True) if _is_of_ray(child))
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    try:
+        return any(_PACKAGE in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False

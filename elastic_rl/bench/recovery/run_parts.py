@@ -25,7 +25,7 @@ from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import EngineKilled, RayProcessKilled, Restarted, RoleKilled, TrainerRankKilled
-from elastic_rl.faults.outages import DriverKilled, RouterKilled
+from elastic_rl.faults.outages import RouterKilled
 from elastic_rl.host import inherited_model
 from elastic_rl.host.job_secrets import engine_key
 from elastic_rl.host.paths import JobPaths
@@ -75,7 +75,7 @@ KINDS: Mapping[str, Kind] = {
                       f"kill -9 of the replica of a role, in turn of {', '.join(_ROLES)}", 60.0, stages=(_BACK,)),
     "engine-kill": Kind(lambda c, _: EngineKilled(c), "kill -9 of an engine", trials.SPARE_S, end=_ENGINES,
                         stages=(_STARTS, _FETCHES), beyond_start=True),
-    "driver-kill": Kind(lambda c, _: DriverKilled(c), "kill -9 of the driver", 10.0),
+    "driver-kill": Kind(lambda c, _: RoleKilled(c, "driver"), "kill -9 of the driver", 10.0, stages=(_BACK,)),
     "ray-head-kill": Kind(lambda c, _: RayProcessKilled(c, "gcs_server"), "kill -9 of Ray's head", 60.0,
                           stages=(_BACK, *_REBUILT)),
     "raylet-kill": Kind(lambda c, _: RayProcessKilled(c, "raylet"), "kill -9 of the raylet", 60.0,

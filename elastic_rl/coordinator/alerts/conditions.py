@@ -88,10 +88,11 @@ def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
 
 
 def _compute(snapshot: ClusterSnapshot) -> Iterator[Condition]:
-    """What the driver of the run reports of its parts. It retries without end, so only a person may end the cause."""
-    for driver in snapshot.members:
-        if driver.role != registry.DRIVER or driver.epoch != snapshot.epoch or snapshot.run_over:
-            continue
+    """What the driver of the run reports of its parts. It retries without end, so only a person may end the cause. The
+    entry of a driver that was taken over may still be there; the newest one counts."""
+    drivers = [m for m in snapshot.members if m.role == registry.DRIVER and m.epoch == snapshot.epoch]
+    drivers.sort(key=lambda m: snapshot.created(snapshot.keys.member(m.role, m.id)))
+    for driver in [] if snapshot.run_over else drivers[-1:]:
         for part, why in _texts(driver.info.get("faults")):
             yield Condition("compute.failing", part, f"the driver cannot keep {part} running: {why}",
                             hold_s=_FAILING_HOLD_S, cause=driver.host)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
+from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.coordinator.targets import JOB
+from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Event, Severity
 
@@ -52,13 +53,15 @@ def resolved_key(event: Event, job: str) -> str | None:
 
 def fault_of(kind: str, subject: str) -> str:
     """Key of the fault that an alert is a sign of, so that several signs of one fault are one alert: a member that
-    hangs, is killed for it and dies; a driver's death and the global restart after it; a durable store that fails and
-    so falls behind."""
+    hangs, is killed for it and dies; a driver's death and the global restart that may follow; a durable store that
+    fails and so falls behind."""
     part, _, what = kind.partition(".")
     match kind:
         case "restart.requested":
+            if subject in (DRIVER, JOB):
+                return _RUN
             group, _, name = subject.partition("/")
-            return _RUN if subject == "job" else {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
+            return {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
         case "run.global_restart" | "run.restarted":
             return _RUN
         case "run.waiting" if subject in _WAITS_FOR:
@@ -137,10 +140,15 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
             e = snapshot.engines.get(alert.subject)
             stale = e is not None and e.state is EngineState.READY and e.updated_at < alert.last_at
             return snapshot.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
-        case "driver.dead" | "driver.hung" | "run.global_restart":
-            epoch, status = (snapshot.revision(key) for key in (snapshot.keys.epoch(), snapshot.keys.job_status()))
-            return snapshot.run_over or (alert.revision < epoch < status
-                                      and snapshot.status is not None and snapshot.status.phase in WORKING_PHASES)
+        case "driver.dead" | "driver.hung":
+            # The one that the report is about has its entry until the registry has its successor.
+            drivers = [s for s in snapshot.registry.values() if s.role == registry.DRIVER]
+            newer = bool(drivers) and all(s.registered_revision > alert.revision for s in drivers)
+            took_over = snapshot.revision(snapshot.keys.epoch()) < alert.revision
+            return snapshot.run_over or (newer and (took_over or _makes_progress(snapshot)))
+        case "run.global_restart":
+            return snapshot.run_over or (alert.revision < snapshot.revision(snapshot.keys.epoch())
+                                         and _makes_progress(snapshot))
         case "engine.cannot_fetch" | "engine.lagging":
             return snapshot.run_over or alert.subject not in snapshot.engines
         case "dcs.durable_failed" | "durable.behind":
@@ -153,3 +161,9 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
             return snapshot.status is None or snapshot.status.phase != "failed"
         case _:
             return now - alert.last_at >= QUIET_S
+
+
+def _makes_progress(snapshot: ClusterSnapshot) -> bool:
+    """Whether the training loop has written the job's status in the epoch of the run."""
+    written, begun = (snapshot.revision(key) for key in (snapshot.keys.job_status(), snapshot.keys.epoch()))
+    return written > begun and snapshot.status is not None and snapshot.status.phase in WORKING_PHASES

@@ -37,7 +37,7 @@ class NewExternalEngine(Body):
 
 class NewRestart(Body):
     target: StrictStr = Field(min_length=1, max_length=200, examples=["trainer"])
-    """``engines/ID``, ``roles/NAME``, ``trainer``, ``critic``, ``actor_fwd``, ``reference`` or ``job``."""
+    """``engines/ID``, ``roles/NAME``, ``trainer``, ``critic``, ``actor_fwd``, ``reference``, ``driver`` or ``job``."""
     reason: StrictStr = Field(default="", max_length=500)
     """Why, for the events."""
 

@@ -77,7 +77,7 @@ export class Actions {
     for (const other of ["coordinator", "dcs", "engine", ...TRAINER_GROUPS, "driver"]) roles.delete(other);
     return el("select", {}, el("option", { value: "trainer", text: "the trainer" }),
       ...[...roles].sort().map((role) => el("option", { value: `roles/${role}`, text: `role ${role}` })),
-      el("option", { value: "job", text: "the whole compute plane" }));
+      el("option", { value: "driver", text: "the driver" }), el("option", { value: "job", text: "the whole compute plane" }));
   }
 
   cancel(operation) {
@@ -102,6 +102,7 @@ export class Actions {
 
 function effectOf(target) {
   if (target === "job") return "Every engine, role and trainer process is restarted under a new epoch; the run resumes from the last committed state. This takes minutes.";
+  if (target === "driver") return "The next driver takes over everything that runs.";
   if (target === "actor_fwd" || target === "reference") return `The ${target} group re-forms and loads the policy again; the run waits for it, and nothing goes back.`;
   if (TRAINER_GROUPS.has(target)) return `The ${target} group re-forms from its last committed state; engines continue within the staleness bound.`;
   if (target.startsWith("roles/")) return "The role is restarted in place; its work is assigned again.";

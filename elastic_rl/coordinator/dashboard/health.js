@@ -102,6 +102,7 @@ export function describe(o) {
   if (o.kind === "drain") return `Drain ${name}`;
   if (o.kind === "register") return `Register engine ${name}`;
   if (o.target === "job") return "Restart the whole compute plane";
+  if (o.target === "driver") return "Restart the driver";
   if (TRAINER_GROUPS.has(o.target)) return `Restart the group ${o.target}`;
   return `Restart ${o.target.startsWith("roles/") ? "role " : "engine "}${name}`;
 }

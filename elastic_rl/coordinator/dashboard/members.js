@@ -6,7 +6,9 @@ import { plural } from "./format.js";
 import { TRAINER_GROUPS } from "./groups.js";
 import { Listing } from "./listing.js";
 
-const isRestartable = (role) => !["coordinator", "dcs", "engine", "driver"].includes(role);
+const isRestartable = (role) => !["coordinator", "dcs", "engine"].includes(role);
+/** Whether the target of a restart is the role itself. */
+const isTarget = (role) => role === "driver" || TRAINER_GROUPS.has(role);
 
 export class Members {
   constructor(section, actions) {
@@ -26,8 +28,8 @@ export class Members {
         plain("Host", (m) => m.host, "minor"),
         plain("Pid", (m) => m.pid, "num minor"),
         buttons([{ label: () => "Restart…", enabled: (m) => isRestartable(m.role),
-          name: (m) => `Restart ${TRAINER_GROUPS.has(m.role) ? `the ${m.role}` : `role ${m.role}`}`,
-          run: (m) => actions.restart(TRAINER_GROUPS.has(m.role) ? m.role : `roles/${m.role}`) }]),
+          name: (m) => `Restart ${isTarget(m.role) ? `the ${m.role}` : `role ${m.role}`}`,
+          run: (m) => actions.restart(isTarget(m.role) ? m.role : `roles/${m.role}`) }]),
       ] });
   }
 

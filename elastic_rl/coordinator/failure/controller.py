@@ -43,7 +43,10 @@ class FailureController:
         self._counted: deque[str] = deque(maxlen=_MAX_COUNTED)
 
     def record_fault(self, member: LastSeen, change: Transition, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
-        """Adds a fault to the log of its target, where the policy counts it or acts on it."""
+        """Adds a fault to the log of its target, where the policy counts it or acts on it. The death of a member that
+        hung adds none: its hang was recorded, and it was ended for that."""
+        if change is Transition.DIED and member.hung_at:
+            return
         fault = _FAULTS[change]
         rule = policy.rule_for(member.role, fault)
         if rule.action is RecoveryAction.NONE and not rule.counts:
@@ -119,12 +122,9 @@ class FailureController:
                 log.warning("%s not restarted: %s", target, e)
 
     def _global_restart(self, known: FaultLog, snapshot: ClusterSnapshot) -> None:
-        cleared, writes = policy.cleared(known), WriteSet()
-        of_job = cleared
-        if known.target != JOB:
-            of_job = snapshot.faults.get(JOB, FaultLog(target=JOB))
-            writes.merge(self._update(snapshot, cleared))
-        after = policy.record_restart(of_job, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg)
+        writes = self._update(snapshot, policy.cleared(known))
+        after = policy.record_restart(snapshot.faults.get(JOB, FaultLog(target=JOB)), snapshot.leader_time,
+                                      policy.progress_of(snapshot.status), self._cfg)
         writes.merge(self._update(snapshot, after))
         if after.pending is RecoveryAction.STOP:  # one more restart would not help either
             self._guarded(writes.compares, writes.ops)

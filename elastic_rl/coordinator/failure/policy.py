@@ -4,7 +4,8 @@ Most faults are recovered by the part next to them: the driver replaces engines,
 group, Ray Serve replaces role replicas, the run's process the driver. The leader restarts what hangs, and counts. When
 one part has more faults than its budget within the window, or its restart is not carried out, recovery in place does
 not help, and the whole compute plane is restarted. Several global restarts without a step of progress in between are a
-crash loop: the run stops, everything is kept, and an alert fires.
+crash loop: the run stops, everything is kept, and an alert fires. The run's process has a rule for the drivers that it
+starts (``after_driver_ended``), since the leader does not see one that ends before it has registered.
 
 Times are seconds of the leader clock (``leader_clock``), so that budgets and backoffs hold over a change of leaders
 whose wall clocks differ.
@@ -19,7 +20,7 @@ from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.config.groups import TRAINER_GROUPS, TrainerGroupSpec
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
-from elastic_rl.coordinator.targets import JOB, engine_target, role_target
+from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, role_target
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.runtime.backoff import doubled_s
@@ -67,10 +68,9 @@ POLICY: tuple[FailureRule, ...] = (
                 "Ray Serve starts a new replica, which resumes from committed state", _ALL, counts=True),
     FailureRule(ROLE, Fault.HUNG, RecoveryAction.RESTART, "the driver restarts the role's replicas", _ALL, counts=True),
     FailureRule("driver", Fault.DEAD, RecoveryAction.NONE,
-                "the run's process restarts it, which raises the epoch: a global restart", "the durable plane",
-                counts=True),
-    FailureRule("driver", Fault.HUNG, RecoveryAction.GLOBAL_RESTART,
-                "the epoch is raised and the compute plane rebuilt", "the durable plane"),
+                "the run's process starts the next one, which takes over what runs", _ALL, counts=True),
+    FailureRule("driver", Fault.HUNG, RecoveryAction.RESTART,
+                "the run's process ends it and starts the next one, which takes over what runs", _ALL, counts=True),
     FailureRule("dcs", Fault.DEAD, RecoveryAction.NONE, "its chunks are replicated again; pulls use other nodes", _ALL),
     FailureRule("dcs", Fault.HUNG, RecoveryAction.NONE, "pulls use other nodes", _ALL),
     FailureRule("coordinator", Fault.DEAD, RecoveryAction.NONE, "another replica leads", _ALL),
@@ -95,7 +95,7 @@ def target_of(role: str, member_id: str) -> str:
         case _ if role in TRAINER_GROUPS:
             return role
         case registry.DRIVER:
-            return JOB
+            return DRIVER
         case _:
             return role_target(role)
 
@@ -110,13 +110,11 @@ def progress_of(job: JobStatus | None) -> int:
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,
                  cfg: FailurePolicyConfig) -> FaultLog:
     """The log after a fault. Faults of one target that come together (ranks of a group) count once."""
-    seen = [o for o in log.occurrences if log.target == JOB or now - o.at < cfg.fault_window_s]
+    seen = [o for o in log.occurrences if now - o.at < cfg.fault_window_s]
     together = bool(seen) and now - seen[-1].at < cfg.fault_merge_s
     if rule.counts and not together:
-        seen = [*seen, FaultOccurrence(at=now, progress=progress)][-max(cfg.max_faults + 1, cfg.max_global_restarts):]
+        seen = [*seen, FaultOccurrence(at=now, progress=progress)][-(cfg.max_faults + 1):]
     log = log.replace(occurrences=seen)
-    if log.target == JOB:
-        return _request(log, RecoveryAction.STOP if is_crash_loop(seen, cfg) else rule.action, reason, now, cfg)
     if rule.counts and len(seen) > cfg.max_faults:
         reason = f"{len(seen)} faults of {log.target} within {cfg.fault_window_s:.0f} s; the last: {reason}"
         return _request(log, RecoveryAction.GLOBAL_RESTART, reason, now, cfg)
@@ -136,12 +134,24 @@ def is_crash_loop(occurrences: list[FaultOccurrence], cfg: FailurePolicyConfig) 
     return len(last) >= cfg.max_global_restarts and max(o.progress for o in last) <= last[0].progress
 
 
+def after_driver_ended(ends: list[FaultOccurrence], cfg: FailurePolicyConfig) -> RecoveryAction:
+    """What the run's process does after a driver has ended by itself. ``ends``: those in a row without progress.
+
+    NONE: the next driver takes over what runs. That does not help where what runs is what ends the drivers, so the last
+    one before a crash loop ends the run rebuilds the compute plane.
+    """
+    if is_crash_loop(ends, cfg):
+        return RecoveryAction.STOP
+    last_but_one = max(2, cfg.max_global_restarts - 1)  # never the first: the next driver is to have its chance
+    return RecoveryAction.GLOBAL_RESTART if len(ends) == last_but_one else RecoveryAction.NONE
+
+
 def restart_failed(log: FaultLog, error: str, now: float, cfg: FailurePolicyConfig, *, carried_out: bool) -> FaultLog:
     """The log after a restart that the policy began failed. ``carried_out``: whether the part was stopped for it.
 
-    Where it was, the driver keeps trying to bring it back. Where it was not, the driver does not act: then the whole
-    compute plane is restarted. A restart of the job is not repeated: its request stays open until it is carried out,
-    and what runs then recovers by its own rules.
+    Where it was, the driver keeps trying to bring it back, and the run's process the driver. Where it was not, they do
+    not act: then the whole compute plane is restarted. A restart of the job is not repeated: its request stays open
+    until it is carried out, and what runs then recovers by its own rules.
     """
     log = log.replace(operation="")
     if carried_out or log.target == JOB:

@@ -159,13 +159,14 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
 
 def _seen(now: float, m: LiveMember) -> LastSeen:
     return LastSeen(role=m.role, id=m.id, incarnation=m.incarnation, epoch=m.epoch, pid=m.pid, host=m.host,
-                    machine=m.machine, first_seen=now)
+                    machine=m.machine, first_seen=now, registered_revision=m.create_revision)
 
 
 def _end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:
     if entry.role in DURABLE:
         return False
-    # The driver of an old epoch is replaced *because* it died: its death counts, unless it was ended on purpose.
+    # The end of a driver may be why the next one has begun a new epoch, so its death counts. A global restart on
+    # request has ended it on purpose.
     over = ended_epoch + 1 if entry.role == DRIVER else epoch
     return run_over or 0 < entry.epoch < over
 
@@ -188,4 +189,6 @@ class _Peers:
             return False
         if entry.role == COORDINATOR:
             return self._count[COORDINATOR] >= coordinators
+        if entry.role == DRIVER:  # one runs at a time, and the next one may have registered before the death was found
+            return self._newest.get(DRIVER, 0) > entry.registered_revision
         return self._newest.get(entry.role, 0) > entry.dead_revision

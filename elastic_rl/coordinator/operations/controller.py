@@ -57,8 +57,7 @@ class OperationController:
 
     def _acknowledge_job_restart(self, snapshot: ClusterSnapshot) -> None:
         """Closes the request to restart the job once a driver has started after it, which is the restart: a supervisor
-        that died before it acknowledged the request must not carry it out again. The request ended one epoch and began
-        the next; a driver begins one of its own."""
+        that died before it acknowledged the request must not carry it out again."""
         request, key = snapshot.restarts.get(JOB), self._keys.restart(JOB)
         if request is not None and request.open and request.has_newer_driver(snapshot.epoch):
             observed = request.observed(request.generation)

@@ -14,9 +14,10 @@ from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
+from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.operations import external_engines, state_machine
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
-from elastic_rl.coordinator.targets import JOB, engine_target, name_of, pool_target
+from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, name_of, pool_target
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
@@ -44,10 +45,12 @@ _ENGINE_GRACE_S = 30.0
 """Time for an engine to end, on top of what its replacement may take to start."""
 _ROLE_RESTART_S = 120.0
 _TRAINER_GRACE_S = 60.0
+_DRIVER_RESTART_S = 120.0
+"""Time for a driver to end and for the next one to import what it needs, to connect, and to make a pass."""
 _EVENT_KINDS = {OperationKind.SCALE: event_kinds.POOL_SCALED, OperationKind.DRAIN: event_kinds.ENGINE_DRAINING,
                 OperationKind.RESTART: event_kinds.RESTART_REQUESTED,
                 OperationKind.REGISTER: event_kinds.ENGINE_REGISTERING}
-_TARGETS = f"engines/ID, roles/NAME, {', '.join(TRAINER_GROUPS)} or job"
+_TARGETS = f"engines/ID, roles/NAME, {', '.join(TRAINER_GROUPS)}, driver or job"
 
 
 Draft = tuple[Operation, WriteSet, Event]
@@ -146,9 +149,9 @@ class OperationService:
     def restart(self, target: str, *, reason: str = "", by: str, dry_run: bool = False,
                 claim: IdempotencyClaim | None = None,
                 also: Callable[[Operation], WriteSet] | None = None) -> Operation:
-        """Restarts ``engines/ID``, ``roles/NAME``, a trainer group by its name, or ``job`` (the whole compute plane).
-        ``also``: what else the operation's transaction holds. Raises problems: 404 for an engine, role or group that is
-        not there; 422 for another target."""
+        """Restarts ``engines/ID``, ``roles/NAME``, a trainer group by its name, ``driver`` (the next one takes over
+        what runs), or ``job`` (the whole compute plane). ``also``: what else the operation's transaction holds. Raises
+        problems: 404 for an engine, role or group that is not there; 422 for another target."""
 
         def draft() -> Draft:
             writes = WriteSet()
@@ -184,6 +187,8 @@ class OperationService:
             return {"before": replicas}, _ROLE_RESTART_S
         if target in groups:
             return {"before": self._incarnations(target)}, groups[target].start_timeout_s + _TRAINER_GRACE_S
+        if target == DRIVER:
+            return {"before": self._incarnations(registry.DRIVER)}, _DRIVER_RESTART_S
         if target == JOB:
             epoch = fencing.current_epoch(self._etcd, self._keys)
             guard, put = fencing.next_epoch(self._keys, epoch, holder="global restart")

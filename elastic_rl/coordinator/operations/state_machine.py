@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from elastic_rl.config.groups import TRAINER_GROUPS
+from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import engine_target, name_of
 from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Member, Operation, OperationKind, OperationState
@@ -147,6 +148,10 @@ def _missing(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str,
             return "" if _started_since(snapshot, role, before) else f"no new replica of {role} yet"
         case group if group in TRAINER_GROUPS:
             return _missing_ranks(snapshot, before, group, group_ranks.get(group, 1))
+        case "driver":
+            # From the end of its first pass on a driver reports which of its parts fail, if any does.
+            works = any("faults" in driver.info for driver in _started_since(snapshot, registry.DRIVER, before))
+            return "" if works else "no new driver has made a pass yet"
         case _:
             if snapshot.epoch <= int(op.params["ended"]) + 1:  # the request itself began one; the new driver's is later
                 return f"the run is still in epoch {snapshot.epoch}"

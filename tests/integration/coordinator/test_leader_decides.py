@@ -13,6 +13,7 @@ from support.tiers import parametrize
 from support.waiting import wait_until
 
 from elastic_rl.config import Config, parse
+from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.failure.statistics import EventCursor
@@ -259,6 +260,40 @@ def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(
 
     assert until(leader, op, over).state is OperationState.SUCCEEDED
     assert not open_requests(etcd, keys)
+
+
+def test_driver_that_hangs_is_restarted_alone_and_its_alert_ends_with_the_next_one(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
+    leader = lead("a")
+    epoch = fencing.raise_epoch(etcd, keys, "driver-1").number
+    hung = plane.member("driver", "driver-1", epoch=epoch)
+    request = wait_until(lambda: open_requests(etcd, keys).get("driver"), what="the restart request")
+    assert request.by == "failure_policy" and "hung" in request.reason
+    op = next(op for kv in etcd.range(keys.operations_prefix())[0] if (op := Operation.decode(kv.value)).by != "ann")
+    alerts: dict[str, str] = {}
+
+    def firing() -> bool:
+        found = [Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix())[0]]
+        about_driver = [a for a in found if a.kind.startswith(("driver.", "run.")) and a.open]
+        alerts.update({a.id: a.key for a in about_driver})
+        return bool(about_driver)
+
+    wait_until(firing, what="the alert")
+    end_heartbeats(hung)
+    etcd.delete(keys.member("driver", "driver-1"))  # it was killed
+    acknowledge(etcd, keys, request)
+    until(leader, op, lambda o: firing() and o.phase == "starting")
+    back = plane.member("driver", "driver-2", epoch=epoch)
+
+    def is_over(now: Operation) -> bool:
+        back.progress(2, "rl", faults={})  # it gives signs of life
+        return now.state.ended and not firing()
+
+    assert until(leader, op, is_over).state is OperationState.SUCCEEDED
+    assert list(alerts.values()) == ["driver.hung/driver-1"] and fencing.current_epoch(etcd, keys) == epoch
+    assert [len(events_of(etcd, keys, kind)) for kind in ("driver.hung", "driver.dead", "driver.recovered")] == [1] * 3
+    log = FaultLog.decode(etcd.get(keys.fault("driver")).value)
+    assert (len(log.occurrences), log.pending) == (1, RecoveryAction.NONE), "it died of its restart"
 
 
 def test_restart_can_be_cancelled_until_it_was_carried_out(lead: Any, etcd: EtcdClient, keys: Keys) -> None:

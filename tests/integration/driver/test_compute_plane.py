@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,26 +16,26 @@ import pytest
 from ray._raylet import AuthenticationTokenLoader
 from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
-from support.stub_actors import FAIL, StubEngine, StubRole, StubTrainer
+from support.plane_driver import stubs
+from support.stub_actors import FAIL
 from support.tiers import full
 from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl import config
 from elastic_rl.driver import __main__ as driver
 from elastic_rl.driver import compute
-from elastic_rl.driver.pool import EnginePool
-from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.errors import EtcdUnavailable
-from elastic_rl.etcd import events
+from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import leftovers, processes
+from elastic_rl.host.compute_services import compute_services
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
-from elastic_rl.roles.base import RoleSpec
 
 
 class Plane:
@@ -61,7 +61,6 @@ class Plane:
             self.code.append(driver.drive(self.ctx, "driver-1", self.stop))
         except BaseException as e:
             self.error = e
-            raise
 
     @contextlib.contextmanager
     def etcd(self) -> Iterator[EtcdClient]:
@@ -93,13 +92,13 @@ class Plane:
 @pytest.fixture
 def plane(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "of another epoch")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # as in this process, which has read it when it imported Ray
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for Ray's workers
-    monkeypatch.setattr(compute, "EnginePool", partial(EnginePool, body=StubEngine))
-    monkeypatch.setattr(compute, "TrainerGroup", partial(TrainerGroup, body=StubTrainer))
-    monkeypatch.setattr(compute, "ROLES", {"stub": RoleSpec(name="stub", cls=StubRole)})
+    for name, stub in stubs().items():
+        monkeypatch.setattr(compute, name, stub)
     made = Plane(tmp_path, keys)
-    monkeypatch.setattr(driver, "ComputePlane", lambda *args: made.planes.append(compute.ComputePlane(*args)) or
-                        made.planes[-1])
+    monkeypatch.setattr(driver, "ComputePlane", lambda *args, **options: made.planes.append(
+        compute.ComputePlane(*args, **options)) or made.planes[-1])
     AuthenticationTokenLoader.instance().reset_cache()  # this process has used, and will use, a Ray with another token
     yield made
     made.stop.set()
@@ -164,6 +163,83 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     plane.thread.join(90)
     assert plane.code == [0] and plane.error is None
     assert not [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]
+
+
+class Drivers:
+    """The drivers of a job, one after the other, each in a process of its own that the test kills."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane, self._job = plane, JobPaths.of(plane.ctx.config)
+        self._context = plane.ctx.save(self._job.context())
+        self.process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    def start(self) -> None:
+        self._starts += 1
+        self.process = processes.spawn(
+            processes.python("support.plane_driver", "--context", str(self._context), "--id", f"d{self._starts}"),
+            log=self._job.log("driver"), env={"RAY_AUTH_MODE": "token", processes.RUN_MARK: str(self._job.private)})
+
+    def kill(self) -> None:
+        assert self.process
+        self.process.kill()
+        self.process.wait()
+
+    def all_run(self) -> dict[str, object]:
+        """What the newest driver has found or made, once it waits for nothing: pids, and the router's address."""
+        driver_id = f"d{self._starts}"
+
+        def running(etcd: EtcdClient) -> dict[str, object]:
+            found = next((m for m in members(etcd, self._plane.keys, "driver") if m.id == driver_id), None)
+            engines = self._plane.engines(etcd)
+            if found is None or found.info.get("faults") != {} or found.info.get("waiting") != {} or len(engines) != 2:
+                return {}
+            services = {r.name: (r.pid, r.url) for r in compute_services(self._job).running()}
+            starts = (self._job.private / "trainers").read_text().split()
+            return {**engines, **services, "trainer": starts[-1]}
+
+        with self._plane.servers.connect() as etcd:
+            return wait_until(lambda: running(etcd), what=f"all that {driver_id} keeps running", poll_s=0.2,
+                              timeout_s=4 * PATIENCE_S, alive=lambda: self.process.poll() is None)
+
+
+@pytest.fixture
+def drivers(plane: Plane) -> Iterator[Drivers]:
+    made = Drivers(plane)
+    yield made
+    made.kill()
+    leftovers.sweep(JobPaths.of(plane.ctx.config))
+
+
+@pytest.mark.timeout(12 * PATIENCE_S)
+def test_driver_after_a_killed_one_takes_over_what_runs_and_after_the_loss_of_ray_begins_an_epoch(
+        plane: Plane, drivers: Drivers) -> None:
+    drivers.start()
+    before = drivers.all_run()
+    assert {"ray", "router-rollout", "trainer"} < before.keys()
+    drivers.kill()
+    drivers.start()
+    assert drivers.all_run() == before
+    with plane.etcd() as etcd:
+        assert fencing.current_epoch(etcd, plane.keys) == 1 and etcd.get(plane.keys.driver()).version == 2
+
+    # Ray is lost: its driver ends by itself, and the next one begins an epoch with another Ray.
+    os.kill(before["ray"][0], signal.SIGKILL)  # type: ignore[index]
+    wait_until(lambda: drivers.process.poll() is not None, what="the end of the driver")
+    drivers.start()
+    after = drivers.all_run()
+    assert not set(after.values()) & set(before.values())
+    with plane.etcd() as etcd:
+        assert fencing.current_epoch(etcd, plane.keys) == 2
+        assert [e.message.split(":")[0] for e in events.recent(etcd, plane.keys) if e.kind == "run.global_restart"] == [
+            "global restart"]
+
+    # The end of the job ends all of it.
+    with plane.etcd() as etcd:
+        etcd.put(plane.keys.job_status(), JobStatus(phase="finished").encode())
+    assert drivers.process.wait(PATIENCE_S) == 0
+    assert not processes.marked(str(JobPaths.of(plane.ctx.config).private)) and not compute_services(
+        JobPaths.of(plane.ctx.config)).all()
 
 
 @full(proved_in="tests/unit/driver/test_driver_plan.py tests/integration/driver/test_parts_on_ray.py",

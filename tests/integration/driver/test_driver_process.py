@@ -34,7 +34,7 @@ class StubPlane:
     faults: dict[str, str] = {}
     waiting: dict[str, str] = {}
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: object, pause: object) -> None:
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: object, pause: object, *, adopts: bool) -> None:
         self._ctx, self._etcd = ctx, etcd
 
     def start(self) -> None:
@@ -48,6 +48,9 @@ class StubPlane:
         if self.bugs:
             type(self).bugs -= 1
             raise KeyError("a bug")
+
+    def leave(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

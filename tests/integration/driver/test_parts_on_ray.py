@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver.external_engines import ExternalEngines
-from elastic_rl.driver.placement import stop_all
+from elastic_rl.driver.placement import Placer, stop_all
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.driver.restart_requests import open_requests
-from elastic_rl.driver.shared_gpus import SharedGpus
+from elastic_rl.driver.shared_gpus import Holder, SharedGpus
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup, TrainerHost
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec, PoolStatus, RestartRequest
@@ -42,7 +44,7 @@ from elastic_rl.net.addresses import LOOPBACK
 
 pytestmark = pytest.mark.usefixtures("on_ray")
 POOL = "rollout"
-CPUS, GPUS, RANKS = 4, 4, 2
+CPUS, GPUS, RANKS = 5, 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,17 @@ class PoolOfTwo:
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient) -> None:
         self.ctx, self.etcd, self.keys = ctx, etcd, ctx.keys
-        self.pool = EnginePool(ctx, etcd, body=StubEngine)
+        self.unrouted: list[str] = []
+        self.next_driver()
+
+    def next_driver(self) -> EnginePool | None:
+        """Begins the pool of the next driver, and returns that of the one before it."""
+        before = getattr(self, "pool", None)
+        self.ctx = self.ctx.model_copy(update={
+            "generation": fencing.begin_driver(self.etcd, self.keys, self.ctx.epoch, "test")})
+        self.pool = EnginePool(self.ctx, self.etcd, body=StubEngine, unroute=self.unrouted.append)
         self.pool.take_over()
+        return before
 
     def scale(self, desired: int) -> None:
         self.etcd.put(self.keys.pool_spec(POOL), PoolSpec(name=POOL, desired=desired).encode())
@@ -86,6 +97,10 @@ class PoolOfTwo:
         self.until(lambda: len(self.ready()) == count and not self.ready().keys() & without and
                    self.status().ready == count, f"{count} ready engines")
         return self.ready()
+
+    def until_ended(self, engine_id: str) -> None:
+        """Waits, without a pass, until Ray knows that the engine's actor has ended."""
+        wait_until(lambda: engine_id not in str(ray.util.list_named_actors()), what="the end of the actor", poll_s=0.1)
 
     def events(self, kind: str) -> int:
         return sum(e.kind == kind for e in events.recent(self.etcd, self.keys))
@@ -192,8 +207,52 @@ def test_stale_driver_starts_and_replaces_nothing(two: PoolOfTwo, etcd: EtcdClie
     assert ray.is_initialized()
 
 
+def test_next_driver_of_the_epoch_adopts_the_engines_and_the_older_one_changes_nothing(two: PoolOfTwo) -> None:
+    before = two.until_ready(2)
+    groups = {group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"}
+    old = two.next_driver()
+    assert two.until_ready(2) == before and two.events("engine.starting") == 2
+    assert groups == {group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"}
+
+    # The older driver runs on for a while: its writes, its kills and its calls of parts are refused.
+    [engine_id, *_] = before
+    slot = old._slots[engine_id]
+    for stale in (lambda: old.reconcile({}), slot.placed.kill,
+                  lambda: old._placer.place("engines/rollout", "one-more", StubEngine, cpus=1.0, gpus=0)):
+        with pytest.raises(Fenced):
+            stale()
+    with pytest.raises(Fenced):
+        ray.get(slot.placed.call("drain"))
+    assert "one-more" not in str(ray.util.list_named_actors())
+    two.until(lambda: True, "one more pass")
+    assert two.ready() == before
+
+    # The newer one drains and replaces them as its own.
+    two.scale(1)
+    left = two.until_ready(1)
+    os.kill(next(iter(left.values())), signal.SIGKILL)
+    two.until_ready(1, without=frozenset(before))
+
+
+def test_engine_that_ends_while_no_driver_runs_is_replaced_by_the_next_one(two: PoolOfTwo) -> None:
+    before = two.until_ready(2)
+    victim, kept = sorted(before)
+    record = Engine.decode(two.etcd.get(two.keys.engine(victim)).value)
+    two.etcd.put(two.keys.engine(victim), record.replace(url="http://a:1").encode())
+    os.kill(before[victim], signal.SIGKILL)
+    two.until_ended(victim)
+    two.next_driver()
+    two.pool._placer.remove_unused_groups()
+    after = two.until_ready(2, without=frozenset({victim}))
+    assert after[kept] == before[kept] and two.unrouted == ["http://a:1"]
+    assert two.events("engine.replaced") == 1
+    rooms = [group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"]
+    assert not [name for name in rooms if victim in name], "its placement group is gone too"
+
+
 def test_nothing_is_left_of_a_pool_that_the_settings_have_no_more(etcd: EtcdClient, keys: Keys) -> None:
     epoch = fencing.raise_epoch(etcd, keys, holder="test").number
+    stale, writer = (FencedWriter.of_driver(etcd, keys, number, 0) for number in (epoch - 1, epoch))
     for name in ("judge", "judge-2"):  # one's engines have ids that begin with the name of the other one
         etcd.put(keys.pool_spec(name), PoolSpec(name=name, desired=2).encode())
         etcd.put(keys.pool_status(name), PoolStatus(name=name, ready=1, starting=0, draining=0).encode())
@@ -201,14 +260,14 @@ def test_nothing_is_left_of_a_pool_that_the_settings_have_no_more(etcd: EtcdClie
                                                    epoch=epoch - 1).encode())
         etcd.put(keys.external_engine(f"http://{name}:1"), ExternalEngine(
             engine=f"{name}-external-1", pool=name, url=f"http://{name}:1", by="me", at=1.0).encode())
-    remove_pools_except(etcd, keys, epoch, {"rollout", "judge-2"})
+    remove_pools_except(etcd, keys, writer, {"rollout", "judge-2"})
     left = [kv.key for prefix in (keys.pools_prefix(), keys.engines_prefix(), keys.external_engines_prefix())
             for kv in etcd.range(prefix)[0]]
     assert sorted(left) == sorted([keys.pool_spec("judge-2"), keys.pool_status("judge-2"), keys.engine("judge-2-a1"),
                                    keys.external_engine("http://judge-2:1")])
     assert [e.subject for e in events.recent(etcd, keys) if e.kind == "pool.removed"] == ["judge"]
     with pytest.raises(Fenced):
-        remove_pools_except(etcd, keys, epoch - 1, {"rollout"})
+        remove_pools_except(etcd, keys, stale, {"rollout"})
     assert etcd.get(keys.pool_spec("judge-2")) is not None
 
 
@@ -229,6 +288,12 @@ class ExternalOnes:
         self.close()
         self.ctx = self.ctx.model_copy(update={"epoch": fencing.raise_epoch(self.etcd, self.keys, "test").number})
         self.driver = self._driver(body)
+
+    def begin_driver(self) -> None:
+        self.ctx = self.ctx.model_copy(update={
+            "generation": fencing.begin_driver(self.etcd, self.keys, self.ctx.epoch, "test")})
+        self.driver = self._driver()
+        assert list(self.driver.take_over(self.records())) == ["x0"]
 
     def register(self, engine: str, url: str) -> None:
         self.etcd.put(self.keys.external_engine(url), ExternalEngine(engine=engine, pool=POOL, url=url).encode())
@@ -271,6 +336,12 @@ def test_external_engine_is_served_by_one_driver_after_the_other_until_it_ends(e
     external.begin_epoch()
     external.until(lambda ready: ready == 1, "the engine of the next driver")
     assert external.records()["x0"].epoch == external.ctx.epoch
+
+    # The next driver of the same epoch adopts its runner.
+    incarnation = external.records()["x0"].incarnation
+    external.begin_driver()
+    external.until(lambda ready: ready == 1, "the engine of the driver that has taken over")
+    assert external.records()["x0"].incarnation == incarnation and external.kinds("x0").count("engine.starting") == 2
 
     # Its runner is killed: the server is unrouted, and the driver does not serve it again.
     record = external.records()["x0"]
@@ -397,6 +468,36 @@ def test_requested_restart_of_a_hung_group_is_carried_out_by_later_passes(make_g
     assert reports(etcd, keys) == []
 
 
+def test_next_driver_adopts_the_agent_and_restarts_one_that_ended_meanwhile(make_group: MakeGroup, etcd: EtcdClient,
+                                                                           keys: Keys) -> None:
+    first = make_group(StubTrainer)
+    until(first, lambda: starts(first), "the group")
+
+    def next_group() -> TrainerGroup:
+        ctx = first.ctx.model_copy(update={
+            "generation": fencing.begin_driver(etcd, keys, first.ctx.epoch, holder="test")})
+        made = TrainerGroup(ctx, etcd, first.context_file, StubTrainer)
+        made._placer.remove_unused_groups()
+        made.take_over()
+        return made
+
+    second = next_group()
+    for _ in range(3):
+        second.reconcile()
+    assert second.state is GroupState.RUNNING and len(starts(first)) == 1
+    for stale in (first._placed.kill, lambda: [first.reconcile() for _ in range(50)]):
+        with pytest.raises(Fenced):
+            stale()
+    second.reconcile()
+    assert second.state is GroupState.RUNNING and len(starts(first)) == 1, "the older driver has ended nothing"
+    second._placed.kill()
+    wait_until(lambda: "trainer-hosts" not in str(ray.util.list_named_actors()), what="the end of the actor")
+    third = next_group()
+    until(third, lambda: len(starts(first)) == 2, "the next agent")
+    third.close()
+    first._placed = None  # which the driver of the first one has no more
+
+
 @full(proved_in="tests/integration/driver/test_trainer_group_passes.py tests/integration/driver/test_parts_on_ray.py",
       why="Ray's room for a trainer group; by default for a pool")
 def test_group_without_room_waits_and_starts_when_there_is_room(make_group: MakeGroup, etcd: EtcdClient, keys: Keys
@@ -431,7 +532,7 @@ class ColocatedPlane:
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
                          epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
         JobPaths.of(cfg).private.mkdir(parents=True)
-        self.shared = SharedGpus(RANKS)
+        self.shared = SharedGpus(RANKS, partial(Holder, Placer.of(ctx, etcd)))
         self.pool = EnginePool(ctx, etcd, body=StubEngine, shared=self.shared)
         self.pool.take_over()
         self.trainer = TrainerGroup(ctx, etcd, folder / "context.json", body=StubTrainer, shared=self.shared)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,8 @@ from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import EngineFailed
 from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.host import processes
+from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 
 EPOCH = 3
 
@@ -56,12 +59,12 @@ class Supervised:
         key, file = "0" * 64, folder / "engine.key"
         file.write_text(key)
         file.chmod(0o600)
-        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log", key_file=lambda: file,
-                                     request_timeout_s=60.0)
+        self.process = RouterProcess(ServiceFiles(folder / "compute"), "router", epoch=EPOCH, host="127.0.0.1",
+                                     log=folder / "router.log", key_file=lambda: file, request_timeout_s=60.0)
         self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key)
-        self.client = RouterClient(self.supervisor.url, key=key)
         self.states: dict[str, EngineState] = {}
         self.supervisor.start()
+        self.client = RouterClient(self.supervisor.url, key=key)
 
     def listed(self) -> set[str]:
         try:
@@ -86,6 +89,79 @@ def router(tmp_path: Path) -> Iterator[Supervised]:
     made = Supervised(tmp_path)
     yield made
     made.supervisor.stop()
+
+
+@pytest.fixture
+def left_router(tmp_path: Path, urls: list[str]) -> Iterator[int]:
+    """Pid of a router with both workers, whose driver was killed."""
+    program = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from {Path(__file__).stem} import EngineState, Supervised
+driver = Supervised(Path({str(tmp_path)!r}))
+driver.states = dict.fromkeys({urls!r}, EngineState.READY)
+driver.until_listed(*driver.states)
+driver.until(lambda: False, "its end")
+"""
+    files = ServiceFiles(tmp_path / "compute")
+    driver = processes.spawn([sys.executable, "-c", program], log=tmp_path / "driver.log")
+    try:
+        def with_both() -> bool:
+            record = files.get("router")
+            with contextlib.suppress(EngineFailed):
+                return record is not None and set(RouterClient(record.url, key="0" * 64).workers()) == set(urls)
+            return False
+
+        wait_until(with_both, what="both workers", alive=lambda: driver.poll() is None)
+        driver.kill()
+        driver.wait()
+        [record] = files.running()
+        yield record.pid
+    finally:
+        driver.kill()
+        driver.wait()
+        processes.sweep(files.mark("router"), SERVICE_FILE_ENV)
+
+
+def test_router_of_a_killed_driver_is_adopted_with_its_workers(
+        left_router: int, tmp_path: Path, urls: list[str]) -> None:
+    router = Supervised(tmp_path)
+    try:
+        assert router.process.pid == left_router
+        router.until_listed(*urls)
+        kept, lost = urls
+        router.states = {kept: EngineState.READY}  # the other one ended while there was no driver
+        router.until_listed(kept)
+        assert router.process.pid == left_router and router.process.alive()
+        assert router.supervisor.fault == "" and router.supervisor.restarts() == []
+
+        url = router.supervisor.url
+        os.kill(left_router, signal.SIGKILL)
+        router.until(lambda: router.process.pid != left_router and router.listed() == {kept}, "the next router")
+        assert router.supervisor.url == url and router.supervisor.restarts() == ["it ended"]
+    finally:
+        router.supervisor.stop()
+    assert ServiceFiles(tmp_path / "compute").all() == []
+
+
+def test_engine_that_an_adopted_router_lacks_is_added_after_a_second_look(
+        left_router: int, tmp_path: Path, urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have removed itself since its record was read. A router that was just launched has lost nobody."""
+    added: list[str] = []
+    monkeypatch.setattr(RouterClient, "request_add", lambda self, url: added.append(url))
+    router = Supervised(tmp_path)
+    try:
+        def observe_and_compare() -> None:
+            router.supervisor.observe([Engine(id="e", pool="rollout", state=EngineState.READY, epoch=EPOCH, url="u")])
+            wait_until(lambda: router.supervisor._compared == router.supervisor._observed, what="a comparison")
+
+        observe_and_compare()
+        assert router.process.pid == left_router and added == []
+        observe_and_compare()
+        wait_until(lambda: added == ["u"], what="the engine")
+    finally:
+        router.supervisor.stop()
 
 
 def test_router_that_is_killed_comes_back_at_its_address_with_its_workers(router: Supervised, urls: list[str]) -> None:

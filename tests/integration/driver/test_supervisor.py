@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -15,13 +16,16 @@ from support.tiers import parametrize
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.coordinator.targets import JOB
+from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.supervisor import DriverSupervisor
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest
+from elastic_rl.etcd.membership import members
+from elastic_rl.etcd.records import JobStatus, Member, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
@@ -65,14 +69,16 @@ class SupervisedJob:
         return path.read_text().split() if path.exists() else []
 
     def await_driver(self, number: int) -> int:
-        """The epoch of the driver of this number, once it has begun it."""
-        def begun() -> int:
-            found = self.etcd.get(self.keys.epoch())
-            started = self.starts()
-            holds = found and len(started) >= number and Epoch.decode(found.value).holder == started[number - 1]
-            return found.version if holds else 0
+        """The epoch of the driver of this number, once it has registered."""
+        def registered() -> Member | None:
+            ids = self.starts()[number - 1:number]
+            return next((m for m in members(self.etcd, self.keys, registry.DRIVER) if m.id in ids), None)
 
-        return wait_until(begun, what=f"driver {number}")
+        return wait_until(registered, what=f"driver {number}").epoch
+
+    def ray(self, epoch: int) -> psutil.Process:
+        """What the driver that has begun an epoch has started in it."""
+        return psutil.Process(int((JobPaths.of(self.ctx.config).private / f"ray-{epoch}").read_text()))
 
     def driver(self) -> psutil.Process:
         [process] = [p for p in psutil.process_iter(["cmdline"]) if self.starts()[-1] in (p.info["cmdline"] or [])]
@@ -88,6 +94,9 @@ class SupervisedJob:
 
         self._supervisor._request = noted
         wait_until(lambda: len(reads) >= 2, what="two reads of the requests")
+
+    def request_restart_of_driver(self) -> None:
+        self.etcd.put(self.keys.restart(DRIVER), RestartRequest(target=DRIVER, generation=1).encode())
 
     def request_restart(self) -> None:
         """As the leader does it: the request, and the end of the epoch, in one transaction."""
@@ -109,12 +118,16 @@ class SupervisedJob:
         return self.code
 
     def events(self) -> list[str]:
-        return [e.message for e in events.recent(self.etcd, self.keys) if e.kind == "run.global_restart"]
+        """Kinds of the events, the oldest first."""
+        return [e.kind for e in events.recent(self.etcd, self.keys)]
 
     def close(self) -> None:
         self._stopping = True
         self._thread.join(60)
         self._client.close()
+        for ray in JobPaths.of(self.ctx.config).private.glob("ray-*"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(int(ray.read_text())).kill()
 
 
 @pytest.fixture
@@ -143,6 +156,44 @@ def test_requested_restart_of_the_job_is_carried_out_once(job: SupervisedJob, be
     assert job.events() == [], "the leader has reported this restart"
 
 
+@parametrize("behaviour", ["hangs", "works"],
+             proved_in="tests/integration/driver/test_supervisor.py",
+             why="a driver that would end in order if it was asked to")
+def test_requested_restart_of_the_driver_leaves_all_that_it_has_started_alone(job: SupervisedJob, behaviour: str
+                                                                              ) -> None:
+    job.start(behaviour)
+    epoch = job.await_driver(1)
+    before, ray = job.driver(), job.ray(epoch)
+    job.request_restart_of_driver()
+    assert job.await_driver(2) == epoch, "the second one takes over"
+    assert not before.is_running() and ray.is_running()
+    assert not open_requests(job.etcd, job.keys)
+    assert [m.id for m in members(job.etcd, job.keys, registry.DRIVER)] == job.starts()[1:], "its end is no death"
+    job.await_polls()
+    assert len(job.starts()) == 2 and job.driver().is_running() and job.events() == []
+
+
+def test_driver_that_was_seen_to_hang_keeps_its_entry_until_the_next_one_replaces_it(job: SupervisedJob) -> None:
+    job.start("hangs")
+    job.await_driver(1)
+    entry = job.keys.registry_entry(registry.DRIVER, job.starts()[0])
+    job.etcd.put(entry, LastSeen(role=registry.DRIVER, id=job.starts()[0], incarnation="i", first_seen=1.0,
+                                 hung_at=2.0).encode())
+    job.request_restart_of_driver()
+    job.await_driver(2)
+    assert job.etcd.get(entry) is not None
+
+
+def test_driver_that_was_killed_is_followed_by_one_that_takes_over(job: SupervisedJob) -> None:
+    job.start("works")
+    epoch = job.await_driver(1)
+    ray = job.ray(epoch)
+    job.driver().kill()
+    assert job.await_driver(2) == epoch
+    assert ray.is_running() and job.events() == ["driver.restarted"]
+    assert job.finish() == 0
+
+
 def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: SupervisedJob) -> None:
     """The request came while the driver was starting: it ended the epoch before the one that this driver began."""
     epoch = fencing.raise_epoch(job.etcd, job.keys, holder="an earlier driver").number
@@ -154,8 +205,9 @@ def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: S
     assert len(job.starts()) == 1 and job.finish() == 0
 
 
-def test_request_from_before_the_first_start_is_carried_out_by_it(job: SupervisedJob) -> None:
+def test_requests_from_before_the_first_start_are_carried_out_by_it(job: SupervisedJob) -> None:
     job.request_restart()
+    job.request_restart_of_driver()
     job.start("works")
     job.await_driver(1)
     assert not open_requests(job.etcd, job.keys)
@@ -171,10 +223,11 @@ def test_run_whose_driver_crashes_without_progress_ends_as_a_crash_loop(job: Sup
     job.start(behaviour)
     assert job.end() == 1
     assert len(job.starts()) == job.ctx.config.failure_policy.max_global_restarts == 4
-    assert [m.rpartition(" ")[2] for m in job.events()] == ["1", "2", "3", "4"]
+    assert job.events() == ["driver.restarted", "driver.restarted", "run.global_restart", "run.crash_loop"]
+    # The last one finds nothing that it could take over.
+    assert fencing.current_epoch(job.etcd, job.keys) == {"crashes": 1, "crashes-later": 3}[behaviour]
     status = JobStatus.decode(job.etcd.get(job.keys.job_status()).value)
     assert (status.phase, status.step, status.steps) == ("failed", 7, 20) and "crash loop" in status.message
-    assert [e.kind for e in events.recent(job.etcd, job.keys)][-1] == "run.crash_loop"
 
 
 def test_driver_that_crashes_and_makes_progress_in_between_is_restarted_without_end(job: SupervisedJob) -> None:

@@ -29,9 +29,11 @@ from elastic_rl.engine.runner import FOLDER_VERSION, EngineRunner
 from elastic_rl.engine.scoring import ScoreRequest
 from elastic_rl.errors import EngineFailed, PluginFailed
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.host.compute_services import router_service
 from elastic_rl.host.job_secrets import engine_key_file
 from elastic_rl.host.leftovers import tagged_files
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.rewards.judging import Judgement, JudgeOptions, JudgeRequest
 from elastic_rl.roles.genrm import GenRmRole
 from elastic_rl.roles.teacher import TeacherRole
@@ -45,7 +47,8 @@ class Judges:
     def __init__(self, testbed: EngineTestbed, folder: Path) -> None:
         self.testbed = testbed
         self.model_dir = make_model_dir(folder / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
-        self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log", request_timeout_s=60.0,
+        self.router = RouterProcess(ServiceFiles(folder / "compute"), router_service(POOL), epoch=testbed.ctx.epoch,
+                                    host="127.0.0.1", log=folder / "router-judge.log", request_timeout_s=60.0,
                                     key_file=partial(engine_key_file, testbed.ctx.config))
         self.router.start()
         ctx, pools = testbed.ctx, {POOL: PoolConfig(model=str(self.model_dir), engine={"max_total_tokens": 2048})}

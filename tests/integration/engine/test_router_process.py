@@ -1,22 +1,34 @@
-"""A real router before engines that only answer: which one is asked, and for how long."""
+"""A real router before engines that only answer: which one is asked, and for how long; and the router as a service,
+which outlives the process that launched it and is adopted by the next one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.data.samples import Sample
 from elastic_rl.engine import router as engine_router
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.router import RouterClient, RouterProcess
+from elastic_rl.errors import Conflict
+from elastic_rl.host import file_lock, processes
+from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
+
+EPOCH, SERVICE = 3, "router-rollout"
 
 
 class Engine(ThreadingHTTPServer):
@@ -54,13 +66,53 @@ class Engine(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
+class ImpatientFiles(ServiceFiles):
+    """For tests in which the lock is not released."""
+
+    def start(self, *args: Any, **options: Any) -> int:
+        return super().start(*args, **options, lock_s=0.1)
+
+
+def router_of(folder: Path, epoch: int = EPOCH, *, files: type[ServiceFiles] = ServiceFiles, **options: Any
+              ) -> RouterProcess:
+    """The router of a pool as a driver has it; all drivers of a folder have the same one."""
+    return RouterProcess(files(folder / "compute"), SERVICE, epoch=epoch, host="127.0.0.1",
+                         log=folder / "router.log", **{"request_timeout_s": 10.0, **options})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose router ends with the test."""
+    yield tmp_path
+    processes.sweep(ServiceFiles(tmp_path / "compute").mark(SERVICE), SERVICE_FILE_ENV)
+
+
+def launch_and_die(folder: Path, before: str = "") -> None:
+    """Launches the router in a process that is killed then, or before that where ``before`` arranges it."""
+    program = f"""
+import os, signal
+from pathlib import Path
+from elastic_rl.engine.router import RouterProcess
+from elastic_rl.host import service_files
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+{before}
+RouterProcess(service_files.ServiceFiles(Path({str(folder / "compute")!r})), {SERVICE!r}, epoch={EPOCH},
+              host="127.0.0.1", log=Path({str(folder / "router.log")!r}), request_timeout_s=10.0).launch()
+die()
+"""
+    driver = processes.spawn([sys.executable, "-c", program], log=folder / "driver.log",
+                             env={processes.RUN_MARK: str(folder)})
+    assert driver.wait(PATIENCE_S) == -signal.SIGKILL, (folder / "driver.log").read_text()
+
+
 def test_router_waits_as_long_as_its_clients_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended long requests after a time of its own, and sent them again."""
     monkeypatch.setattr(engine_router, "_LONGER_THAN_CLIENT_S", 0.0)
     engine = Engine(1, takes_s=3.0)
 
     def answer(limit_s: float) -> int:
-        router = RouterProcess(host="127.0.0.1", log=tmp_path / "router.log", request_timeout_s=limit_s)
+        router = router_of(tmp_path, request_timeout_s=limit_s)
         try:
             router.start()
             RouterClient(router.url).add(engine.url, 30.0)
@@ -78,7 +130,7 @@ def test_router_waits_as_long_as_its_clients_do(tmp_path: Path, monkeypatch: pyt
 
 def test_turns_of_a_conversation_reach_one_engine(tmp_path: Path) -> None:
     engines = [Engine(1), Engine(2)]
-    router = RouterProcess(host="127.0.0.1", log=tmp_path / "router.log", request_timeout_s=10.0, sticky=True)
+    router = router_of(tmp_path, sticky=True)
     try:
         router.start()
         listed = RouterClient(router.url)
@@ -112,3 +164,116 @@ def test_turns_of_a_conversation_reach_one_engine(tmp_path: Path) -> None:
         router.stop()
         for engine in engines:
             engine.server_close()
+
+
+# -- as a service ------------------------------------------------------------------------------------------------------
+def test_router_of_a_killed_process_is_adopted_and_restarted_at_its_address(folder: Path) -> None:
+    launch_and_die(folder)
+    [left] = ServiceFiles(folder / "compute").running()
+    adopter, engine = router_of(folder), Engine(1)
+    try:
+        adopter.start()
+        assert (adopter.pid, adopter.url) == (left.pid, left.url) and adopter.alive()
+        RouterClient(adopter.url).add(engine.url, 30.0)
+
+        psutil.Process(adopter.pid).kill()
+        wait_until(lambda: not adopter.alive(), what="its end")
+        adopter.start()
+        assert adopter.pid != left.pid and adopter.url == left.url
+        assert RouterClient(left.url).workers() == {}
+
+        # The next driver finds that it has ended.
+        psutil.Process(adopter.pid).kill()
+        wait_until(lambda: not adopter.alive(), what="its end")
+        late = router_of(folder)
+        assert not late.alive() and late.url == left.url
+        late.start()
+        assert late.pid != adopter.pid and late.url == left.url
+        late.stop()
+        assert not late.alive() and ServiceFiles(folder / "compute").all() == []
+    finally:
+        engine.server_close()
+
+
+def test_router_of_a_killed_process_ends_with_the_run_and_its_file_does_no_harm(folder: Path) -> None:
+    launch_and_die(folder)
+    [left] = ServiceFiles(folder / "compute").running()
+    assert processes.sweep(str(folder)) == [left.pid]
+    for epoch in (EPOCH, EPOCH + 1):
+        router = router_of(folder, epoch)
+        assert not router.alive() and router.launch() and router.alive()
+
+
+@pytest.mark.parametrize("killed_at", ["the lock", "the fork"])
+def test_router_whose_launch_was_killed_is_adopted_or_launched(folder: Path, killed_at: str) -> None:
+    """Between the lock and the fork there is no router; after it there is one that the service's file does not name."""
+    launch_and_die(folder, "service_files.processes.spawn = lambda *_, **__: die()" if killed_at == "the lock" else """
+write = service_files._write
+service_files._write = lambda file, url, generation, pid: die() if pid else write(file, url, generation, pid)
+""")
+    router = router_of(folder)
+    assert router.alive() == (killed_at == "the fork")
+    adopted = router.pid
+    router.start()
+    assert not adopted or router.pid == adopted
+    before, url = router.pid, router.url
+    assert router.launch(), "it ends one that runs, also where the file does not name it"
+    assert router.pid != before and router.url == url
+
+
+def test_router_of_an_earlier_epoch_is_replaced_and_one_of_a_later_epoch_is_not(folder: Path) -> None:
+    earlier, later = router_of(folder, files=ImpatientFiles), router_of(folder, EPOCH + 1)
+    assert earlier.launch()
+    assert not router_of(folder, EPOCH + 1).alive()
+    assert later.launch() and later.alive() and not earlier.alive()
+    assert later.url != earlier.url
+    with pytest.raises(Conflict, match="runs already"):
+        earlier.launch()
+    earlier.stop()
+    assert later.alive() and [later.pid] == [r.pid for r in ServiceFiles(folder / "compute").running()]
+
+
+def test_router_with_a_damaged_file_is_replaced(folder: Path) -> None:
+    before = router_of(folder)
+    before.launch()
+    (folder / "compute" / f"{SERVICE}.json").write_text("{")
+    after = router_of(folder)
+    assert not after.alive() and after.launch()
+    assert not before.alive() and router_of(folder).pid == after.pid
+
+
+def test_drivers_of_one_epoch_share_the_router_that_one_of_them_launches(folder: Path) -> None:
+    one, other = router_of(folder), router_of(folder)
+    assert one.url != other.url
+    assert one.launch() and not other.launch()
+    assert (other.pid, other.url) == (one.pid, one.url)
+
+    # Both find it frozen: the second one does not end what the first one has launched since.
+    os.kill(one.pid, signal.SIGSTOP)
+    assert one.launch()
+    other.end()
+    assert one.alive() and not other.alive()
+    assert not other.launch() and other.alive() and other.pid == one.pid
+
+
+def test_router_is_adopted_whose_lock_was_taken_by_another_driver_meanwhile(
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = router_of(folder), router_of(folder, files=ImpatientFiles)
+    monkeypatch.setattr(other, "end", lambda: one.launch())  # right before it starts its own
+    assert not other.launch()
+    assert one.alive() and (other.pid, other.url) == (one.pid, one.url)
+
+
+def test_router_that_cannot_be_ended_is_not_joined_by_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = router_of(folder, files=ImpatientFiles)
+    router.launch()
+    monkeypatch.setattr(router, "end", lambda: None)
+    with pytest.raises(Conflict, match="runs already"):
+        router.launch()
+    with monkeypatch.context() as patched:
+        patched.setattr(file_lock, "_holds", lambda pid, target: False)  # as in another container
+        elsewhere = router_of(folder, files=ImpatientFiles)
+        assert not elsewhere.alive() and elsewhere.url == router.url
+        with pytest.raises(Conflict, match="runs already"):
+            elsewhere.launch()
+    assert router.alive()

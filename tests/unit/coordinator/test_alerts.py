@@ -231,6 +231,38 @@ def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> Non
     assert rules.resolved_key(event("operation.cancelled", "job"), "j") == alert.key
 
 
+def driver(number: int, registered: int, **changes: float) -> LastSeen:
+    return LastSeen(role="driver", id=f"d{number}", incarnation=str(number), first_seen=1.0,
+                    registered_revision=registered, **changes)
+
+
+def test_reported_end_of_a_driver_is_over_when_the_next_one_is_there_instead() -> None:
+    ended = rules.report(event("driver.restarted", "d1", Severity.ERROR), 30)
+    assert ended is not None and ended.key == "driver.dead/d1", "the leader finds the same death"
+    alert = opened(ended.kind, ended.subject, revision=30)
+
+    def over(*drivers: LastSeen, epoch: int = 10, written: int = 0, phase: str = "rl") -> bool:
+        return rules.released(alert, snapshot(status=JobStatus(phase=phase), registry=drivers, revisions={
+            KEYS.epoch(): epoch, KEYS.job_status(): written}), 1e9)
+
+    assert not over() and not over(driver(1, 20))
+    assert not over(driver(1, 20), driver(2, 31)), "the death of the first has still to be found"
+    assert over(driver(2, 31)) and over(driver(2, 31), phase="starting"), "it has taken over"
+    assert over(phase="failed")
+    assert not over(driver(2, 36), epoch=35), "nothing was taken over"
+    assert not over(driver(2, 36), epoch=35, written=34) and over(driver(2, 36), epoch=35, written=37)
+
+
+def test_hang_of_a_driver_its_restart_and_its_death_are_one_alert_until_it_is_replaced() -> None:
+    hung = conditions(snapshot(registry=[driver(1, 20, hung_at=5.0)], statuses={}), 9.0)
+    assert list(hung) == ["driver.hung/d1"]
+    alert = advance_once(1.0, holding=hung).put[0]
+    requested = rules.report(event("restart.requested", "driver", by="failure_policy"), 31)
+    dead = conditions(snapshot(registry=[driver(1, 20, hung_at=5.0, dead_at=6.0), driver(2, 32)], statuses={}), 9.0)
+    assert requested and merged(requested, *dead.values(), known=[alert]) == [alert.key]
+    assert [a.phase for a in advance_once(9.0, [alert]).put] == [state_machine.Phase.RESOLVED]
+
+
 def test_crash_loop_and_failed_job_are_one_alert_until_the_job_runs() -> None:
     loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="failure_policy"), 5)
     failed = conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
@@ -386,6 +418,15 @@ def test_leader_gap_is_reported_unless_the_service_was_stopped() -> None:
 
 def _driver(epoch: int = 1, **info: object) -> Member:
     return Member(role="driver", id="d", pid=1, host="h", epoch=epoch, phase="rl", info=info)
+
+
+def test_reports_of_a_driver_that_was_taken_over_are_no_alert() -> None:
+    before, now = _driver(faults={"router": "it ended"}), _driver(faults={"trainer": "no host"}).replace(id="d2")
+    for members in ([before, now], [now, before]):
+        found = conditions(ClusterSnapshot("j", epoch=1, members=members, revisions={
+            KEYS.member("driver", m.id): KeyValue("", b"", created, 40, 1, 0) for m, created in ((before, 5), (now, 9))
+        }), now=0.0)
+        assert list(found) == ["compute.failing/trainer"]
 
 
 @pytest.mark.parametrize(("driver", "expected"), [

@@ -16,8 +16,8 @@ from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import POLICY, FailureRule, Fault
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.records import FaultLog, RecoveryAction
-from elastic_rl.coordinator.targets import JOB
+from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
+from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import JobStatus
 
@@ -27,6 +27,7 @@ CFG = FailurePolicyConfig(max_faults=3, fault_window_s=100.0, backoff_initial_s=
 TRAINER_DEAD = policy.rule_for("trainer", Fault.DEAD)
 TRAINER_HUNG = policy.rule_for("trainer", Fault.HUNG)
 DRIVER_DEAD = policy.rule_for("driver", Fault.DEAD)
+DRIVER_HUNG = policy.rule_for("driver", Fault.HUNG)
 
 
 def after(rule: FailureRule, times: list[float], progress: int = 0, log: FaultLog | None = None) -> FaultLog:
@@ -91,18 +92,40 @@ def test_weaker_action_does_not_replace_a_pending_one() -> None:
     assert later.pending is RecoveryAction.GLOBAL_RESTART
 
 
-def test_driver_deaths_at_the_same_step_are_a_crash_loop() -> None:
-    log = after(DRIVER_DEAD, [0, 10], progress=7, log=FaultLog(target=JOB))
-    assert log.pending is RecoveryAction.NONE
-    assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is RecoveryAction.STOP
-    assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is RecoveryAction.NONE
+def test_driver_is_taken_over_within_its_budget_and_then_all_is_restarted() -> None:
+    assert policy.target_of("driver", "driver-1") == policy.target_of("driver", "driver-2") == DRIVER
+    log = after(DRIVER_DEAD, [0, 10, 20], log=FaultLog(target=DRIVER))
+    assert log.pending is RecoveryAction.NONE, "the next driver takes over"
+    assert after(DRIVER_DEAD, [30], log=log).pending is RecoveryAction.GLOBAL_RESTART
+    hung = after(DRIVER_HUNG, [30], log=FaultLog(target=DRIVER))
+    assert hung.pending is RecoveryAction.RESTART
 
 
 def test_steps_repeated_after_a_rewind_are_no_progress() -> None:
     log = FaultLog(target=JOB)
     for at, step in ((0, 23), (10, 21), (20, 22)):
-        log = after(DRIVER_DEAD, [at], progress=step, log=log)
+        log = policy.record_restart(log, at, step, CFG)
     assert log.pending is RecoveryAction.STOP
+
+
+@settings(max_examples=SEEDS)
+@given(progress=st.lists(st.booleans(), max_size=40), limit=st.integers(2, 6))
+def test_drivers_that_end_without_progress_stop_the_run_after_one_global_restart(progress: list[bool], limit: int
+                                                                                ) -> None:
+    """``progress``: whether the job moved before each end. The ends in a row are kept as the run's process does."""
+    cfg = FailurePolicyConfig(max_global_restarts=limit)
+    ends, step, in_a_row, actions = list[FaultOccurrence](), 0, 0, list[RecoveryAction]()
+    for moved in progress:
+        step, in_a_row = step + moved, 1 if moved else in_a_row + 1
+        if moved:
+            ends = []
+        ends.append(FaultOccurrence(at=float(step), progress=step))
+        actions.append(policy.after_driver_ended(ends, cfg))
+        assert (actions[-1] is RecoveryAction.STOP) == (in_a_row >= limit)
+        if actions[-1] is RecoveryAction.STOP:
+            last_but_one = [RecoveryAction.GLOBAL_RESTART] if limit > 2 else []
+            assert actions[-limit:-1] == [*[RecoveryAction.NONE] * (limit - 1 - len(last_but_one)), *last_but_one]
+            break
 
 
 def test_global_restarts_count_for_the_crash_loop() -> None:
@@ -125,27 +148,30 @@ def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> No
     assert policy.progress_of(JobStatus(phase="sft", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
 
 
+@pytest.mark.parametrize(("dead", "hung"), [(TRAINER_DEAD, TRAINER_HUNG), (DRIVER_DEAD, DRIVER_HUNG)],
+                         ids=["trainer", "driver"])
 @settings(max_examples=SEEDS)
 @given(seed=st.integers(0, 2**32))
-def test_run_without_progress_is_stopped_and_one_with_progress_never(seed: int) -> None:
-    """A trainer that fails at random times, with leaders that carry out late; only the log survives a leader."""
+def test_run_without_progress_is_stopped_and_one_with_progress_never(dead: FailureRule, hung: FailureRule, seed: int
+                                                                    ) -> None:
+    """A part that fails at random times, with leaders that carry out late; only the log survives a leader."""
     rng = random.Random(seed)
     moving = rng.random() < 0.5
-    trainer, job = FaultLog(target="trainer"), FaultLog(target=JOB)
+    part, job = FaultLog(target=dead.part), FaultLog(target=JOB)
     now, progress, restarts, stopped = 0.0, 0, 0, False
     for _ in range(400):
         now += rng.uniform(6.0, 20.0)
-        rule = TRAINER_HUNG if rng.random() < 0.3 else TRAINER_DEAD
-        trainer = policy.record_fault(FaultLog.decode(trainer.encode()), rule, "r", now, progress, CFG)
+        rule = hung if rng.random() < 0.3 else dead
+        part = policy.record_fault(FaultLog.decode(part.encode()), rule, "r", now, progress, CFG)
         now += rng.uniform(0.0, 3.0)
-        action = policy.due(trainer, now)
+        action = policy.due(part, now)
         if action is RecoveryAction.GLOBAL_RESTART:
             restarts += 1
             progress += moving
             job = policy.record_restart(job, now, progress, CFG)
-            trainer = policy.cleared(trainer)
+            part = policy.cleared(part)
         elif action is RecoveryAction.RESTART:
-            trainer = policy.cleared(trainer)
+            part = policy.cleared(part)
         if policy.due(job, now) is RecoveryAction.STOP:
             stopped = True
             break

@@ -158,6 +158,23 @@ def test_driver_of_an_old_epoch_is_dead_without_a_global_restart() -> None:
     assert leader.update(epoch=2, ended_epoch=1) == [Transition.FORGOTTEN]
 
 
+def test_driver_that_was_taken_over_is_replaced_also_for_a_leader_that_came_later() -> None:
+    for sees_heartbeats in (True, False):  # a leader that has just taken over has seen none
+        leader = Leader(sees_heartbeats=sees_heartbeats)
+        leader.update(leader.member("driver", "d1", epoch=1), epoch=1)
+        new = leader.member("driver", "d2", epoch=1)
+        assert set(leader.update(new, epoch=1)) == {Transition.DIED, Transition.SEEN}
+        assert leader.update(new, epoch=1) == [Transition.REPLACED]
+
+
+def test_newest_driver_is_not_replaced_by_an_older_one() -> None:
+    leader = Leader()
+    old, new = leader.member("driver", "d1", epoch=1), leader.member("driver", "d2", epoch=1)
+    leader.update(old, new, epoch=1)
+    assert leader.update(old, epoch=1) == [Transition.DIED]
+    assert leader.update(old, epoch=1) == []
+
+
 def test_reported_death_is_no_return_while_its_process_signs_off() -> None:
     leader = Leader()
     engine = leader.member("engine", "e1")

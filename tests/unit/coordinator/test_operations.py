@@ -153,6 +153,24 @@ def test_restart_waits_until_the_part_works_again() -> None:
     assert at(14.0, done, new.replace(info={"ready": True})).state is OperationState.SUCCEEDED
 
 
+def test_restart_of_the_driver_waits_for_the_first_pass_of_the_next_one() -> None:
+    old = Member(role="driver", id="d1", pid=1, host="h", incarnation="old", epoch=3, info={"faults": {}})
+    new = old.replace(id="d2", incarnation="new", info={})
+    request = RestartRequest(target="driver", generation=1)
+    op = restart("driver", before=["old"])
+
+    def at(request: RestartRequest, *drivers: Member, epoch: int = 3) -> Operation:
+        return advance(op, ClusterSnapshot("j", now=12.0, restarts={"driver": request}, members=drivers, epoch=epoch))
+
+    assert at(request, old).phase == "stopping"
+    done = request.replace(observed_generation=1)
+    assert at(done, old).phase == "starting", "its entry is there until its lease ends"
+    assert at(done, new).phase == "starting"
+    works = new.replace(info={"faults": {"router": "it ended"}})
+    assert at(done, works).state is OperationState.SUCCEEDED
+    assert at(done, works.replace(epoch=5), epoch=5).state is OperationState.SUCCEEDED, "all was restarted meanwhile"
+
+
 def test_global_restart_waits_for_epoch_loop_and_every_trainer_group() -> None:
     ranks = [Member(role=role, id="rank-0", pid=1, host="h", incarnation=f"new-{role}", info={"ready": True})
              for role in ("trainer", "critic")]

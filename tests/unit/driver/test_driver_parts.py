@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_rl import config
-from elastic_rl.driver import compute
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped
 from elastic_rl.driver.parts import PartRunner
-from elastic_rl.errors import EtcdFull, EtcdUnavailable, Fenced, PreflightFailed
+from elastic_rl.errors import ComputePlaneLost, EtcdFull, EtcdUnavailable, Fenced, PreflightFailed
 from elastic_rl.host.paths import JobPaths
 
 
@@ -90,21 +89,40 @@ def test_part_that_runs_elsewhere_is_reported_alike():
     assert passes.reports == [("router", True), ("router", False)]
 
 
-def test_fault_of_the_folder_of_ray_says_what_to_do(monkeypatch):
+def test_fault_of_the_folder_of_ray_says_what_to_do():
     """It is tried again without end, and only a person can remove what is there."""
     said = []
     plane = ComputePlane.__new__(ComputePlane)
-    plane.ctx = SimpleNamespace(config=config.parse({}))
-    plane._paths = JobPaths.of(plane.ctx.config)
     plane._parts = PartRunner(lambda part, message, failed: said.append(message))
     plane._report_phase, plane._pause = lambda phase: None, lambda seconds: True
 
-    def refuse(path):
-        raise PreflightFailed(f"{path} is not a folder of this user", hint="have it removed")
+    def refuse():
+        raise PreflightFailed("/tmp/erl is not a folder of this user", hint="have it removed")
 
-    monkeypatch.setattr(compute, "private_folder", refuse)
-    monkeypatch.setattr(compute, "shutil", SimpleNamespace(rmtree=lambda path, ignore_errors: None))
+    plane._ray, plane._adopts = SimpleNamespace(start=refuse), False
     with pytest.raises(Stopped):
-        plane._start_ray()
-    folder = JobPaths.of(plane.ctx.config).temp
-    assert said == [f"it does not start: {folder} is not a folder of this user (have it removed)"]
+        plane._connect_ray()
+    assert said == ["it does not start: /tmp/erl is not a folder of this user (have it removed)"]
+
+
+def test_ray_that_cannot_be_adopted_is_not_replaced_in_the_same_epoch():
+    plane = ComputePlane.__new__(ComputePlane)
+    plane._paths = JobPaths.of(config.parse({}))
+    plane._report_phase, plane._pause = lambda phase: None, lambda seconds: False
+    plane._ray, plane._adopts = Ended(iter([True, False])), True
+    with pytest.raises(ComputePlaneLost, match="it has ended: see .*ray.log"):
+        plane._connect_ray()
+
+
+class Ended:
+    """A Ray that ends while a driver waits for it."""
+
+    def __init__(self, runs):
+        self._runs = runs
+
+    @property
+    def runs(self):
+        return next(self._runs)
+
+    def is_up(self):
+        return False

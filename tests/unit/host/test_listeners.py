@@ -21,6 +21,7 @@ from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import EngineFailed, PortTaken, RouterUnavailable
 from elastic_rl.host import listeners
 from elastic_rl.host.listeners import check_connections, listener_uids, require_own_listener
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import LOOPBACK
 
@@ -113,8 +114,9 @@ def test_router_client_sends_the_key_to_this_user_only(listener: Listener, monke
 
 
 def test_start_of_a_router_says_that_its_port_is_taken(foreign: Listener, tmp_path: Path) -> None:
-    router = RouterProcess(host="127.0.0.1", log=tmp_path / "log", request_timeout_s=1.0)
-    router._port = foreign.server_port
+    router = RouterProcess(ServiceFiles(tmp_path), "router", epoch=1, host="127.0.0.1", log=tmp_path / "log",
+                           request_timeout_s=1.0)
+    router._url = foreign.url
     with pytest.raises(PortTaken):
         router._live()
     assert not foreign.asked

@@ -46,9 +46,12 @@ def services(tmp_path: Path) -> Iterator[Services]:
 
 def test_service_is_known_by_its_lock_until_it_ends(services: Services) -> None:
     assert services.all() == [] and services.get("a") is None and not services.runs("a")
+    assert not services.is_run_by("a", os.getpid())
     pid = services.sleep(url="127.0.0.1:1")
     assert services.running() == [ServiceRecord("a", "127.0.0.1:1", pid, running=True, named=True)]
+    assert services.is_run_by("a", pid) and not services.is_run_by("a", os.getpid())
     services.kill()
+    assert not services.is_run_by("a", pid)
     assert services.all() == [ServiceRecord("a", "127.0.0.1:1")] and services.running() == []
     assert services.sleep(url="127.0.0.1:2") != pid
     assert services.get("a").url == "127.0.0.1:2"  # type: ignore[union-attr]
@@ -97,7 +100,7 @@ files.start("a", {SLEEP!r}, log=Path({str(services._log)!r}), url="u")
 def test_service_with_a_damaged_file_is_found_by_its_lock(services: Services, content: str) -> None:
     pid = services.sleep()
     (services.folder / "a.json").write_text(content)
-    assert services.running() == [ServiceRecord("a", "", pid, running=True)]
+    assert services.running() == [ServiceRecord("a", "", pid, running=True)] and services.is_run_by("a", pid)
     services.kill()
     assert services.all() == [ServiceRecord("a")]
     assert services.sleep(url="u") and services.get("a").url == "u"  # type: ignore[union-attr]

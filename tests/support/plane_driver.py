@@ -1,0 +1,26 @@
+"""``python -m support.plane_driver --context FILE --id NAME``: the driver, with stubs in the place of engines, trainer
+and roles. Ray, Serve, the router and etcd are real."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from elastic_rl.driver import __main__ as driver
+from elastic_rl.driver import compute
+from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.trainer_group import TrainerGroup
+from elastic_rl.roles.base import RoleSpec
+from support.stub_actors import StubEngine, StubRole, StubTrainer
+
+
+def stubs() -> dict[str, object]:
+    """What takes the place of these names of ``compute``."""
+    return {"EnginePool": partial(EnginePool, body=StubEngine), "TrainerGroup": partial(TrainerGroup, body=StubTrainer),
+            "ROLES": {"stub": RoleSpec(name="stub", cls=StubRole)}}
+
+
+if __name__ == "__main__":
+    for name, stub in stubs().items():
+        setattr(compute, name, stub)
+    sys.exit(driver.main())
