@@ -89,9 +89,11 @@ class RayService:
             raise
 
     def end(self, *, forget: bool = True) -> None:
-        """Ends it with everything that runs on it, and removes its files. ``forget``: else the service's file still
-        tells that its epoch had a Ray."""
+        """Ends it, or that of an earlier epoch, with everything that runs on it, and removes its files; one of a later
+        epoch is left alone. ``forget``: else the service's file still tells that its epoch had a Ray."""
         record = self._files.get(RAY)
+        if record is not None and record.generation > self._ctx.epoch:
+            return
         if record is not None and record.pid:
             processes.stop(record.pid, grace_s=_END_GRACE_S)
         # Its agents outlive it, and keep their ports; what is on Ray may have other parents.

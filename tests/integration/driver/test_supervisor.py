@@ -268,3 +268,32 @@ def test_supervisor_waits_for_etcd_and_then_restarts_the_driver(keys: Keys, tmp_
                 job.close()
     finally:
         servers.close()
+
+
+_NOTES_ITS_END = """
+import signal, sys, pathlib, time
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("it ended what runs")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_driver_is_told_to_end_what_runs_only_where_no_other_process_goes_on_with_the_run(
+        etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, tmp_path: Path, goes_on: bool) -> None:
+    ended, started = tmp_path / "ended", tmp_path / "started"
+    ctx = SupervisedJob(etcd_servers.endpoints, keys, etcd, tmp_path).ctx
+
+    def interrupt() -> None:
+        if started.exists():
+            raise KeyboardInterrupt
+
+    supervisor = DriverSupervisor(ctx, etcd, [sys.executable, "-c", _NOTES_ITS_END, str(ended), str(started)], env={},
+                                  on_tick=interrupt, goes_on=lambda: goes_on)
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.run()
+    assert ended.exists() != goes_on
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(started) in (p.info["cmdline"] or [])]
