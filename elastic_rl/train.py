@@ -113,13 +113,13 @@ def _exclusive(cluster: Cluster, *, resumes: bool, goes_on: Callable[[], bool]) 
     with cluster.training():
         if not resumes or not ray_epoch(paths):
             leftovers.sweep(paths)
+        is_over = False
         try:
             yield
-        except BaseException:
-            if not goes_on():
+            is_over = True
+        finally:
+            if is_over or not goes_on():
                 leftovers.sweep(paths)
-            raise
-        leftovers.sweep(paths)
 
 
 def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | None:

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _RAY_START_S = 180.0
-"""Time for a start of Ray that neither ends nor can be connected to."""
+"""A start of Ray that neither ends nor can be connected to is given up after so long."""
 _RAY_CHECK_S = 5.0
 _FOREIGN_S = 30.0
 """Foreign workers of a router are an event at most so often."""

@@ -1,4 +1,4 @@
-"""Runs the parts of the compute plane as Ray actors, each in a placement group of its own.
+"""Runs the components of the compute plane as Ray actors, each in a placement group of its own.
 
 Actors and placement groups are detached: they outlive their driver, and the next driver of the same epoch adopts them
 by their names, ``JOB/EPOCH/KIND/NAME``.
@@ -27,7 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_rl.config import DeviceConfig, EngineConfig
-from elastic_rl.driver.part_actor import PartActor
+from elastic_rl.driver.component_actor import ComponentActor
 from elastic_rl.engine.server.arguments import tensor_parallel
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient
@@ -38,7 +38,8 @@ _CREATED = "CREATED"
 _GET_TIMEOUT_S = 5.0
 """Limit for getting a result that is there already."""
 _WAIT_S = 60.0
-"""Longest call that waits for the end of a part. With 10,000 parts it is renewed 170 times a second."""
+"""Longest call that waits for the end of a component. With 10,000 of them such calls are renewed 170 times a second.
+"""
 _CONCURRENCY = 4
 _ROOM_GRACE_S = 3.0
 """Ray needs a moment to place an actor; after this long the cluster has no room for it."""
@@ -60,14 +61,14 @@ class Placer:
 
     def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int) -> PlacedActor:
         """A new actor ``name`` of a kind; no two of a kind ever have one name. Ray places it as soon as there is room,
-        however long that takes. ``body(*args)``: as ``PartActor`` has it. Raises RayError, Fenced and EtcdUnavailable.
-        """
+        however long that takes. ``body(*args)``: as ``ComponentActor`` has it. Raises RayError, Fenced and
+        EtcdUnavailable."""
         full = f"{self._scope}{kind}/{name}"
         bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
         group = placement_group([bundle], name=full, lifetime="detached")
         try:
             # Ray restarts none by itself: it would be without what its body had begun.
-            actor = ray.remote(PartActor).options(
+            actor = ray.remote(ComponentActor).options(
                 name=full, lifetime="detached", num_cpus=cpus, num_gpus=gpus, max_concurrency=_CONCURRENCY,
                 max_restarts=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(body, *args)
             try:
@@ -107,7 +108,7 @@ class Placer:
 
 
 def driver_writer(ctx: RunContext, etcd: EtcdClient) -> FencedWriter:
-    """What the driver with this context writes with."""
+    """The writer of the driver with this context: its token is the epoch and the generation."""
     return FencedWriter.of_driver(etcd, ctx.keys, ctx.epoch, ctx.generation)
 
 

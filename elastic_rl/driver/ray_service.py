@@ -25,7 +25,7 @@ from elastic_rl.net.addresses import free_port
 from elastic_rl.runtime.files import private_folder
 
 _LOGICAL_CPUS = 256
-"""Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine has room for
+"""Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine can run
 them."""
 _OBJECT_STORE_BYTES = 80 << 20
 _PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
@@ -38,10 +38,10 @@ _END_GRACE_S = 1.0
 
 
 class RayService:
-    """Each method may be called by any driver of the job, one at a time."""
+    """The Ray of an epoch. Each driver of the epoch may call the methods, one driver at a time."""
 
     def __init__(self, ctx: RunContext) -> None:
-        """``ctx``: with the epoch."""
+        """``ctx``: the context of a driver, with its epoch."""
         self._ctx, self._paths = ctx, JobPaths.of(ctx.config)
         self._files = compute_services(self._paths)
         self._host = ray_address(ctx.host)

@@ -109,6 +109,7 @@ class DriverSupervisor:
         except BaseException:
             if self._goes_on():
                 driver.kill()
+                driver.wait()  # else what it has started would be ended with it below
             raise
         finally:
             if driver.poll() is None:

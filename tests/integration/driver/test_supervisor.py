@@ -27,6 +27,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import JobStatus, Member, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
 
@@ -271,13 +272,15 @@ def test_supervisor_waits_for_etcd_and_then_restarts_the_driver(keys: Keys, tmp_
 
 
 _NOTES_ITS_END = """
-import signal, sys, pathlib, time
+import signal, subprocess, sys, pathlib
+service = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
 def end(*_):
     pathlib.Path(sys.argv[1]).write_text("it ended what runs")
     sys.exit(1)
 signal.signal(signal.SIGTERM, end)
-pathlib.Path(sys.argv[2]).touch()
-time.sleep(600)
+pathlib.Path(sys.argv[2]).write_text(str(service.pid))
+while True:
+    signal.pause()
 """
 
 
@@ -288,7 +291,7 @@ def test_driver_is_told_to_end_what_runs_only_where_no_other_process_goes_on_wit
     ctx = SupervisedJob(etcd_servers.endpoints, keys, etcd, tmp_path).ctx
 
     def interrupt() -> None:
-        if started.exists():
+        if started.exists() and started.read_text():
             raise KeyboardInterrupt
 
     supervisor = DriverSupervisor(ctx, etcd, [sys.executable, "-c", _NOTES_ITS_END, str(ended), str(started)], env={},
@@ -297,3 +300,9 @@ def test_driver_is_told_to_end_what_runs_only_where_no_other_process_goes_on_wit
         supervisor.run()
     assert ended.exists() != goes_on
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(started) in (p.info["cmdline"] or [])]
+    service = int(started.read_text())
+    try:
+        assert psutil.pid_exists(service) == goes_on, "what it has started lives as long as the run goes on"
+    finally:
+        if psutil.pid_exists(service):
+            processes.stop(service)

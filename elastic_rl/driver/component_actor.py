@@ -1,7 +1,7 @@
-"""The Ray actor of a part, which outlives the driver that made it: the body of the part, and who may command it.
+"""The Ray actor of a component of the compute plane, which outlives the driver that made it.
 
-A driver names its generation in each call. A part that has heard a newer driver refuses the calls of an older one,
-which may have been stopped between its decision and its call.
+A driver names its generation in each call. A component that was called by a newer driver refuses the calls of an older
+one, which may have been suspended between its decision and its call.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from elastic_rl.errors import Fenced
 
 
-class PartActor:
-    """Runs a body in a thread of its own. Needs a concurrency of 3 or more: one ``wait`` of the newest driver, one of
-    an older one that is just being told, and a call."""
+class ComponentActor:
+    """The actor runs a body in a thread of its own. It needs a concurrency of 3 or more: one ``wait`` of the newest
+    driver, one of an older driver that is just returning, and a call."""
 
     def __init__(self, body: type, *args: Any) -> None:
         """``body(*args)`` has the method ``run``, which returns when its work has ended, and those that drivers call.
@@ -25,7 +25,7 @@ class PartActor:
         self._ended = False
         self._result: Any = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="part", daemon=True).start()
+        threading.Thread(target=self._run, name="component", daemon=True).start()
 
     def wait(self, generation: int, timeout_s: float) -> tuple[bool | None, Any]:
         """Whether ``run`` has ended, and what it returned, as soon as it has ended and after ``timeout_s`` seconds at
