@@ -178,4 +178,8 @@ class PreflightFailed(ElasticRLError):
 
 
 class ComputePlaneLost(ElasticRLError):
-    """Ray has no node left on this driver's cluster. The driver ends, and the compute plane is rebuilt by the next."""
+    """Ray cannot be used any more. The driver ends what is left on it, and the next one begins with another Ray."""
+
+
+class RayNodeLost(ElasticRLError):
+    """The node of Ray that the driver is connected to has ended. The driver ends, and the next one takes over."""

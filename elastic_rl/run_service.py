@@ -18,6 +18,7 @@ from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.cluster_records import JobPhase
+from elastic_rl.host import kept_state
 from elastic_rl.host.job_run import RunStatus, Submission
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.runtime.files import preflight_writes
@@ -99,7 +100,8 @@ class RunService:
         logs.setup("train", cfg.telemetry.log_level)
         info = ClusterInfo.load(self._cluster.paths.info)
         if info is None:
-            raise EtcdUnavailable(f"the cluster of job {cfg.job} is not up", hint="`elastic-rl up` starts it")
+            raise EtcdUnavailable(f"the cluster of job {cfg.job} is not up",
+                                  hint=f"`elastic-rl up {kept_state.cluster_options(cfg)}` starts it")
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on)
 

@@ -53,6 +53,8 @@ from elastic_rl.telemetry.log_files import ray_environment
 
 # Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone.
 _RAY_ENV = {**RAY_PRIORITY, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
+            # What runs on Ray goes on without its head, however long that is away. By default it ends after a minute.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 86400),
             # A token or an address of another cluster of the user's would count instead of the job's. The driver sets
             # RAY_AUTH_TOKEN_PATH to the file of its epoch.
             "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None, "RAY_ADDRESS": None}

@@ -73,6 +73,7 @@ def _clusters(run_dir: Path) -> Iterator[Cluster]:
 
 def row_of(cluster: Cluster) -> dict[str, Any]:
     """A job by its files, as ``jobs`` shows it."""
+    from elastic_rl.host import kept_state
     from elastic_rl.host.paths import JobPaths
     paths = JobPaths.of(cluster.cfg)
     row: dict[str, Any] = {"job": cluster.cfg.job, "state": "", "step": None, "since_at": None,
@@ -89,7 +90,8 @@ def row_of(cluster: Cluster) -> dict[str, Any]:
         row["message"] = cluster.queued_for()
     elif reading.wanted and not reading.alive:
         row["message"] = ("its process has ended; the host agent starts it again" if cluster.agents.running() else
-                          "its process and the host agent have ended; `elastic-rl up` starts them again")
+                          "its process and the host agent have ended; `elastic-rl up "
+                          f"{kept_state.cluster_options(cluster.cfg)}` starts them again")
     return row
 
 

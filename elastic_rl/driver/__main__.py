@@ -1,9 +1,10 @@
 """``python -m elastic_rl.driver --context FILE``: the driver process of a run.
 
-A driver that finds the Ray of its epoch takes over what is on it: it begins the next generation, which fences off the
-drivers before it, and adopts everything as it is. Otherwise it raises the epoch, which fences off every older driver
-and trainer, and starts everything: Ray → router → trainer and engines → roles. Exit codes: 0 when the job's status is
-finished, 1 when it is failed; after any other end its supervisor starts the next driver.
+A driver takes over where the Ray of the epoch was started and not ended: it begins the next generation, which fences
+off the drivers before it, adopts what runs as it is, and starts the rest again. Otherwise it raises the epoch, which
+fences off every older driver and trainer, and starts everything: Ray → router → trainer and engines → roles. Exit
+codes: 0 when the job's status is finished, 1 when it is failed; after any other end its supervisor starts the next
+driver.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import threading
 import time
 from pathlib import Path
 
+import ray
+
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped, patiently
-from elastic_rl.errors import ComputePlaneLost, Conflict, ElasticRLError, EtcdUnavailable, Fenced
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.errors import ComputePlaneLost, Conflict, ElasticRLError, EtcdUnavailable, Fenced, RayNodeLost
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import JobStatus, Severity
+from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.compute_services import RAY, compute_services, ray_epoch
+from elastic_rl.host.compute_services import ray_epoch
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs, traces
@@ -50,17 +53,22 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: stop.set())
+    code = 1
     try:
-        return drive(ctx, args.id, stop)
+        code = drive(ctx, args.id, stop)
     except ElasticRLError as e:
         log.exception("the driver stopped: %s", e)
-        return 1
+    if ray.is_initialized():  # it does not work: what Ray does at the end of a process would wait for it
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
     """Runs until the job ends or ``stop`` is set, and ends the compute plane with it; returns the exit code. An outage
     of etcd, also before the first pass, is waited out. Raises Fenced when a newer driver has begun, ComputePlaneLost,
-    after it has ended what is left, and ConfigError. What else ends a driver leaves everything to the next one."""
+    after it has ended what is left, RayNodeLost and ConfigError. What else ends a driver leaves everything to the next
+    one."""
     with contextlib.ExitStack() as held:
         etcd = ctx.connect()
         held.callback(etcd.close)
@@ -80,8 +88,8 @@ def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
             code = _reconcile(ctx, etcd, member, plane, stop)
         except Stopped:
             code = 0
-        except ComputePlaneLost:
-            plane.close(lost=True)
+        except ComputePlaneLost as e:
+            plane.close(lost=e.message)
             raise
         plane.close()
         return code
@@ -90,17 +98,12 @@ def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
 def _begin(etcd: EtcdClient, ctx: RunContext, driver_id: str) -> tuple[int, int, bool]:
     """Begins as the driver of the job; returns epoch and generation, and whether another driver has begun this epoch.
     Raises EtcdUnavailable and Conflict."""
-    epoch, job = fencing.current_epoch(etcd, ctx.keys), JobPaths.of(ctx.config)
-    if epoch and ray_epoch(job) == epoch:
+    epoch = fencing.current_epoch(etcd, ctx.keys)
+    if epoch and ray_epoch(JobPaths.of(ctx.config)) == epoch:
         with contextlib.suppress(Fenced):  # it was ended meanwhile, for a global restart
             return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, holder=driver_id), True
-    lost = compute_services(job).get(RAY)  # who ends it in order forgets it
-    is_lost = lost is not None and lost.generation == epoch
     epoch = fencing.raise_epoch(etcd, ctx.keys, holder=driver_id).number
     try:
-        if is_lost:
-            fencing.emit(etcd, ctx.keys, epoch, event_kinds.RUN_GLOBAL_RESTART, ctx.job,
-                         "global restart: Ray was lost, and all that ran on it", severity=Severity.ERROR)
         return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, holder=driver_id), False
     except Fenced as e:
         raise Conflict(f"epoch {epoch} was ended while a driver began it") from e  # try once more
@@ -108,7 +111,7 @@ def _begin(etcd: EtcdClient, ctx: RunContext, driver_id: str) -> tuple[int, int,
 
 def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: ComputePlane,
                stop: threading.Event) -> int:
-    """The loop. Only Fenced, ``stop``, the end of the job and the loss of all of Ray end it."""
+    """The loop. Only Fenced, ``stop``, the end of the job and the loss of Ray, or of its node here, end it."""
     job = JobStatus(phase="starting")
     silent_since, logged = 0.0, float("-inf")
     while not stop.wait(ctx.config.coordinator.reconcile_interval_s):
@@ -125,7 +128,7 @@ def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: Com
             # The first heartbeat after the outage may come before the first pass, and must not look like a hang.
             member.progress(job.step, job.phase)
             continue
-        except (Fenced, ComputePlaneLost):
+        except (Fenced, ComputePlaneLost, RayNodeLost):
             raise
         except Exception:  # a bug: the next driver would meet it too, and this one still keeps everything running
             log.exception("a reconcile pass failed")

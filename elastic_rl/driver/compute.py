@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,6 @@ from elastic_rl.coordinator.targets import JOB, pool_target, role_target, router
 from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.parts import PartRunner
 from elastic_rl.driver.placement import Placer, driver_writer, uses_cuda
-from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.driver.ray_service import RayService
@@ -32,15 +30,22 @@ from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.driver.shared_gpus import Holder, SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
-from elastic_rl.errors import ComputePlaneLost, ConfigError, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd import event_kinds
+from elastic_rl.errors import (
+    ComputePlaneLost,
+    ConfigError,
+    ElasticRLError,
+    EtcdUnavailable,
+    Fenced,
+    RayNodeLost,
+)
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
-from elastic_rl.host.compute_services import RAY, compute_services, router_service
+from elastic_rl.host.compute_services import RAY_HEAD, compute_services, router_service
 from elastic_rl.host.job_secrets import engine_key, engine_key_file
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.plugins.user_code import plain
@@ -51,13 +56,10 @@ from elastic_rl.runtime.waiting import ProgressLimit
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_RAY_START_S = 180.0
-"""A start of Ray that neither ends nor can be connected to is given up after so long."""
-_RAY_CHECK_S = 5.0
+_RAY_CONNECT_S = 180.0
+"""A Ray that has started everything and cannot be connected to is given up after so long."""
 _FOREIGN_S = 30.0
 """Foreign workers of a router are an event at most so often."""
-_RAY_LOST_S = 30.0
-"""Time without any node after which Ray counts as lost. Ray itself takes a while to see that one is gone."""
 
 
 class ComputePlane:
@@ -68,7 +70,7 @@ class ComputePlane:
                  pause: Callable[[float], bool], *, adopts: bool) -> None:
         """``ctx``: with the epoch and the generation of this driver. ``report_phase``: called with the driver's phase
         before something that may take long, as progress. ``pause(seconds)``: waits, and returns whether the driver is
-        to stop. ``adopts``: whether another driver has begun the epoch: this one starts no Ray in it."""
+        to stop. ``adopts``: whether another driver has begun the epoch: what runs is adopted."""
         self._adopts = adopts
         self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
         self._paths, key = JobPaths.of(ctx.config), engine_key(ctx.config)
@@ -76,7 +78,8 @@ class ComputePlane:
             compute_services(self._paths), router_service(name), epoch=ctx.epoch, host=ctx.host,
             log=self._paths.log(router_service(name)), key_file=partial(engine_key_file, ctx.config),
             request_timeout_s=pool.engine.request_timeout_s,
-            sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes), epoch=ctx.epoch, key=key)
+            sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes), epoch=ctx.epoch, key=key,
+            require=self._require)
             for name, pool in ctx.config.pool_settings(ctx.model_dir).items()}
         self.pools: dict[str, EnginePool] = {}
         self.trainers: dict[str, TrainerGroup] = {}
@@ -85,10 +88,11 @@ class ComputePlane:
         self.roles: RoleDeployments | None = None
         self._roles: Mapping[str, RoleSpec] = {}
         self._parts = PartRunner(self._report_part)
+        self._waiting: dict[str, str] = {}
         self._router_restarts: dict[str, list[str]] = {name: [] for name in self.routers}
         self._foreign_at: dict[str, float] = {}
         """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
-        self._ray, self._ray_checked_at, self._ray_seen_at = RayService(ctx), 0.0, 0.0
+        self._ray = RayService(ctx, self._require)
         self._writer, self._placer = driver_writer(ctx, etcd), Placer.of(ctx, etcd)
 
     @property
@@ -98,13 +102,16 @@ class ComputePlane:
 
     @property
     def waiting(self) -> dict[str, str]:
-        """What parts wait for that do not fail."""
+        """What parts waited for in the last pass that do not fail."""
+        return {part: text for part, text in self._waiting.items() if part not in self.faults}
+
+    def _find_waiting(self) -> dict[str, str]:
         found = {name: group.waiting for name, group in self.trainers.items()}
         if self.roles:
             found["roles"] = self.roles.waiting
         for pool in self.pools.values():
             found[pool_target(pool.name)] = pool.waiting
-        return {part: text for part, text in found.items() if text and part not in self.faults}
+        return {part: text for part, text in found.items() if text}
 
     # -- start ------------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -134,7 +141,7 @@ class ComputePlane:
         self._report_phase("adopting" if self._adopts else "starting")
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
         self._roles = {name: spec for name, spec in ROLES.items() if spec.cls.is_wanted(cfg)}
-        self.roles = RoleDeployments(self.ctx, self._roles)
+        self.roles = RoleDeployments(self.ctx, self._roles, self._require)
         with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
             self.reconcile()
         self.roles.start()  # after the first pass: the trainer and the engines take longer to start
@@ -152,41 +159,45 @@ class ComputePlane:
                 acknowledge(self.etcd, self.ctx.keys, request, *self._writer.guards)
 
     def _connect_ray(self) -> None:
-        """Connects to Ray, which it starts unless this driver adopts the one that runs. Ray gives its processes 30
-        seconds to start, a constant of its own, which a busy machine may exceed; so it is tried again, with backoff and
-        without end. Raises Stopped, and ComputePlaneLost when Ray was to be adopted and is gone: another one begins
-        with an epoch of its own."""
-        budget = StartBudget()
-        while (why := self._try_ray()) is not None:
-            if self._adopts:
-                raise ComputePlaneLost(f"Ray cannot be adopted: {why}", hint="the next driver starts another one")
-            self._parts.note("ray", f"it does not start: {why}")
-            budget = budget.after_failure(time.monotonic(), jitter=random.random())
-            while not budget.open(time.monotonic()):
-                self._await_ray("starting Ray again")
-        self._parts.note("ray", "")
-        self._ray_seen_at = time.monotonic()
-
-    def _try_ray(self) -> str | None:
-        """Makes one attempt; returns why it has failed, and None once this process is connected. Raises Stopped."""
-        why, silence = "", ProgressLimit(_RAY_START_S)
-        try:
-            if not self._adopts:
-                self._ray.start()
-        except Exception as e:  # whatever it is, Ray does not run
-            return _text(e)
-        while self._ray.runs and not silence.expired:
-            self._await_ray("connecting to Ray" if self._ray.is_up() else "starting Ray")
+        """Connects to Ray, whose nodes are kept running from now on. Ray gives its processes 30 seconds to start, a
+        constant of its own, which a busy machine may exceed; so a start is repeated, with backoff and without end.
+        Raises Stopped, Fenced, and ComputePlaneLost where Ray cannot be used: the next driver begins with an epoch and
+        a Ray of its own."""
+        self._require()
+        self._ray.start(adopts=self._adopts)
+        silence = ProgressLimit(_RAY_CONNECT_S)
+        while True:
+            self._require()  # a supervisor of a driver that was replaced starts nothing, and this would wait for ever
+            self._note_ray()
+            if not self._ray.is_up:
+                self._await_ray("starting Ray")
+                silence = ProgressLimit(_RAY_CONNECT_S)
+                continue
+            self._report_phase("connecting to Ray")
             try:
-                if self._ray.is_up():
-                    self._ray.connect()
-                    return None
+                self._ray.connect()
+                self._parts.note("ray", "")
+                return
+            except (ElasticRLError, OSError) as e:  # of this host or its files, and not of Ray
+                self._parts.note("ray", f"it cannot be connected to: {_text(e)}")
+                silence = ProgressLimit(_RAY_CONNECT_S)
             except Exception as e:  # Ray raises what its failure happens to be; it may only be busy
-                why = f" ({_text(e)})"
-            silence.update({})
-        return f"it {'is not up in time' if silence.expired else 'has ended'}{why}: see {self._paths.log(RAY)}"
+                silence.update({})
+                if silence.expired:
+                    raise ComputePlaneLost(f"Ray cannot be connected to: {_text(e)}",
+                                           hint="the next driver starts another one") from e
+            self._await_ray("connecting to Ray")
+
+    def _note_ray(self) -> None:
+        """Raises ComputePlaneLost when its head is lost."""
+        for node, fault in self._ray.faults.items():
+            self._parts.note(node, fault)
+        if self._ray.is_lost:
+            raise ComputePlaneLost(f"Ray's head does not start again: see {self._paths.log(RAY_HEAD)}",
+                                   hint="the next driver starts another one")
 
     def _await_ray(self, phase: str) -> None:
+        """Raises Stopped."""
         self._report_phase(phase)
         if self._pause(_POLL_S):
             raise Stopped
@@ -216,15 +227,19 @@ class ComputePlane:
     # -- reconcile --------------------------------------------------------------------------------------------------
     def reconcile(self) -> None:
         """One pass. Raises Fenced when a newer epoch has begun, EtcdUnavailable when etcd does not answer, and
-        ComputePlaneLost when Ray has no node left, or has given away the GPUs in use: only another driver can build it
-        again."""
+        ComputePlaneLost when Ray is lost, or has given away the GPUs in use: only another driver can build it again.
+        Raises RayNodeLost when only another driver can go on with this Ray."""
         roles = self.roles
         assert roles
-        if not self._ray.runs:
-            raise ComputePlaneLost("Ray has ended", hint=f"see {self._paths.log(RAY)}")
-        self._parts.run("ray", self._check_ray)
-        if time.monotonic() - self._ray_seen_at > _RAY_LOST_S:
-            raise ComputePlaneLost(f"Ray has had no node for {_RAY_LOST_S:g} s", hint="see the job's folder ray/")
+        self._writer.require()  # first: one that was suspended must not judge by what it remembers
+        self._note_ray()
+        if self._ray.is_cut_off:
+            raise RayNodeLost("the worker of Ray has ended, and what ran on it", hint="the next driver takes over")
+        for name, router in self.routers.items():
+            self._parts.note(router_target(name), router.fault)
+            self._parts.run(f"events of {router_target(name)}", partial(self._report_router, name))
+        if not self._ray.is_up:  # what runs goes on meanwhile; a call of Ray's would wait for its head
+            return
         requests = open_requests(self.etcd, self.ctx.keys)
         if self._shared is not None:
             self._parts.run("shared GPUs", self._shared.reconcile)
@@ -234,24 +249,14 @@ class ComputePlane:
             self._parts.run(name, partial(group.reconcile, requests.get(name)))
         for name, pool in self.pools.items():
             self._parts.run(pool_target(name), partial(self._reconcile_pool, name, pool, requests))
-            self._parts.note(router_target(name), self.routers[name].fault)
-            self._parts.run(f"events of {router_target(name)}", partial(self._report_router, name))
         self._parts.note("roles", roles.fault)
         for name in self._roles:
             if (request := requests.get(role_target(name))) is not None:
                 self._parts.run(role_target(name), partial(self._restart_role, name, request))
+        self._waiting = self._find_waiting()
 
     def _reconcile_pool(self, name: str, pool: EnginePool, requests: Mapping[str, RestartRequest]) -> None:
         self.routers[name].observe(pool.reconcile(requests))
-
-    def _check_ray(self) -> None:
-        now = time.monotonic()
-        if now - self._ray_checked_at < _RAY_CHECK_S:
-            return
-        self._ray_checked_at = now
-        if not any(node["Alive"] for node in ray.nodes()):
-            raise ComputePlaneLost("Ray has no node", hint="its processes have ended")
-        self._ray_seen_at = now
 
     def _restart_role(self, name: str, request: RestartRequest) -> None:
         log.warning("restarting role %s: %s", name, request.reason)
@@ -290,21 +295,39 @@ class ComputePlane:
     def leave(self) -> None:
         """Ends what this process does for it, and nothing of it: the next driver adopts it."""
         with contextlib.ExitStack() as last:
-            if ray.is_initialized():
+            if ray.is_initialized() and self._ray.is_up and not self._ray.is_cut_off:  # else it would wait for a node
                 last.callback(ray.shutdown)
+            last.callback(self._ray.leave)
             for router in self.routers.values():
                 last.callback(router.leave)
             if self.roles:
                 last.callback(self.roles.leave)
 
-    def close(self, *, lost: bool = False) -> None:
+    def _require(self) -> None:
+        """Raises Fenced once a newer driver has begun. None begins while etcd is away, and what runs is kept running
+        then."""
+        with contextlib.suppress(EtcdUnavailable):
+            if (newest := fencing.current_driver(self.etcd, self.ctx.keys)) > self.ctx.generation:
+                raise Fenced(f"driver {self.ctx.generation} has been replaced by driver {newest}")
+
+    def close(self, *, lost: str = "") -> None:
         """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
-        a failure. What fails to end does not keep the others from it. ``lost``: it ends because it cannot go on, which
-        the next driver is to see."""
+        a failure. What fails to end does not keep the others from it. Where Ray does not work nothing on it is asked to
+        end, and Ray may end this process with its worker. ``lost``: it ends because it cannot go on, which is an event.
+        Raises Fenced, with nothing ended, when a newer driver has begun: what runs is that one's."""
+        self._require()
+        if lost:
+            with contextlib.suppress(EtcdUnavailable):
+                self._emit(event_kinds.RUN_GLOBAL_RESTART, self.ctx.job, f"global restart: {lost}",
+                           severity=Severity.ERROR)
         with contextlib.ExitStack() as last:
-            last.callback(self._ray.end, forget=not lost)
+            last.callback(self._ray.end)
             for router in self.routers.values():
                 last.callback(router.stop)
+            if lost or not self._ray.is_up:
+                if self.roles:
+                    last.callback(self.roles.leave)
+                return
             if ray.is_initialized():
                 last.callback(ray.shutdown)
             if self._shared:

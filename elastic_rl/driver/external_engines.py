@@ -123,6 +123,7 @@ class ExternalEngines:
     # -- one engine ---------------------------------------------------------------------------------------------
     def _serve(self, registration: ExternalEngine) -> None:
         engine_id = registration.engine
+        self._writer.require()  # a newer driver may serve it
         self._deregister(engine_id)  # a member of an older epoch has the same name
         placed = self._placer.place(self._kind, engine_id, self._body, self._ctx, engine_id, self._pool,
                                     registration.url, cpus=1.0, gpus=0)

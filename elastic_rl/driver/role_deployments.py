@@ -10,13 +10,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from elastic_rl.driver.plan import StartBudget
+from elastic_rl.errors import Fenced
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.roles.base import RoleSpec
 
@@ -36,8 +37,10 @@ class RoleDeployments:
     """Level-triggered: a role whose application is absent, or which Serve has given up on, is deployed again, with
     backoff and without end."""
 
-    def __init__(self, ctx: RunContext, specs: Mapping[str, RoleSpec]) -> None:
-        self._ctx, self._specs = ctx, specs
+    def __init__(self, ctx: RunContext, specs: Mapping[str, RoleSpec], require: Callable[[], None] = lambda: None
+                 ) -> None:
+        """``require``: called before roles are deployed; raises Fenced once a newer driver has begun."""
+        self._ctx, self._specs, self._require = ctx, specs, require
         self._budgets = {name: StartBudget(base_s=_AGAIN_S) for name in specs}
         self._faults: dict[str, str] = {}
         self._waiting: dict[str, str] = {name: "it is to be deployed" for name in specs}
@@ -77,6 +80,9 @@ class RoleDeployments:
         while not self._stopping.is_set():
             try:
                 self._pass()
+            except Fenced:  # the driver's passes find it too, and end it
+                log.warning("a newer driver deploys the roles")
+                return
             except Exception as e:  # Serve raises what its controller's failure happens to be
                 log.warning("roles could not be deployed: %s", e, exc_info=e)
                 self._set(dict.fromkeys(self._specs, f"{type(e).__name__}: {e}"[:200]), {})
@@ -100,6 +106,7 @@ class RoleDeployments:
     def _deploy(self, names: Iterable[str]) -> None:
         """Starts Serve too if it does not run. All of them at once: Serve knows them before the first replica starts,
         so a role may look up the others."""
+        self._require()
         serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
         targets = [serve.RunTarget(self._application(self._specs[name]), name=name, route_prefix=None)
                    for name in names]

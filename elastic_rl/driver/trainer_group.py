@@ -148,6 +148,7 @@ class TrainerGroup:
 
     def _on_end(self, placed: PlacedActor) -> None:
         """The agent has ended, and nobody asked it to."""
+        self._writer.require()  # the files to be removed may be those of an agent that a newer driver has started
         code, crash = placed.outcome()
         self._remove(placed)
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
@@ -166,6 +167,7 @@ class TrainerGroup:
 
     def _carried_out(self, request: RestartRequest) -> None:
         """The agent that a request was about has ended, or there was none."""
+        self._writer.require()  # ranks and files may be those of an agent that a newer driver has started
         self._deregister()
         if self._placed is not None:  # first: the next driver would take what has ended for a fault
             self._remove(self._placed)

@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from elastic_rl.errors import Conflict, PortTaken, RouterUnavailable
+from elastic_rl.errors import PortTaken, RouterUnavailable
+from elastic_rl.host.compute_services import ComputeService
 from elastic_rl.host.listeners import check_connections
-from elastic_rl.host.processes import python, stop, sweep
-from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
+from elastic_rl.host.processes import python
+from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers
-from elastic_rl.runtime.files import preflight_writes
 from elastic_rl.runtime.waiting import wait_until
 
 _FLAGS = {
@@ -42,10 +42,8 @@ _TRIES = 3
 _TRY_AGAIN_S = 0.2
 
 
-class RouterProcess:
-    """The router of an epoch, as a service: it outlives the process that launched it, and the next ``RouterProcess`` of
-    this epoch adopts it as it is. ``url`` stays over restarts of the router, whoever restarts it: it is in the
-    service's file, until ``stop``. A router of an earlier epoch is not adopted: ``launch`` ends it."""
+class RouterProcess(ComputeService):
+    """The router of a pool, as a service of an epoch."""
 
     def __init__(self, files: ServiceFiles, service: str, *, epoch: int, host: str, log: Path, request_timeout_s: float,
                  start_timeout_s: float = 30.0, sticky: bool = False, key_file: Callable[[], Path] | None = None
@@ -53,25 +51,10 @@ class RouterProcess:
         """``service``: its name in ``files``. ``request_timeout_s``: that of its clients. ``sticky``: requests of one
         routing key go to one engine (``GenerateClient.generate``). ``key_file``: makes the file of the key that it asks
         for (``engine_key``), before each launch."""
-        self._files, self._service, self._epoch = files, service, epoch
+        super().__init__(files, service, epoch=epoch, log=log, new_url=lambda: f"http://{host}:{free_port(host)}")
         self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
-        self._log, self._key_file = log, key_file
+        self._key_file = key_file
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
-        self._url = ""
-        self._pid = 0
-        self._adopt()
-        if not self._url:
-            self._url = f"http://{host}:{free_port(host)}"
-
-    @property
-    def url(self) -> str:
-        """Final once a router of this epoch was launched or adopted: until then another driver may launch one first."""
-        return self._url
-
-    @property
-    def pid(self) -> int:
-        """Process id of the router that this object has launched or adopted; 0 before that."""
-        return self._pid
 
     def start(self) -> None:
         """Returns when the router takes requests; it is launched unless it runs. Raises DeadlineExceeded and PortTaken,
@@ -81,65 +64,14 @@ class RouterProcess:
         wait_until(self._live, timeout_s=self._start_timeout_s, what=f"the router (log: {self._log})",
                    alive=self.alive)
 
-    def launch(self) -> bool:
-        """Starts the process, after it has ended one that still runs, and does not wait until it takes requests.
-        Returns whether it did: a router of this epoch that another driver has launched meanwhile is adopted instead.
-        Raises PreflightFailed, and Conflict while one runs that cannot be ended, runs elsewhere or is of a later epoch.
-        """
-        if self._adopt():
-            return False
-        self.end()
-        host, _, port = self._url.removeprefix("http://").rpartition(":")
+    def _command(self) -> tuple[Sequence[str], dict[str, str]]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
         flags = {**_FLAGS, **self._policy, "host": host, "port": port, "prometheus-host": host,
                  "prometheus-port": free_port(host),
                  "request-timeout-secs": ceil(self._request_timeout_s + _LONGER_THAN_CLIENT_S)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-        env = {KEY_FILE_ENV: str(self._key_file())} if self._key_file else {}
-        try:
-            with preflight_writes(self._files.folder):
-                self._pid = self._files.start(
-                    self._service, python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
-                    log=self._log, env=env, url=self._url, generation=self._epoch)
-        except Conflict:
-            if not self._adopt():
-                raise
-            return False
-        return True
-
-    def alive(self) -> bool:
-        """Whether the process that this object has launched or adopted runs."""
-        return self._files.is_run_by(self._service, self._pid)
-
-    def end(self) -> None:
-        """Ends the process; requests in flight through it fail. ``url`` stays for the next one. A process of this epoch
-        that this object does not know is left alone: another driver has put it in the place of the one that was to
-        end."""
-        record = self._files.get(self._service)
-        if record is None or not record.pid or record.generation >= self._epoch and record.pid != self._pid:
-            return
-        if record.named:
-            stop(record.pid, grace_s=2.0)
-        else:  # the pid may be that of a driver that is just starting it
-            sweep(self._files.mark(self._service), SERVICE_FILE_ENV)
-
-    def stop(self) -> None:
-        """Ends the process for good. A driver that a newer one of its epoch has replaced must not call it: it would end
-        what that one has adopted."""
-        self.end()
-        if not self._files.runs(self._service):
-            self._files.forget(self._service)
-
-    def _adopt(self) -> bool:
-        """Takes over the address of this epoch's router, and its process. Returns whether one runs that this object did
-        not know."""
-        record = self._files.get(self._service)
-        if record is None or not record.url or record.generation != self._epoch:
-            return False
-        self._url = record.url
-        if record.pid in (0, self._pid):  # one that has just been killed may seem to run elsewhere for a moment
-            return False
-        self._pid = record.pid
-        return True
+        return (python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
+                {KEY_FILE_ENV: str(self._key_file())} if self._key_file else {})
 
     def _live(self) -> bool:
         try:

@@ -147,6 +147,12 @@ def _begin(etcd: EtcdClient, keys: Keys, key: str, epoch: int, holder: str) -> i
     raise Conflict(f"{key} was raised concurrently in each of {_TRIES} tries")
 
 
+def current_driver(etcd: EtcdClient, keys: Keys) -> int:
+    """Generation of the driver that may write; 0 before the first."""
+    kv = etcd.get(keys.driver())
+    return kv.version if kv else 0
+
+
 def current_term(etcd: EtcdClient, keys: Keys) -> int:
     """Number of the term of the actor that may write; 0 before the first."""
     kv = etcd.get(keys.actor_term())

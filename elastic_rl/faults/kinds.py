@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
 
 import psutil
 
@@ -14,6 +16,8 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.device_phase import SeenPhase, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, command, kill
+from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
 
@@ -120,29 +124,33 @@ class PoolRouterKilled(_Killed):
         return self.context.router_pid(self.pool) not in (0, self.victim)
 
 
-class RayProcessKilled(_Killed):
-    """The death of one of Ray's own processes. Actors and replicas go on for a while without it, and so may a step."""
+class RayNodeKilled(_Killed):
+    """The death of the process without which a node of Ray ends: the GCS of the head, the raylet of the worker. Without
+    the head everything on the worker goes on; replicas go on for a moment without the raylet, and so may a step."""
 
-    def __init__(self, context: FaultContext, program: str) -> None:
-        """``program``: ``gcs_server``, with which the head loses its state, or ``raylet``."""
+    _PROGRAMS: ClassVar[Mapping[str, str]] = {RAY_HEAD: "gcs_server", RAY_WORKER: "raylet"}
+
+    def __init__(self, context: FaultContext, node: str) -> None:
+        """``node``: name of its service."""
         super().__init__(context)
-        self.program, self.name, self.victim = program, f"{program}_killed", 0
+        self.node, self.name, self.victim = node, f"{node.replace('-', '_')}_killed", 0
 
     def inject(self) -> tuple[str, str]:
-        self.victim = wait_until(self._pid, timeout_s=INJECT_TIMEOUT_S, what=self.program)
+        self.victim = wait_until(self._pid, timeout_s=INJECT_TIMEOUT_S, what=self.node)
         self.at = time.time()
-        return self.program, kill(self.victim)
+        return self.node, kill(self.victim)
 
     def _pid(self) -> int:
         """0: there is none now."""
-        for process in self.context.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name() == self.program and runs(process):
+        record = compute_services(JobPaths.of(self.context.cfg)).get(self.node)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(record.pid).children() if record is not None and record.pid else []:
+                if process.name() == self._PROGRAMS[self.node] and runs(process):
                     return process.pid
         return 0
 
     def detected(self) -> bool:
-        return self.context.has_event(event_kinds.COMPUTE_FAILING, self.at, "ray") or self.is_back()
+        return self.context.has_event(event_kinds.COMPUTE_FAILING, self.at, self.node) or self.is_back()
 
     def is_back(self) -> bool:
         return self._pid() not in (0, self.victim)

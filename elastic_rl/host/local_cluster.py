@@ -92,7 +92,6 @@ _SHOWN_JOBS = 4
 """Jobs that a message names."""
 AGENTS = ("agent-0", "agent-1")
 """Names of the two processes of the host agent: either may be the active one or the standby."""
-_NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
 
 
 class Cluster:
@@ -306,7 +305,7 @@ class Cluster:
             wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
         except DeadlineExceeded as e:
             raise PreflightFailed(f"processes {', '.join(map(str, strays()))} of this cluster run without a record in "
-                                  f"{self.services.folder}", hint=_NO_RECORD_HINT) from e
+                                  f"{self.services.folder}", hint=self._restart_hint) from e
 
     def _require_here(self) -> None:
         """Raises PreflightFailed when services of this cluster run where this process cannot see them."""
@@ -362,7 +361,7 @@ class Cluster:
             self._say(f"warning: {binary}: {why}")
         data = self.paths.etcd
         if etcd_server.data_in_use(data):
-            raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
+            raise PreflightFailed(f"an etcd without a record runs on {data}", hint=self._restart_hint)
         if not running and kept_state.can_continue(self.cfg):
             who = f"cluster {self.cfg.cluster}" if self.named else f"job {self.cfg.job}"
             self._say(f"continuing with what {who} has kept in {self.dir}")
@@ -373,7 +372,7 @@ class Cluster:
             require_port_free(own_address(), port, setting="the port of this cluster's etcd")
         elif running:
             raise PreflightFailed(f"services run, and there is no record of their etcd in {self.services.folder}",
-                                  hint="`elastic-rl down`, then `elastic-rl up` again")
+                                  hint=self._restart_hint)
         return [self._start_etcd(binary, data, port)]
 
     def _own_endpoint(self) -> str:
@@ -486,7 +485,7 @@ class Cluster:
         PreflightFailed."""
         if running and not self.paths.secret.exists():
             raise PreflightFailed(f"{self.paths.secret} is gone, the secret that the cluster's services run with",
-                                  hint="`elastic-rl down`, then `elastic-rl up`")
+                                  hint=self._restart_hint)
         cluster_secrets.write_secrets(self.paths, self._say)
         if not self.named:
             engine_key_file(self.cfg)
@@ -502,7 +501,7 @@ class Cluster:
                                     reseal=reseal)
             except job_settings.OtherSecret as e:
                 raise PreflightFailed(f"{self.paths.secret} is not the secret that the cluster's services run with",
-                                      hint="put that one back, or `elastic-rl down`, then `elastic-rl up`") from e
+                                      hint=f"put that one back, or {self._restart_hint}") from e
 
     def _await_job(self, urls: Iterable[str], endpoints: list[str], node_pid: int | None, *, resubmit: bool,
                    reseal: bool = False) -> None:
@@ -760,6 +759,11 @@ class Cluster:
         return Cluster(cluster_settings.with_sections_of_cluster(self.paths.settings, cfg, {}), say=self._say)
 
     # -- one service ----------------------------------------------------------------------------------------------
+    @property
+    def _restart_hint(self) -> str:
+        where = kept_state.cluster_options(self.cfg)
+        return f"`elastic-rl down {where}`, then `elastic-rl up {where}`"
+
     def supervised(self) -> list[ServiceRecord]:
         """The services that run, and those that are to run: all that were started and not forgotten, but for runs that
         have ended."""
@@ -829,9 +833,9 @@ class Cluster:
             data = self.paths.etcd
             if not (data / "member").is_dir():  # an empty etcd would tell the services that there are no versions
                 raise PreflightFailed(f"the data of this cluster's etcd in {data} are gone",
-                                      hint="`elastic-rl down`, then `elastic-rl up` again")
+                                      hint=self._restart_hint)
             if etcd_server.data_in_use(data):
-                raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
+                raise PreflightFailed(f"an etcd without a record runs on {data}", hint=self._restart_hint)
             port = int(info.etcd_endpoints[0].rpartition(":")[2])
             require_port_free(own_address(), port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)

@@ -274,9 +274,23 @@ class JobPaths:
         return folder if folder.name == name else folder / name
 
     @property
-    def ray(self) -> Path:
-        """Ray's own folder."""
-        return self.temp / "r"
+    def ray_head(self) -> Path:
+        """Temporary folder of Ray's head."""
+        return self.temp / "rh"
+
+    @property
+    def ray_worker(self) -> Path:
+        """Temporary folder of Ray's worker on this host."""
+        return self.temp / "rw"
+
+    def ray_store(self, epoch: int) -> Path:
+        """Folder in which the head keeps the state of an epoch's Ray."""
+        return self.temp / f"gcs-{epoch}"
+
+    def ray_stores(self) -> dict[int, Path]:
+        """The folders of ``ray_store`` that are there, by epoch."""
+        found = ((re.fullmatch(r"gcs-(\d+)", path.name), path) for path in self.temp.glob("gcs-*"))
+        return {int(match[1]): path for match, path in found if match}
 
     @property
     def compiled(self) -> Path:

@@ -6,10 +6,13 @@ that started it (``service_files``).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,13 +58,7 @@ def stop(pid: int, *, grace_s: float = 5.0, descendants: bool = True) -> bool:
     except psutil.NoSuchProcess:
         return True
     _signal_group(pid, signal.SIGTERM)
-    in_time = True
-    try:
-        process.wait(grace_s)
-    except psutil.TimeoutExpired:
-        in_time = False
-    except psutil.NoSuchProcess:
-        pass
+    in_time = not _not_ended([process], grace_s)
     kill(family, grace_s=grace_s)
     _signal_group(pid, signal.SIGKILL)
     return in_time
@@ -79,13 +76,38 @@ def kill(family: Iterable[psutil.Process], *, grace_s: float = 5.0) -> None:
             continue
     for group in (others, trackers):
         if group is trackers:
-            group = psutil.wait_procs(trackers, timeout=grace_s)[1]
+            group = _not_ended(trackers, grace_s)
         for process in group:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(group, timeout=grace_s)
+        _not_ended(group, grace_s)
+
+
+def _not_ended(family: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those of the processes that have not ended after ``timeout_s`` seconds. One that has is known for as long as its
+    parent has not asked for its exit code, which may be for ever; psutil waits for that."""
+    found, until = [], time.monotonic() + timeout_s
+    for process in family:
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        except OSError:  # an old kernel, or too many open files
+            found += psutil.wait_procs([process], max(0.0, until - time.monotonic()))[1]
+            continue
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                found.append(process)
+                continue
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(psutil.Error):
+            process.wait(0.0)  # does ask, where this process is the parent
+    return found
 
 
 def _signal_group(pid: int, sig: int) -> None:

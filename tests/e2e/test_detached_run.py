@@ -41,7 +41,7 @@ def test_run_is_finished_by_the_process_after_the_one_that_was_killed(tmp_path: 
         attached = command(job, "attach")
         assert attached.returncode == 0, attached.stderr
         assert f"{job.cfg.job}: finished" in attached.stdout
-        assert "run.restarted" in [e.kind for e in job.events()] and job.epoch() == 2
+        assert "run.restarted" in [e.kind for e in job.events()] and job.epoch() == 1
         assert_sound(job, json.loads(JobPaths.of(job.cluster.cfg).report.read_text()), STEPS)
         job.cluster.down()
         assert job.leftovers() == []

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from elastic_rl.config import Config
@@ -16,13 +17,30 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.net.addresses import LOOPBACK
 
 FAIL = "starts-fail"
 """A file of this name in the job's folder makes every start of an engine fail."""
 
 
+class StubServer(BaseHTTPRequestHandler):
+    """Answers what a router asks its workers."""
+
+    def do_GET(self) -> None:
+        body = b'{"model_path": "tiny", "weight_version": "1"}'
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 class StubEngine:
-    """An engine that is READY at once, and has no server. Its layout is the GPUs that it is told to use."""
+    """An engine that is READY at once, and whose server generates nothing. Its layout is the GPUs that it is told to
+    use."""
 
     def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "", gpus: str = ""
                  ) -> None:
@@ -32,11 +50,13 @@ class StubEngine:
     def run(self) -> None:
         if (JobPaths.of(self._ctx.config).private / FAIL).exists():
             raise RuntimeError("no weights")
-        with self._ctx.connect() as etcd:
+        with self._ctx.connect() as etcd, ThreadingHTTPServer((LOOPBACK, 0), StubServer) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
             key = self._ctx.keys.engine(self._id)
             with Membership(etcd, self._ctx.keys, "engine", self._id, ttl_s=30, epoch=self._ctx.epoch) as member:
                 record = Engine(id=self._id, pool=self._pool, state=EngineState.READY, epoch=self._ctx.epoch,
-                                incarnation=member.incarnation, pid=os.getpid(), version=1, layout=self._gpus)
+                                incarnation=member.incarnation, pid=os.getpid(), version=1, layout=self._gpus,
+                                url=f"http://{LOOPBACK}:{server.server_port}")
                 written = False
                 while not written:
                     try:
@@ -46,6 +66,7 @@ class StubEngine:
                         continue
                 member.start()
                 self._leave.wait()
+                server.shutdown()
                 write(etcd, self._ctx.keys, self._ctx.epoch, Op.delete(key))
 
     def drain(self) -> None:

@@ -24,9 +24,10 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import Fault, FaultContext
-from elastic_rl.faults.kinds import EngineKilled, RayProcessKilled, Restarted, RoleKilled, TrainerRankKilled
+from elastic_rl.faults.kinds import EngineKilled, RayNodeKilled, Restarted, RoleKilled, TrainerRankKilled
 from elastic_rl.faults.outages import RouterKilled
 from elastic_rl.host import inherited_model
+from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER
 from elastic_rl.host.job_secrets import engine_key
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net import http_client
@@ -76,9 +77,9 @@ KINDS: Mapping[str, Kind] = {
     "engine-kill": Kind(lambda c, _: EngineKilled(c), "kill -9 of an engine", trials.SPARE_S, end=_ENGINES,
                         stages=(_STARTS, _FETCHES), beyond_start=True),
     "driver-kill": Kind(lambda c, _: RoleKilled(c, "driver"), "kill -9 of the driver", 10.0, stages=(_BACK,)),
-    "ray-head-kill": Kind(lambda c, _: RayProcessKilled(c, "gcs_server"), "kill -9 of Ray's head", 60.0,
-                          stages=(_BACK, *_REBUILT)),
-    "raylet-kill": Kind(lambda c, _: RayProcessKilled(c, "raylet"), "kill -9 of the raylet", 60.0,
+    "ray-head-kill": Kind(lambda c, _: RayNodeKilled(c, RAY_HEAD), "kill -9 of the GCS of Ray's head", 60.0,
+                          stages=(_BACK,)),
+    "raylet-kill": Kind(lambda c, _: RayNodeKilled(c, RAY_WORKER), "kill -9 of the raylet of Ray's worker", 60.0,
                         stages=(_BACK, *_REBUILT)),
     "global-restart": Kind(lambda c, _: Restarted(c, JOB), "a global restart on request", 60.0),
 }
@@ -124,7 +125,7 @@ def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
     testbed.options.say(f"{target}: {witness}")
     milestones = _milestones(testbed, outage, driver, engines)
     if _BACK in kind.stages:
-        assert isinstance(fault, RayProcessKilled | RoleKilled)
+        assert isinstance(fault, RayNodeKilled | RoleKilled)
         milestones |= after_replacement(fault.is_back, milestones[STEP], outage, context.step)
     return follow({name: milestones[name] for name in (*kind.stages, kind.end, STEP)}, (kind.end, STEP),
                   timeout_s=TRIAL_S)

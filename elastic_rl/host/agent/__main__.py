@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
-from elastic_rl.host import cluster_settings
+from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
@@ -121,7 +121,8 @@ class HostAgent:
         error = self._read_settings()
         try:
             info = ClusterInfo.load(self._cluster.paths.info)
-            error = error or ("" if info else "the cluster's start is not complete; `elastic-rl up` completes it")
+            error = error or ("" if info else "the cluster's start is not complete; `elastic-rl up "
+                              f"{kept_state.cluster_options(self._cluster.cfg)}` completes it")
         except ConfigError as e:
             info, error = None, str(e)
         services = self._supervisor.supervise(self._cluster, info, _other(self._name))

@@ -89,7 +89,9 @@ class ServiceSupervisor:
             self._states[name] = self._start(cluster, name, state)
 
     def _start(self, cluster: Cluster, name: str, state: ServiceState) -> ServiceState:
+        job = job_of_run(name)
         try:
+            begins = bool(job) and cluster.run_of(job).read().queued
             if not cluster.revive(name):
                 return state  # another command is at it, or it runs: the next pass sees
         except (ElasticRLError, OSError) as e:
@@ -98,9 +100,10 @@ class ServiceSupervisor:
             self._faults[name] = str(e)
             return restart_policy.on_start_failed(state, self._clock(), self._limits, jitter=random.random())
         self._faults.pop(name, None)
-        self._restarts[name] = self._restarts.get(name, 0) + 1
-        if name not in AGENTS:
-            self._unreported[name] = self._unreported.get(name, 0) + 1
+        if not begins:
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+            if name not in AGENTS:
+                self._unreported[name] = self._unreported.get(name, 0) + 1
         return restart_policy.on_started(state, self._clock(), self._limits)
 
     def _status(self, cluster: Cluster, record: ServiceRecord) -> ServiceStatus:

@@ -43,6 +43,7 @@ from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, Ca
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_SOME_CPU = 0.01
 _START_S = 120.0
 """Longest start of the queue's actors; Ray may have to start workers for them."""
 _GIVE_UP_START_S = 2 * _START_S
@@ -304,10 +305,11 @@ class _Actors:
 
         self._ray = ray
         config: dict[str, Any] = {"num_data_storage_units": units, "total_storage_size": None}
-        # They are idle but for a copy now and then; a CPU each would be taken from the roles.
+        # They are idle but for a copy now and then; a CPU each would be taken from the roles. What asks for none may be
+        # placed on Ray's head, and lost with it.
         controllers, units_of = _bound(TransferQueueController, host), _bound(SimpleStorageUnit, host)
-        self._controller = controllers.options(num_cpus=0).remote()
-        self._storage = [units_of.options(num_cpus=0, scheduling_strategy="SPREAD").remote(config=config)
+        self._controller = controllers.options(num_cpus=_SOME_CPU).remote()
+        self._storage = [units_of.options(num_cpus=_SOME_CPU, scheduling_strategy="SPREAD").remote(config=config)
                          for _ in range(units)]
         try:
             controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)

@@ -366,6 +366,15 @@ def test_external_engine_is_served_by_one_driver_after_the_other_until_it_ends(e
     assert external.kinds("x2") == ["engine.starting", "engine.removed"] and external.records() == {}
 
 
+def test_replaced_driver_deregisters_no_external_engine_that_the_newer_one_serves(external: ExternalOnes) -> None:
+    external.register("x0", "http://a:1")
+    fencing.begin_driver(external.etcd, external.keys, external.ctx.epoch, "newer")
+    with Membership(external.etcd, external.keys, "engine", "x0", ttl_s=30, epoch=external.ctx.epoch).start():
+        with pytest.raises(Fenced):
+            external.driver.reconcile({}, {})
+        assert members(external.etcd, external.keys, "engine")
+
+
 # -- trainer groups ----------------------------------------------------------------------------------------------------
 MakeGroup = Callable[[type], TrainerGroup]
 
@@ -433,7 +442,7 @@ def test_end_of_the_agent_after_a_global_restart_is_not_reported(group: TrainerG
     fencing.raise_epoch(etcd, keys, holder="global restart")
     with pytest.raises(Fenced):
         until(group, lambda: False, "the end of the agent")
-    assert group.state is GroupState.ENDED, "the end of the agent was not seen"
+    assert group._placed is not None and group._placed.has_ended(), "the end of the agent was not seen"
     assert reports(etcd, keys) == []
 
 

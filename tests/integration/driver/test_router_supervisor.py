@@ -9,33 +9,21 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support.stub_actors import StubServer
 from support.waiting import wait_until
 
 from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
-from elastic_rl.errors import EngineFailed
+from elastic_rl.errors import EngineFailed, Fenced
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.host import processes
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 
 EPOCH = 3
-
-
-class Worker(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = b'{"model_path": "tiny", "weight_version": "1"}'
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -44,7 +32,7 @@ def urls() -> Iterator[list[str]]:
     with contextlib.ExitStack() as held:
         found = []
         for _ in range(2):
-            server = ThreadingHTTPServer(("127.0.0.1", 0), Worker)
+            server = ThreadingHTTPServer(("127.0.0.1", 0), StubServer)
             held.callback(server.server_close)
             held.callback(server.shutdown)
             threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -55,16 +43,23 @@ def urls() -> Iterator[list[str]]:
 class Supervised:
     """The supervisor, and the engines that etcd would list. Each poll of ``until`` is another reading of etcd."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, replaced: bool = False) -> None:
+        """``replaced``: whether a newer driver has begun."""
         key, file = "0" * 64, folder / "engine.key"
         file.write_text(key)
         file.chmod(0o600)
         self.process = RouterProcess(ServiceFiles(folder / "compute"), "router", epoch=EPOCH, host="127.0.0.1",
                                      log=folder / "router.log", key_file=lambda: file, request_timeout_s=60.0)
-        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key)
+        self.replaced = replaced
+        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key,
+                                           require=self._require)
         self.states: dict[str, EngineState] = {}
         self.supervisor.start()
         self.client = RouterClient(self.supervisor.url, key=key)
+
+    def _require(self) -> None:
+        if self.replaced:
+            raise Fenced("a newer driver has begun")
 
     def listed(self) -> set[str]:
         try:
@@ -221,3 +216,34 @@ def test_worker_that_is_no_engine_of_the_pool_is_removed_and_reported(router: Su
     router.states = {own: EngineState.DEAD}  # what was an engine is none
     router.until_listed()
     assert not router.supervisor.foreign()
+
+
+def older_ends(router: Supervised) -> None:
+    """Returns when the supervision by a driver that a newer one has replaced is over."""
+    wait_until(lambda: not router.supervisor._thread.is_alive(), what="the end of the supervision")
+    assert router.supervisor.restarts() == []
+
+
+def test_replaced_driver_changes_no_list_of_workers(router: Supervised, urls: list[str]) -> None:
+    """Another engine may serve by now at the address of one that it has seen end."""
+    router.states = dict.fromkeys(urls, EngineState.READY)
+    router.until_listed(*urls)
+    router.replaced = True
+    router.supervisor.unroute(urls[0])
+    older_ends(router)
+    assert router.listed() == set(urls)
+
+
+def test_replaced_driver_does_not_end_a_router_that_is_silent(router: Supervised) -> None:
+    """After a suspension, one that the newer driver is just restarting seems silent for as long as that was."""
+    router.until_listed()
+    router.replaced = True
+    os.kill(router.process.pid, signal.SIGSTOP)
+    older_ends(router)
+    assert router.process.alive()
+
+
+def test_replaced_driver_starts_no_router(tmp_path: Path) -> None:
+    with pytest.raises(Fenced):
+        Supervised(tmp_path, replaced=True)
+    assert ServiceFiles(tmp_path / "compute").all() == []

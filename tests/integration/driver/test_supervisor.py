@@ -30,6 +30,7 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.runtime.process import runs
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 
@@ -302,7 +303,7 @@ def test_driver_is_told_to_end_what_runs_only_where_no_other_process_goes_on_wit
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(started) in (p.info["cmdline"] or [])]
     service = int(started.read_text())
     try:
-        assert psutil.pid_exists(service) == goes_on, "what it has started lives as long as the run goes on"
+        lives = psutil.pid_exists(service) and runs(psutil.Process(service))
+        assert lives == goes_on, "what it has started lives as long as the run goes on"
     finally:
-        if psutil.pid_exists(service):
-            processes.stop(service)
+        processes.stop(service)

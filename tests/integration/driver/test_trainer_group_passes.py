@@ -14,6 +14,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver import trainer_group
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup
+from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -74,6 +75,26 @@ def test_files_that_a_killed_agent_leaves_are_removed_and_its_end_is_reported(gr
     assert not left.exists() and of_another.exists()
     assert StandInActor.made[0].is_removed and len(reports(group)) == 1 and "was killed" in reports(group)[0]
     of_another.rmdir()
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_group_of_a_replaced_driver_leaves_what_the_newer_one_has_started(
+        group: TrainerGroup, request_: RestartRequest, requested: bool) -> None:
+    """The older driver was suspended; meanwhile its agent has ended and the newer one has started another, which has
+    the same tag of files and the same names of ranks."""
+    etcd, keys = group.etcd, group.ctx.keys
+    group.reconcile(request_ if requested else None)
+    if requested:
+        group.reconcile(request_)
+    [ended] = StandInActor.made
+    fencing.begin_driver(etcd, keys, group.ctx.epoch, holder="newer")
+    ended.is_over = True
+    files = Path(tempfile.mkdtemp(prefix=JobPaths.of(group.ctx.config).file_tag(ACTOR.name)))
+    with Membership(etcd, keys, "trainer", "rank-0", ttl_s=30, epoch=group.ctx.epoch).start():
+        with pytest.raises(Fenced):
+            group.reconcile()
+        assert files.exists() and members(etcd, keys, "trainer") and StandInActor.made == [ended]
+    files.rmdir()
 
 
 def test_group_without_room_waits_and_a_request_does_not_wait_for_the_room(

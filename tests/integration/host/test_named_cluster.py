@@ -94,6 +94,7 @@ def test_jobs_run_beside_one_another_and_each_of_their_services_comes_back(
                what="the events of the second job")
     wait_until(lambda: "coordinator.restarted" in lab.events(_A), what="the event of what both use")
     assert not {"dcs.restarted", "run.restarted"} & set(lab.events(_A))
+    assert lab.events(_B).count("run.restarted") == 1, "the first start of a queued run is none"
 
     rows = json.loads(_run(capsys, "jobs", *lab.at, "-o", "json")[1])
     assert {row["job"]: row["state"] for row in rows} == {_A: "running", _B: "running"}

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import secrets
 import signal
 import subprocess
@@ -249,7 +250,8 @@ def test_run_goes_on_after_a_loss_of_power(job: Job, capsys: pytest.CaptureFixtu
     for record in job.cluster.services.running():
         job.kill(record.pid)
     wait_until(lambda: not job.cluster.services.running(), what="the end of everything")
-    assert "`elastic-rl up` starts them again" in _run(capsys, "jobs", job.options[1])[1]
+    shown = " ".join(_run(capsys, "jobs", job.options[1], "-o", "wide")[1].split())
+    assert re.search(r"`elastic-rl up --job=\S+ --run_dir=\S+` starts them again", shown)
     code, said = _run(capsys, "up", *job.options)
     assert code == 0 and "goes on" in said and "elastic-rl attach" in said
     job.etcd.close()

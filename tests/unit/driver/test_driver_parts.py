@@ -1,14 +1,24 @@
 """The parts of a reconcile pass: the fault of one does not keep the driver from the others."""
 
+
 from types import SimpleNamespace
 
 import pytest
 
 from elastic_rl import config
+from elastic_rl.driver import compute
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped
 from elastic_rl.driver.parts import PartRunner
-from elastic_rl.errors import ComputePlaneLost, EtcdFull, EtcdUnavailable, Fenced, PreflightFailed
+from elastic_rl.errors import (
+    ComputePlaneLost,
+    ConfigError,
+    EtcdFull,
+    EtcdUnavailable,
+    Fenced,
+    PreflightFailed,
+    RayNodeLost,
+)
 from elastic_rl.host.paths import JobPaths
 
 
@@ -89,40 +99,89 @@ def test_part_that_runs_elsewhere_is_reported_alike():
     assert passes.reports == [("router", True), ("router", False)]
 
 
-def test_fault_of_the_folder_of_ray_says_what_to_do():
-    """It is tried again without end, and only a person can remove what is there."""
-    said = []
+class StubRay:
+    """Ray as its nodes' supervisors see it."""
+
+    is_cut_off = False
+
+    def __init__(self, *, fault="", is_up=False, is_lost=False, error=""):
+        self.faults, self.is_up, self.is_lost, self.error = {"ray-head": fault, "ray-worker": ""}, is_up, is_lost, error
+
+    def start(self, *, adopts):
+        pass
+
+    def connect(self):
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def plane_on(ray, said):
     plane = ComputePlane.__new__(ComputePlane)
-    plane._parts = PartRunner(lambda part, message, failed: said.append(message))
+    plane._parts = PartRunner(lambda part, message, failed: said.append((part, message)))
+    plane._paths, plane._ray, plane.routers = JobPaths.of(config.parse({})), ray, {}
+    plane._writer, plane._adopts, plane._require = SimpleNamespace(require=lambda: None), False, lambda: None
     plane._report_phase, plane._pause = lambda phase: None, lambda seconds: True
+    return plane
 
-    def refuse():
-        raise PreflightFailed("/tmp/erl is not a folder of this user", hint="have it removed")
 
-    plane._ray, plane._adopts = SimpleNamespace(start=refuse), False
+def test_fault_of_a_node_of_ray_is_reported_while_the_driver_waits_for_it():
+    said = []
+    with pytest.raises(Stopped):
+        plane_on(StubRay(fault="it could not be started: have the folder removed"), said)._connect_ray()
+    assert said == [("ray-head", "it could not be started: have the folder removed")]
+
+
+def test_ray_whose_head_does_not_start_again_is_lost():
+    with pytest.raises(ComputePlaneLost, match="see .*ray-head.log"):
+        plane_on(StubRay(is_lost=True), [])._connect_ray()
+
+
+def test_ray_that_cannot_be_connected_to_is_lost_in_the_end(monkeypatch):
+    plane = plane_on(StubRay(is_up=True, error="no raylet"), [])
     with pytest.raises(Stopped):
         plane._connect_ray()
-    assert said == ["it does not start: /tmp/erl is not a folder of this user (have it removed)"]
-
-
-def test_ray_that_cannot_be_adopted_is_not_replaced_in_the_same_epoch():
-    plane = ComputePlane.__new__(ComputePlane)
-    plane._paths = JobPaths.of(config.parse({}))
-    plane._report_phase, plane._pause = lambda phase: None, lambda seconds: False
-    plane._ray, plane._adopts = Ended(iter([True, False])), True
-    with pytest.raises(ComputePlaneLost, match="it has ended: see .*ray.log"):
+    monkeypatch.setattr(compute, "_RAY_CONNECT_S", 0.0)
+    with pytest.raises(ComputePlaneLost, match="cannot be connected to: RuntimeError: no raylet"):
         plane._connect_ray()
 
 
-class Ended:
-    """A Ray that ends while a driver waits for it."""
+def test_driver_that_was_replaced_neither_waits_for_ray_nor_makes_a_pass():
+    def refuse():
+        raise Fenced("driver 1 has been replaced by driver 2")
 
-    def __init__(self, runs):
-        self._runs = runs
-
-    @property
-    def runs(self):
-        return next(self._runs)
-
-    def is_up(self):
+    def pause(seconds):
+        plane._require = refuse
         return False
+
+    plane = plane_on(StubRay(fault="it ended"), [])
+    plane._pause = pause
+    with pytest.raises(Fenced):
+        plane._connect_ray()
+    plane.roles, plane._writer.require = object(), refuse
+    with pytest.raises(Fenced):
+        plane.reconcile()
+
+
+def test_what_is_wrong_on_this_host_is_no_loss_of_ray(monkeypatch):
+    monkeypatch.setattr(compute, "_RAY_CONNECT_S", 0.0)
+    said, ray = [], StubRay(is_up=True)
+    ray.connect = lambda: (_ for _ in ()).throw(ConfigError("the secret is damaged", hint="put it back"))
+    with pytest.raises(Stopped):
+        plane_on(ray, said)._connect_ray()
+    assert said == [("ray", "it cannot be connected to: the secret is damaged (put it back)")]
+
+
+@pytest.mark.parametrize("is_up", [False, True])
+def test_driver_whose_node_has_ended_ends(is_up):
+    plane = plane_on(StubRay(is_up=is_up), [])
+    plane.roles, plane._ray.is_cut_off = object(), True
+    with pytest.raises(RayNodeLost):
+        plane.reconcile()
+
+
+def test_nothing_is_asked_of_ray_while_a_node_does_not_work():
+    said = []
+    plane = plane_on(StubRay(fault="it ended"), said)
+    plane.roles, plane.etcd = object(), None  # a pass of any part would need it
+    plane.reconcile()
+    assert said == [("ray-head", "it ended")]

@@ -120,7 +120,8 @@ def test_running_services_keep_a_cluster_from_getting_a_second_secret(tmp_path: 
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(PreflightFailed, match=r"secret is gone") as refused:
         cluster._secrets({"coordinator-0"})
-    assert refused.value.hint == "`elastic-rl down`, then `elastic-rl up`"
+    where = kept_state.cluster_options(cluster.cfg)
+    assert refused.value.hint == f"`elastic-rl down {where}`, then `elastic-rl up {where}`"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
