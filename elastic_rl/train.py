@@ -110,7 +110,7 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
 @contextmanager
 def _exclusive(cluster: Cluster, *, resumes: bool, goes_on: Callable[[], bool]) -> Iterator[None]:
     """Makes this process the one that trains the job. Leaves no process or file behind, unless another process goes on
-    with the run. ``resumes``: the driver of this run takes over what its predecessor has left, where Ray still runs."""
+    with the run. ``resumes``: the driver of this run takes over what its predecessor has left, unless Ray was ended."""
     paths = JobPaths.of(cluster.cfg)
     with cluster.training():
         if not resumes or not ray_epoch(paths):

@@ -89,6 +89,7 @@ class ComputePlane:
         self._roles: Mapping[str, RoleSpec] = {}
         self._parts = PartRunner(self._report_part)
         self._waiting: dict[str, str] = {}
+        """What parts waited for in the last pass."""
         self._router_restarts: dict[str, list[str]] = {name: [] for name in self.routers}
         self._foreign_at: dict[str, float] = {}
         """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
