@@ -276,12 +276,12 @@ class JobPaths:
     @property
     def ray_head(self) -> Path:
         """Temporary folder of Ray's head."""
-        return self.temp / "rh"
+        return self.temp / "h"
 
     @property
     def ray_worker(self) -> Path:
         """Temporary folder of Ray's worker on this host."""
-        return self.temp / "rw"
+        return self.temp / "w"
 
     def ray_store(self, epoch: int) -> Path:
         """Folder in which the head keeps the state of an epoch's Ray."""

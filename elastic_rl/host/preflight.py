@@ -31,7 +31,7 @@ _MEMORY_GIB = 8.0
 """Ray, two engines, two ranks and the durable plane take about 7 GiB on a CPU."""
 _SOCKET_PATH = 107
 """Bytes in the path of a Unix socket, at most."""
-_LONGEST_SOCKET = "rw/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_LONGEST_SOCKET = "w/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest path of Ray's sockets below the cluster's temp folder, with the largest process id that Linux has."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
              "sglang-router": "0.3.2", "transformers": "5.19.0"}

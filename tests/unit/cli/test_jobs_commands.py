@@ -69,7 +69,8 @@ def test_jobs_are_listed_by_their_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert {name: (row["state"], row["step"]) for name, row in rows.items()} == {
         "refused": ("failed", None), "done": ("finished", 2), "killed-while-it-stopped": ("stopped", None),
         "down": ("running", None)}
-    assert rows["refused"]["message"] == "no such model" and "`elastic-rl up` starts them" in rows["down"]["message"]
+    assert rows["refused"]["message"] == "no such model"
+    assert f"`elastic-rl up --job=down --run_dir={tmp_path}` starts them" in rows["down"]["message"]
     assert rows["done"]["since_at"] == 1.7e9 + 60
     assert run("jobs", f"--run_dir={tmp_path}") == 0
     assert time.strftime("%Y-%m-%d %H:%M", time.localtime(1.7e9 + 60)) in capsys.readouterr().out

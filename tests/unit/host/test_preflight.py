@@ -53,6 +53,6 @@ def test_temporary_folder_must_leave_room_for_the_sockets_of_ray(monkeypatch: py
 
 def test_sockets_of_ray_have_the_paths_that_are_reckoned_with() -> None:
     """Ray makes the name of a session from the time and its process id."""
-    session = re.fullmatch(r"r/(session_\S+)_(\d+)/sockets/plasma_store", preflight._LONGEST_SOCKET)
+    session = re.fullmatch(r"w/(session_\S+)_(\d+)/sockets/plasma_store", preflight._LONGEST_SOCKET)
     assert session is not None and int(session[2]) >= int(Path("/proc/sys/kernel/pid_max").read_text())
     assert session[1] == datetime(2026, 1, 1).strftime("session_%Y-%m-%d_%H-%M-%S_%f")

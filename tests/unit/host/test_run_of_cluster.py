@@ -169,6 +169,11 @@ def test_supervisor_forgets_a_run_that_has_ended(world: World, monkeypatch: pyte
     world.run.submit(world.submission)
     info = ClusterInfo.load(world.cluster.paths.info)
     supervisor.supervise(world.cluster, info, AGENTS[1])
+    assert world.run.name not in {**supervisor._restarts, **supervisor._unreported}, "it was queued, and has begun"
+    status = world.run.read().status
+    assert status is not None
+    world.run.save(status.now(JobPhase.RUNNING))
+    supervisor.supervise(world.cluster, info, AGENTS[1])  # its end is seen, and it is started again
     assert supervisor._restarts[world.run.name] == supervisor._unreported[world.run.name] == 1
     world.run.withdraw()
     assert world.run.name not in supervisor.supervise(world.cluster, info, AGENTS[1])
