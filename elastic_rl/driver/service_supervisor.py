@@ -18,8 +18,9 @@ from elastic_rl.host.compute_services import ComputeService
 log = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
-_STABLE_S = 60.0
-"""A service that has answered for so long has recovered."""
+_STABLE_S = 20.0
+"""A service that has answered for so long has recovered: its next end is the first in a row."""
+_FIRST_PAUSE_S = 0.5
 _GAP_S = 10.0
 """A pause between two checks that is longer is one of the supervisor's own, which does not count as silence."""
 _ENDED_BEFORE = "it ended while no driver ran"
@@ -45,7 +46,7 @@ class ServiceSupervisor(ABC):
         driver has begun, which supervises the service then."""
         self._service, self._require = service, require
         self._interval_s, self._start_timeout_s, self._frozen_s = interval_s, start_timeout_s, frozen_s
-        self._budget = StartBudget(base_s=0.5)
+        self._budget = StartBudget(base_s=_FIRST_PAUSE_S)
         self._state = _State.DOWN
         self._since = 0.0
         """Monotonic seconds of the last answer or, before the first one, of the start."""
@@ -184,7 +185,7 @@ class ServiceSupervisor(ABC):
         self._require()
         log.warning("restarting %s: %s", self._service.name, reason)
         if self._failing_since is None or self._has_recovered():
-            self._failing_since = now
+            self._failing_since, self._budget = now, StartBudget(base_s=_FIRST_PAUSE_S)
         self._state, self._budget = _State.DOWN, self._budget.after_failure(now, jitter=random.random())
         self._note_restart(reason)
         with self._acting:

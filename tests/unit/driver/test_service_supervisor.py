@@ -85,31 +85,33 @@ def test_service_that_ends_is_started_again_and_again(now: list[float]) -> None:
         assert supervisor.failing_s == now[0] - failing_since, "it has not answered in between"
 
 
-def test_service_has_recovered_once_it_has_answered_for_a_minute(now: list[float]) -> None:
+def test_service_has_recovered_once_it_has_answered_for_a_while(now: list[float]) -> None:
     supervisor = Supervisor(service := StubService())
     supervisor.start()
     supervisor._pass()
-    now[0] += 61.0
+    now[0] += 21.0
     supervisor._pass()
     service.runs, began = False, now[0]
     supervisor._pass()
-    for _ in range(5):  # it comes up and ends soon
-        now[0] += 30.0
+    for _ in range(9):  # it comes up and ends soon
+        now[0] += 61.0
         supervisor._pass()
         supervisor._pass()
         assert supervisor.is_up and supervisor.failing_s == now[0] - began
-        now[0] += 30.0
+        now[0] += 10.0
         service.runs = False
         supervisor._pass()
-    now[0] += 30.0
-    supervisor._pass()
-    supervisor._pass()
     now[0] += 61.0
+    supervisor._pass()
+    supervisor._pass()
+    now[0] += 21.0
     assert supervisor.is_up and not supervisor.failing_s
-    service.runs = False
+    service.runs, before = False, service.launched
     supervisor._pass()
     now[0] += 1.0
     assert supervisor.failing_s == 1.0, "counted from the first end since"
+    supervisor._pass()
+    assert service.launched == before + 1, "after the first of the pauses"
 
 
 def test_time_in_which_the_supervisor_was_suspended_is_no_silence(now: list[float]) -> None:
