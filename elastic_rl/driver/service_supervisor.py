@@ -18,7 +18,7 @@ from elastic_rl.host.compute_services import ComputeService
 log = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
-_STABLE_S = 20.0
+STABLE_S = 20.0
 """A service that has answered for so long has recovered: its next end is the first in a row."""
 _FIRST_PAUSE_S = 0.5
 _GAP_S = 10.0
@@ -78,7 +78,7 @@ class ServiceSupervisor(ABC):
         return 0.0 if self._failing_since is None or self._has_recovered() else time.monotonic() - self._failing_since
 
     def _has_recovered(self) -> bool:
-        return self._state is _State.UP and time.monotonic() - self._up_since >= _STABLE_S
+        return self._state is _State.UP and time.monotonic() - self._up_since >= STABLE_S
 
     def start(self) -> None:
         """Adopts the service that runs, or launches one. Returns before it serves. Raises Fenced."""

@@ -20,6 +20,7 @@ from elastic_rl.bench.recovery.trials import Trial, follow, holds
 from elastic_rl.bench.suite import why_of
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.coordinator.targets import JOB
+from elastic_rl.driver.service_supervisor import STABLE_S
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import EngineState
@@ -41,6 +42,7 @@ _REBUILT = (_DRIVER, _ENGINES, _RANKS)
 _BACK = "another process is in its place"
 _GROUP, _ANSWER = "the trainer group works", "a request is answered"
 _STARTS, _FETCHES = "another engine starts", "its server runs, and it fetches weights"
+_STABLE_S = STABLE_S + 5.0
 _APART_STEPS = 2
 """Steps between the recovery from a fault and the next one, of which one may have been under way."""
 _ROLES = ("actor", "advantages", "rollout")
@@ -66,10 +68,14 @@ class Kind:
     a step counts that is done after that: without the part the run may still end a step, or several."""
     beyond_start: bool = False
     """Whether the goal holds beyond the bare start of an engine."""
+    apart_s: float = 0.0
+    """Seconds for which the run works at least before the next fault: a part that ends sooner comes back later each
+    time."""
 
 
 KINDS: Mapping[str, Kind] = {
-    "router-kill": Kind(lambda c, _: RouterKilled(c), "kill -9 of the router", 5.0, end=_ANSWER, stages=()),
+    "router-kill": Kind(lambda c, _: RouterKilled(c), "kill -9 of the router", 5.0, end=_ANSWER, stages=(),
+                        apart_s=_STABLE_S),
     "rank-kill": Kind(lambda c, _: TrainerRankKilled(c), "kill -9 of a trainer rank", 15.0, end=_GROUP,
                       stages=(_RANKS,)),
     "role-kill": Kind(lambda c, number: RoleKilled(c, _ROLES[number % len(_ROLES)]),
@@ -78,7 +84,7 @@ KINDS: Mapping[str, Kind] = {
                         stages=(_STARTS, _FETCHES), beyond_start=True),
     "driver-kill": Kind(lambda c, _: RoleKilled(c, "driver"), "kill -9 of the driver", 10.0, stages=(_BACK,)),
     "ray-head-kill": Kind(lambda c, _: RayNodeKilled(c, RAY_HEAD), "kill -9 of the GCS of Ray's head", 60.0,
-                          stages=(_BACK,)),
+                          stages=(_BACK,), apart_s=_STABLE_S),
     "raylet-kill": Kind(lambda c, _: RayNodeKilled(c, RAY_WORKER), "kill -9 of the raylet of Ray's worker", 60.0,
                         stages=(_BACK, *_REBUILT)),
     "global-restart": Kind(lambda c, _: Restarted(c, JOB), "a global restart on request", 60.0),
@@ -116,7 +122,7 @@ def rows(row: str, found: Sequence[Trial], bare: Sequence[float] = ()) -> list[R
 
 def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
     context = testbed.context
-    _await_working(testbed)
+    _await_working(testbed, kind.apart_s if number else 0.0)
     fault = kind.fault(context, number)
     outage, driver = Outage(context.step(), began=time.time()), _driver(context)
     engines = {engine.id for engine in context.engines()}
@@ -131,17 +137,17 @@ def _trial(testbed: Testbed, kind: Kind, number: int) -> Trial:
                   timeout_s=TRIAL_S)
 
 
-def _await_working(testbed: Testbed) -> None:
-    """Returns when the run works as before any fault, and has done steps since. Raises DeadlineExceeded, also for a run
-    that has ended."""
+def _await_working(testbed: Testbed, apart_s: float = 0.0) -> None:
+    """Returns when the run works as before any fault, and has done steps since, for ``apart_s`` seconds at least.
+    Raises DeadlineExceeded, also for a run that has ended."""
     context, run = testbed.context, testbed.cluster.run
 
     def wait(check: Callable[[], object], what: str) -> None:
         wait_until(lambda: holds(check), timeout_s=_WORKS_S, what=what, alive=lambda: not run.read().ended)
 
     wait(lambda: _engines_serve(context) and _ranks_are_there(context) and context.step() > 0, "the run")
-    first = context.step() + _APART_STEPS
-    wait(lambda: context.step() >= first, "a further step of the run")
+    first, since = context.step() + _APART_STEPS, time.monotonic()
+    wait(lambda: context.step() >= first and time.monotonic() - since >= apart_s, "a further step of the run")
 
 
 # -- milestones -------------------------------------------------------------------------------------------------------
