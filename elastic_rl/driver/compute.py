@@ -168,7 +168,6 @@ class ComputePlane:
         self._ray.start(adopts=self._adopts)
         silence = ProgressLimit(_RAY_CONNECT_S)
         while True:
-            self._require()  # a supervisor of a driver that was replaced starts nothing, and this would wait for ever
             self._note_ray()
             if not self._ray.is_up:
                 self._await_ray("starting Ray")
@@ -190,7 +189,7 @@ class ComputePlane:
             self._await_ray("connecting to Ray")
 
     def _note_ray(self) -> None:
-        """Raises ComputePlaneLost when its head is lost."""
+        """Notes the faults of Ray's nodes. Raises ComputePlaneLost when the head is lost."""
         for node, fault in self._ray.faults.items():
             self._parts.note(node, fault)
         if self._ray.is_lost:
@@ -198,10 +197,12 @@ class ComputePlane:
                                    hint="the next driver starts another one")
 
     def _await_ray(self, phase: str) -> None:
-        """Raises Stopped."""
+        """Reports the phase, and waits for a moment. Raises Stopped, and Fenced: the supervisors of a driver that was
+        replaced start nothing, so it would wait for ever."""
         self._report_phase(phase)
         if self._pause(_POLL_S):
             raise Stopped
+        self._require()
 
     @property
     def _model_log(self) -> Path:

@@ -84,16 +84,19 @@ class RayNode(ComputeService):
             Path(f"/proc/{self.pid}/autogroup").write_text(nice)
 
     def is_complete(self) -> bool:
-        """Whether all of it has started. Ray ends a process that is connected to a node which has not, and then fails.
-        It is written down for the next driver: a file in a temporary folder does not last."""
-        if (self._folder / _ADDRESS_FILE).exists() and not self._was_complete():
-            self._complete.write_text(str(self.pid))
-            if self.name != RAY_HEAD:  # with the worker its priority would be that of everything on it
-                self._prefer("0")
-        return self._was_complete()
+        """Whether all of the node has started. Ray ends a process that is connected to a node which has not, and then
+        fails. It is written down for the next driver: a file in a temporary folder does not last."""
+        if self._was_complete():
+            return True
+        if not (self._folder / _ADDRESS_FILE).exists():
+            return False
+        self._complete.write_text(str(self.pid))
+        if self.name != RAY_HEAD:  # with the worker its priority would be that of everything on it
+            self._prefer("0")
+        return True
 
     def was_up(self) -> bool:
-        """Whether a process of it in this epoch has started everything."""
+        """Whether a process of the node has started everything in this epoch."""
         return self._complete.exists()
 
     def _was_complete(self) -> bool:
@@ -103,8 +106,8 @@ class RayNode(ComputeService):
             return False
 
     def missing(self) -> set[str]:
-        """Names of the processes that it lacks, or that are stopped (SIGSTOP). ``ray start`` does not end with these,
-        nor with one that was told to end."""
+        """Names of the processes that the node lacks, or that are stopped (SIGSTOP). ``ray start`` does not end with
+        these, nor with one that was told to end."""
         try:
             found = {child.name() for child in psutil.Process(self.pid).children()
                      if child.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)}
@@ -184,7 +187,7 @@ class RayService:
         """Pid of the worker that this process is connected to."""
 
     def start(self, *, adopts: bool) -> None:
-        """Starts it, after it has ended what is left of an earlier epoch; returns before Ray can be connected to, and
+        """Starts Ray, after it has ended what is left of an earlier epoch; returns before Ray can be connected to, and
         keeps both nodes running from then on. ``adopts``: another driver has started it in this epoch, so what runs is
         adopted, and what has ended is started again. Raises Fenced."""
         if not adopts:
@@ -236,13 +239,13 @@ class RayService:
         return self._worker.pid != self._connected_to or not self._worker.alive()
 
     def leave(self) -> None:
-        """Ends what this process does for it, and nothing of it."""
+        """Ends what this process does for Ray, and nothing of Ray."""
         for supervisor in self._supervisors.values():
             supervisor.leave()
 
     def end(self) -> None:
-        """Ends it, or that of an earlier epoch, with everything that runs on it, and removes its files; one of a later
-        epoch is left alone."""
+        """Ends the Ray of this epoch, or of an earlier one, with everything that runs on it, and removes its files. The
+        Ray of a later epoch is left alone."""
         with contextlib.ExitStack() as last:
             last.callback(self._remove_stores)
             # The head ends first: this process may end with the worker, and a head that is left would be adopted.

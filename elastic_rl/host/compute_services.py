@@ -43,7 +43,7 @@ class ComputeService(ABC):
     ``stop``. A service of an earlier epoch is not adopted: ``launch`` ends it."""
 
     grace_s = 2.0
-    """Time for it to end in order."""
+    """Time for the service to end in order."""
 
     def __init__(self, files: ServiceFiles, service: str, *, epoch: int, log: Path, new_url: Callable[[], str]) -> None:
         """``service``: its name in ``files``. ``new_url``: makes the address of one that is not adopted."""

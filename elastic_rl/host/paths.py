@@ -251,8 +251,7 @@ class JobPaths:
 
     def ray_tokens(self) -> dict[int, Path]:
         """The files of ``ray_token`` that are there, by epoch."""
-        found = ((re.fullmatch(r"ray-(\d+)\.token", path.name), path) for path in self.private.glob("ray-*.token"))
-        return {int(match[1]): path for match, path in found if match}
+        return _by_epoch(self.private, "ray-", ".token")
 
     def secret_files(self) -> list[Path]:
         """All files of ``engine_key``, ``ray_token`` and ``submission``, also unfinished ones of processes that were
@@ -289,8 +288,7 @@ class JobPaths:
 
     def ray_stores(self) -> dict[int, Path]:
         """The folders of ``ray_store`` that are there, by epoch."""
-        found = ((re.fullmatch(r"gcs-(\d+)", path.name), path) for path in self.temp.glob("gcs-*"))
-        return {int(match[1]): path for match, path in found if match}
+        return _by_epoch(self.temp, "gcs-", "")
 
     @property
     def compiled(self) -> Path:
@@ -306,6 +304,13 @@ class JobPaths:
     @property
     def _digest(self) -> str:
         return hashlib.sha256(str(self.private.resolve()).encode()).hexdigest()
+
+
+def _by_epoch(folder: Path, prefix: str, suffix: str) -> dict[int, Path]:
+    """The entries of a folder whose names are prefix, epoch and suffix, by epoch."""
+    pattern = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(suffix)}")
+    found = ((pattern.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*{suffix}"))
+    return {int(match[1]): path for match, path in found if match}
 
 
 def named_clusters(run_dir: Path) -> Path:

@@ -42,7 +42,8 @@ _REBUILT = (_DRIVER, _ENGINES, _RANKS)
 _BACK = "another process is in its place"
 _GROUP, _ANSWER = "the trainer group works", "a request is answered"
 _STARTS, _FETCHES = "another engine starts", "its server runs, and it fetches weights"
-_STABLE_S = STABLE_S + 5.0
+_RECOVERED_S = STABLE_S + 5.0
+"""After so long the driver counts a service as recovered; it sees the restart a moment later than this process."""
 _APART_STEPS = 2
 """Steps between the recovery from a fault and the next one, of which one may have been under way."""
 _ROLES = ("actor", "advantages", "rollout")
@@ -75,7 +76,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "router-kill": Kind(lambda c, _: RouterKilled(c), "kill -9 of the router", 5.0, end=_ANSWER, stages=(),
-                        apart_s=_STABLE_S),
+                        apart_s=_RECOVERED_S),
     "rank-kill": Kind(lambda c, _: TrainerRankKilled(c), "kill -9 of a trainer rank", 15.0, end=_GROUP,
                       stages=(_RANKS,)),
     "role-kill": Kind(lambda c, number: RoleKilled(c, _ROLES[number % len(_ROLES)]),
@@ -84,7 +85,7 @@ KINDS: Mapping[str, Kind] = {
                         stages=(_STARTS, _FETCHES), beyond_start=True),
     "driver-kill": Kind(lambda c, _: RoleKilled(c, "driver"), "kill -9 of the driver", 10.0, stages=(_BACK,)),
     "ray-head-kill": Kind(lambda c, _: RayNodeKilled(c, RAY_HEAD), "kill -9 of the GCS of Ray's head", 60.0,
-                          stages=(_BACK,), apart_s=_STABLE_S),
+                          stages=(_BACK,), apart_s=_RECOVERED_S),
     "raylet-kill": Kind(lambda c, _: RayNodeKilled(c, RAY_WORKER), "kill -9 of the raylet of Ray's worker", 60.0,
                         stages=(_BACK, *_REBUILT)),
     "global-restart": Kind(lambda c, _: Restarted(c, JOB), "a global restart on request", 60.0),
