@@ -24,10 +24,10 @@ from elastic_rl.coordinator.hosts import state_machine as hosts
 from elastic_rl.coordinator.hosts.state_machine import SeenHost
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.coordinator.jobs import state_machine as jobs
-from elastic_rl.coordinator.jobs.state_machine import Driver, JobOutcome, SeenJob
+from elastic_rl.coordinator.jobs.state_machine import Driver, SeenJob
 from elastic_rl.etcd.cluster_records import (
-    RAY_HEAD,
     Assignment,
+    ClusterSpec,
     Host,
     HostPhase,
     HostSpec,
@@ -36,6 +36,7 @@ from elastic_rl.etcd.cluster_records import (
     JobRecord,
     JobState,
     RunState,
+    RunStatus,
     driver_of,
 )
 from elastic_rl.etcd.decoding import decode
@@ -59,7 +60,8 @@ class Stored(Generic[R]):
 class ClusterLimits:
     times: HostTimes = HostTimes()
     assignments: AssignmentLimits = AssignmentLimits()
-    parallel_jobs: int = 1
+    stop_run_s: float = 60.0
+    """Longest time for a run that was stopped to end in order, by the leader clock."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,15 @@ class ClusterReading:
     assignments: Mapping[str, Stored[Assignment]] = field(default_factory=dict)
     jobs: Mapping[str, Stored[JobRecord]] = field(default_factory=dict)
     job_states: Mapping[str, Stored[JobState]] = field(default_factory=dict)
-    outcomes: Mapping[str, JobOutcome] = field(default_factory=dict)
-    """What the drivers of jobs wrote about their end, of those that did."""
+    run_statuses: Mapping[str, Stored[RunStatus]] = field(default_factory=dict)
+    spec: Stored[ClusterSpec] | None = None
     movable: frozenset[str] = frozenset()
     """Singletons whose holders lose nothing when they move now."""
     keys: ClusterKeys = ClusterKeys()
 
     @classmethod
     def of(cls, keys: ClusterKeys, kvs: Sequence[KeyValue], revision: int, leader_s: float,
-           outcomes: Mapping[str, JobOutcome], unreadable: MutableMapping[str, str]) -> ClusterReading:
+           unreadable: MutableMapping[str, str]) -> ClusterReading:
         """The reading of all keys of the cluster. A record that cannot be read is left out and reported in
         ``unreadable``, by key."""
 
@@ -111,8 +113,8 @@ class ClusterReading:
                    stored(keys.host_registrations_prefix(), Host),
                    stored(keys.host_statuses_prefix(), HostStatus), stored(keys.host_specs_prefix(), HostSpec),
                    stored(keys.host_states_prefix(), HostState), stored(keys.assignments_prefix(), Assignment),
-                   stored(keys.jobs_prefix(), JobRecord), stored(keys.job_states_prefix(), JobState), outcomes,
-                   keys=keys)
+                   stored(keys.jobs_prefix(), JobRecord), stored(keys.job_states_prefix(), JobState),
+                   stored(keys.run_statuses_prefix(), RunStatus), stored(keys.spec(), ClusterSpec).get(""), keys=keys)
 
     @cached_property
     def seen_hosts(self) -> Mapping[str, SeenHost]:
@@ -162,7 +164,8 @@ def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[Cluster
     """What the leader is to write now; nothing while the cluster is as it is to be."""
     host_writes = {name: write for name in reading.seen_hosts if (write := _host_write(reading, name, limits))}
     seen_jobs = {name: SeenJob(job.record, job.mod_revision, _record(reading.job_states, name),
-                               reading.outcomes.get(name)) for name, job in reading.jobs.items()}
+                               _record(reading.run_statuses, name), reading.driver(name, ""))
+                 for name, job in reading.jobs.items()}
     decisions = _decisions(reading, seen_jobs, host_writes.keys(), limits)
     seen_jobs = {name: replace(job, driver=reading.driver(name, decisions.get(driver_of(name), Decision()).waits_for))
                  for name, job in seen_jobs.items()}
@@ -179,11 +182,14 @@ def _host_write(reading: ClusterReading, name: str, limits: ClusterLimits) -> Cl
 
 def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits
                 ) -> Iterable[ClusterWrite]:
-    for name, after in jobs.advance(seen_jobs, limits.parallel_jobs).items():
+    parallel = reading.spec.record.parallel_jobs if reading.spec is not None else ClusterSpec().parallel_jobs
+    for name, after in jobs.advance(seen_jobs, parallel, reading.leader_s, limits.stop_run_s).items():
         if after != _record(reading.job_states, name):
             # Of all jobs, since each state depends on those of the others: which are live, and which come first.
             yield ClusterWrite(reading.keys.job_state(name), after, (
                 _unchanged(reading.keys.job(name), reading.jobs.get(name)),
+                _unchanged(reading.keys.run_status(name), reading.run_statuses.get(name)),
+                _unchanged(reading.keys.spec(), reading.spec),
                 Compare.none_changed_since(reading.keys.job_states_prefix(), reading.revision)))
 
 
@@ -191,9 +197,9 @@ def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], changi
                limits: ClusterLimits) -> dict[str, Decision]:
     """What is to become of each assignment, by the singleton's name. ``changing``: hosts whose state is written in this
     pass."""
-    wanted: dict[str, dict[str, Any]] = {RAY_HEAD: {}}
+    wanted: dict[str, dict[str, Any]] = {}
     for name, job in seen_jobs.items():
-        if job.wants_driver:
+        if job.wants_driver(reading.leader_s):
             wanted[driver_of(name)] = {"job": name, "submission": job.record.submission}
     decisions = {}
     for name in sorted({*wanted, *reading.assignments}):

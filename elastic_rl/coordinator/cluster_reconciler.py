@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, cluster_pass
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.jobs.state_machine import JobOutcome
 from elastic_rl.coordinator.leader_clock import LeaderClock
 from elastic_rl.errors import ElasticRLError, EtcdFull, Fenced
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Watch
@@ -34,15 +33,12 @@ class ClusterReconciler:
     """Runs passes in a thread while this replica leads: one after each interval, and one when something has changed."""
 
     def __init__(self, etcd: EtcdClient, keys: ClusterKeys, election: Election,
-                 limits: ClusterLimits = ClusterLimits(), *,
-                 outcomes: Callable[[], Mapping[str, JobOutcome]] = dict,
-                 monotonic: Callable[[], float] = time.monotonic) -> None:
-        """``outcomes``: reads what the drivers of jobs wrote about their end, by job."""
-        self._etcd, self._keys, self._election, self._limits, self._outcomes = etcd, keys, election, limits, outcomes
+                 limits: ClusterLimits = ClusterLimits(), *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._etcd, self._keys, self._election, self._limits = etcd, keys, election, limits
         self._read_prefixes = (
             keys.hosts_prefix(), keys.host_registrations_prefix(), keys.host_statuses_prefix(),
             keys.host_specs_prefix(), keys.host_states_prefix(), keys.assignments_prefix(), keys.jobs_prefix(),
-            keys.job_states_prefix())
+            keys.job_states_prefix(), keys.run_statuses_prefix(), keys.spec())
         """What a pass decides by."""
         self._clock = LeaderClock(etcd, keys, election.writer, monotonic)
         self._term = self._revision = 0
@@ -133,7 +129,7 @@ class ClusterReconciler:
 
     def _read(self) -> ClusterReading:
         """The cluster at one revision."""
-        leader_s, outcomes = self._clock.now(), self._outcomes()
+        leader_s = self._clock.now()
         kvs, revision = list[KeyValue](), 0
         for prefix in self._read_prefixes:
             found, revision = self._etcd.range(prefix, revision=revision)
@@ -141,4 +137,4 @@ class ClusterReconciler:
         self._revision, self.unreadable = revision, {}
         if self._watch is None:
             self._watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
-        return ClusterReading.of(self._keys, kvs, revision, leader_s, outcomes, self.unreadable)
+        return ClusterReading.of(self._keys, kvs, revision, leader_s, self.unreadable)

@@ -6,13 +6,24 @@ from typing import Any
 
 from elastic_rl.etcd.record import OpenEnum, Record
 
-RAY_HEAD = "ray-head"
 _DRIVER = "driver/"
 
 
 def driver_of(job: str) -> str:
-    """Name of the singleton that is the driver of a job."""
+    """Name of the singleton that carries out a job: the process of its run, with the driver that this keeps running."""
     return _DRIVER + job
+
+
+def job_of_driver(singleton: str) -> str:
+    """The job that a singleton carries out; empty for another singleton."""
+    return singleton.removeprefix(_DRIVER) if singleton.startswith(_DRIVER) else ""
+
+
+class ClusterSpec(Record):
+    """What its operator wants of the cluster; written by ``up``."""
+
+    parallel_jobs: int = 1
+    """So many jobs may run at once; the others wait."""
 
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
@@ -159,21 +170,18 @@ class Assignment(Record):
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 class JobRecord(Record):
-    """A job as it was submitted; written through the API."""
+    """A job of the cluster, and what its operator wants of it."""
 
     settings: str = ""
-    """The job's settings, sealed (``job_settings``)."""
+    """The settings that the coordinators follow, sealed (``job_settings``): those of the last submission that was not
+    refused."""
     priority: int = 0
     """Among waiting jobs the highest is started first."""
-    submission: int = 1
-    """Number of the submission; a job that has ended and is resumed is submitted once more."""
+    submission: int = 0
+    """Number of the newest submission; 0 before the first. A job that has ended and is resumed is submitted once more.
+    """
     stopped: bool = False
     """An operator asked to stop this submission."""
-    from_job: str = ""
-    """The job whose policy this one begins with; empty for one that begins with a model of its own."""
-    from_version: int = 0
-    """Number of that policy version; 0 for the newest."""
-    by: str = ""
     submitted_at: float = 0.0
     """Unix seconds, for people."""
 
@@ -207,3 +215,22 @@ class JobState(Record):
     """Place in the order of submissions: the revision at which the submission was written."""
     reason: str = ""
     """What it waits for, or why it ended."""
+    stop_deadline_s: float = 0.0
+    """When a run that was stopped is no longer given time to end in order, in seconds of the leader clock; 0 for one
+    that was not."""
+
+
+class RunStatus(Record):
+    """How a submission goes, by its run: written under the generation of the driver's assignment."""
+
+    submission: int
+    phase: JobPhase
+    """STARTING while what was submitted is checked, RUNNING from then on, then how it has ended."""
+    at: float = 0.0
+    """When the phase began, unix seconds."""
+    submitted_at: float = 0.0
+    """As in the job's record."""
+    error: str = ""
+    """Kind of the error that ended the run; empty where it has ended otherwise, as in a crash loop."""
+    message: str = ""
+    hint: str = ""

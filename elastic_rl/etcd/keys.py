@@ -101,7 +101,7 @@ class ClusterKeys(LeaderKeys):
         return f"{self.root}assignments/"
 
     def assignment(self, singleton: str) -> str:
-        """The assignment of ``ray-head`` or ``driver/<job>``."""
+        """The assignment of ``driver/<job>``."""
         return self.assignments_prefix() + singleton
 
     def jobs_prefix(self) -> str:
@@ -117,6 +117,21 @@ class ClusterKeys(LeaderKeys):
 
     def job_state(self, job: str) -> str:
         return self.job_states_prefix() + job
+
+    def run_statuses_prefix(self) -> str:
+        """How the newest submission of each job goes, by its run."""
+        return f"{self.root}run_statuses/"
+
+    def run_status(self, job: str) -> str:
+        return self.run_statuses_prefix() + job
+
+    def submission(self, job: str) -> str:
+        """What the newest submission of a job is, sealed: only its run reads it."""
+        return f"{self.root}submissions/{job}"
+
+    def spec(self) -> str:
+        """What its operator wants of the cluster."""
+        return f"{self.root}spec"
 
 
 @dataclass(frozen=True)

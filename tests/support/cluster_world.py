@@ -18,10 +18,9 @@ from elastic_rl.coordinator.assignments.state_machine import AssignmentLimits
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, ClusterWrite
 from elastic_rl.coordinator.election.protocol import leading
 from elastic_rl.coordinator.hosts.times import HostTimes
-from elastic_rl.coordinator.jobs.state_machine import JobOutcome
 from elastic_rl.etcd.cluster_records import (
-    RAY_HEAD,
     Assignment,
+    ClusterSpec,
     Drain,
     Host,
     HostPhase,
@@ -32,6 +31,7 @@ from elastic_rl.etcd.cluster_records import (
     JobRecord,
     JobState,
     RunState,
+    RunStatus,
     ServiceStatus,
     driver_of,
 )
@@ -47,13 +47,16 @@ CLOCK_ERROR = 0.2
 TIMES = HostTimes(lease_ttl_s=TTL_S, lost_s=3.5, agent_pass_s=0.25, stop_s=1.0, start_margin_s=1.0,
                   clock_error=CLOCK_ERROR)
 RESTARTS = RestartLimits(backoff_initial_s=0.3, backoff_max_s=3.0, stable_s=6.0, budget=8, refill_s=3.0)
-LIMITS = ClusterLimits(TIMES, AssignmentLimits(move_backoff_initial_s=8.0, move_backoff_max_s=30.0, remember_s=60.0))
+LIMITS = ClusterLimits(TIMES, AssignmentLimits(move_backoff_initial_s=8.0, move_backoff_max_s=30.0, remember_s=60.0), stop_run_s=4.0)
 CALM_FROM, CALM_UNTIL, QUIET_AT, END = 20.0, 52.0, 70.0, 125.0
 """Between the first two no fault begins, and some of those before last on. From the third on nothing fails."""
 CARRIED_OUT_S = 22.0
 """An assignment is carried out within so many seconds without a new fault, while a healthy host and replica live."""
 ENDED_S = 6.0
 """A process of an older generation has ended when its host's agent has been healthy for so long."""
+
+_LONG = ("job0", "job1")
+"""Jobs that run for most of the time."""
 
 _HOST_EDGES = {
     (None, HostPhase.JOINING),
@@ -141,7 +144,7 @@ class ClusterWorld(ElectionWorld):
 
     def __init__(self, seed: int, parallel: int = 1) -> None:
         super().__init__(seed, QUIET_AT, KEYS.leader_prefix())
-        self.limits = ClusterLimits(LIMITS.times, LIMITS.assignments, parallel)
+        self.limits, self.parallel = LIMITS, parallel
         self.counts: Counter[str] = Counter()
         self.disturbed_at = 0.0
         self._pids = itertools.count(1)
@@ -152,6 +155,7 @@ class ClusterWorld(ElectionWorld):
         self._steps: dict[str, int] = {}
         """Steps that each job takes."""
         self.etcd_away_until = 0.0
+        self.etcd.txn([], [Op.put(KEYS.spec(), ClusterSpec(parallel_jobs=parallel).encode())])
         self.replicas = [self._start_replica(f"r{i}") for i in range(2 + seed % 2)]
         self.hosts = [SimHost(f"h{i}", self._rate()) for i in range(2 + seed % 3)]
         self.spared: set[Any] = {self.rng.choice(self.hosts).name, self.rng.choice(self.replicas).name}
@@ -210,9 +214,7 @@ class ClusterWorld(ElectionWorld):
                 yield from self._call(r, lambda g=guard, p=put: self._txn_of(r, g, p))
 
     def _reading(self, kvs: list[KeyValue], revision: int, leader_s: float) -> ClusterReading:
-        outcomes = {kv.key.split("/")[2]: JobOutcome(int(kv.value), reason="every step is done")
-                    for kv in kvs if kv.key.endswith("/outcome")}
-        return ClusterReading.of(KEYS, kvs, revision, leader_s, outcomes, {})
+        return ClusterReading.of(KEYS, kvs, revision, leader_s, {})
 
     def _guard(self, r: Replica) -> list[Compare] | None:
         """The fencing token of a replica; None when it does not lead."""
@@ -295,9 +297,9 @@ class ClusterWorld(ElectionWorld):
         if phase is not after.phase and (phase, after.phase) not in _JOB_EDGES:
             self._fail(f"job {name} went from {phase} to {after.phase}")
         live = [n for n in self._jobs() if (state := self._job_state(n)) is not None and state.phase.live]
-        if len(live) > self.limits.parallel_jobs:
+        if len(live) > self.parallel:
             self._fail(f"jobs {live} are live at once")
-        if after.phase is JobPhase.FINISHED and self.etcd.keys.get(_outcome(name)) is None:
+        if after.phase is JobPhase.FINISHED and self._run_phase(name, after.submission) is not after.phase:
             self._fail(f"job {name} is finished, its driver did not say so")
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
@@ -502,35 +504,50 @@ class ClusterWorld(ElectionWorld):
         process.ended = True
 
     def _work(self, process: SimProcess) -> Process:
-        """Writes under its generation, as a driver does; one that is fenced hangs until it is ended."""
+        """Carries out a job under its generation, as a run does; one that is fenced hangs until it is ended."""
         assert process.host is not None
-        job, step = str(process.arguments.get("job", "")), 0
+        job, said, step = str(process.arguments["job"]), JobPhase.QUEUED, -1
         guard = Compare.version(KEYS.assignment(process.name), "==", process.generation)
-        while True:
+        while said is not JobPhase.FINISHED and said is not JobPhase.STOPPED:
             yield self.rng.uniform(0.2, 0.7)
             if process.host.bad_until > self.now:
                 process.ended = True
                 return
-            if job and not step:
-                found = yield from self._call(process, lambda: self.etcd.keys.get(_progress(job)))
-                if not found:
-                    continue
-                step = int(found[0].value) if found[0] is not None else 0
-            done = bool(job) and step >= self._steps[job]
-            put = (Op.put(_outcome(job), str(process.arguments["submission"]).encode()) if done
-                   else Op.put(_progress(job or process.name), str(step + 1).encode()))
-            written = yield from self._call(process, lambda p=put: self._effect(process, guard, p))
-            if written and not written[0]:
-                return  # fenced
-            step += bool(written)
-            if done and written:
-                process.completed = process.ended = True
-                return
+            found = yield from self._call(process, lambda: (
+                JobRecord.decode(self.etcd.keys[KEYS.job(job)].value), self.etcd.keys.get(_progress(job))))
+            if not found:
+                continue
+            record, progress = found[0]
+            step = step if step >= 0 else int(progress.value) if progress is not None else 0
+            phase = (JobPhase.STOPPED if record.stopped and self.rng.random() < 0.5 else  # else it hangs for a while
+                     JobPhase.FINISHED if step >= self._steps[job] else JobPhase.RUNNING)
+            if said is not phase:
+                said = yield from self._say(process, guard, phase, said)
+            elif (yield from self._call(process, lambda: self._effect(
+                    process, [guard], Op.put(_progress(job), str(step + 1).encode())))):
+                step += 1
+        process.completed = process.ended = True
 
-    def _effect(self, process: SimProcess, guard: Compare, put: Op) -> int:
-        written = self.etcd.txn([guard], [put])
+    def _say(self, process: SimProcess, guard: Compare, phase: JobPhase, said: JobPhase) -> Process:
+        """Writes how the run goes; returns what etcd then has of it, as far as the process knows. The condition keeps a
+        late message from undoing a later one."""
+        key, submission = KEYS.run_status(process.arguments["job"]), process.arguments["submission"]
+        found = yield from self._call(process, lambda: self.etcd.keys.get(key))
+        if not found:
+            return said
+        before = RunStatus.decode(found[0].value) if found[0] is not None else None
+        if before is not None and before.submission == submission and (before.phase.ended or before.phase is phase):
+            return before.phase
+        compares = [guard, Compare.mod(key, "==", found[0].mod_revision if found[0] is not None else 0)]
+        put = Op.put(key, RunStatus(submission=submission, phase=phase).encode())
+        written = yield from self._call(process, lambda: self._effect(process, compares, put))
+        return phase if written and written[0] else said
+
+    def _effect(self, process: SimProcess, compares: list[Compare], put: Op) -> int:
+        written = self.etcd.txn(compares, [put])
         if not written:
-            self.counts["fenced"] += 1
+            assigned = self.etcd.keys.get(KEYS.assignment(process.name))
+            self.counts["fenced"] += assigned is None or assigned.version != process.generation
             return 0
         holder = self._effects.setdefault((process.name, process.generation), process.incarnation)
         if holder != process.incarnation:
@@ -552,8 +569,8 @@ class ClusterWorld(ElectionWorld):
         """Submits jobs, stops and resumes some, cordons and drains hosts."""
         for number in range(4):
             name = f"job{number}"
-            self._steps[name] = self.rng.choice([5, 15, 40])
-            self._submit(name, JobRecord(priority=self.rng.randrange(2)))
+            self._steps[name] = self.rng.choice([5, 15, 40]) if name not in _LONG else 110
+            self._submit(name, JobRecord(submission=1, priority=self.rng.randrange(2)))
             yield self.rng.uniform(0.0, 12.0)
         while self.now < QUIET_AT:
             yield self.rng.uniform(3.0, 12.0)
@@ -569,7 +586,7 @@ class ClusterWorld(ElectionWorld):
         if state is not None and state.phase.ended and state.submission == record.submission:
             self._steps[name] += self.rng.choice([3, 10])
             self._submit(name, record.replace(submission=record.submission + 1, stopped=False))
-        elif self.rng.random() < 0.3:
+        elif self.rng.random() < 0.3 and name not in _LONG:
             self._submit(name, record.replace(stopped=True))
 
     def _change_host(self, host: SimHost) -> None:
@@ -687,7 +704,7 @@ class ClusterWorld(ElectionWorld):
             self._healthy(h) and h.bad_until <= self.now for h in spared)
         if not undisturbed:
             self.disturbed_at = self.now
-        wanted = {RAY_HEAD, *(driver_of(name) for name in self._jobs() if self._wants_driver(name))}
+        wanted = {driver_of(name) for name in self._jobs() if self._wants_driver(name)}
         self._missing = {name: self._missing.get(name, self.now) for name in wanted if not self._carried_out(name)}
         for name, since in self._missing.items():
             if self.now - max(since, self.disturbed_at) > CARRIED_OUT_S:
@@ -695,10 +712,16 @@ class ClusterWorld(ElectionWorld):
                 self._fail(f"{name} is not carried out: {held}")
 
     def _wants_driver(self, name: str) -> bool:
-        state, outcome = self._job_state(name), self.etcd.keys.get(_outcome(name))
+        state = self._job_state(name)
         record = JobRecord.decode(self.etcd.keys[KEYS.job(name)].value)
         return (state is not None and state.phase.live and not record.stopped
-                and (outcome is None or int(outcome.value) != state.submission))
+                and self._run_phase(name, state.submission) is not JobPhase.FINISHED)
+
+    def _run_phase(self, name: str, submission: int) -> JobPhase | None:
+        """The phase that the run of a submission has written."""
+        found = self.etcd.keys.get(KEYS.run_status(name))
+        status = RunStatus.decode(found.value) if found is not None else None
+        return status.phase if status is not None and status.submission == submission else None
 
     def _carried_out(self, name: str) -> bool:
         assigned = self.etcd.keys.get(KEYS.assignment(name))
@@ -708,7 +731,3 @@ class ClusterWorld(ElectionWorld):
 
 def _progress(job: str) -> str:
     return f"{Keys(job).root}progress"
-
-
-def _outcome(job: str) -> str:
-    return f"{Keys(job).root}outcome"

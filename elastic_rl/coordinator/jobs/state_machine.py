@@ -1,11 +1,13 @@
 """Jobs: their queue and their phases, as a pure state machine over the leader's record of each one. No I/O, no clock.
 
-    (submitted) ──▶ QUEUED ──its turn──▶ STARTING ──driver runs──▶ RUNNING ──▶ FINISHED | FAILED | STOPPED
-                      └───stop─────────────────────────────────────────────────────────────▶ STOPPED
+    (submitted) ──▶ QUEUED ──its turn──▶ STARTING ──its run has begun──▶ RUNNING ──▶ FINISHED | FAILED | STOPPED
+                      └───stop──────────────────────────────────────────────────────────────────▶ STOPPED
 
 The queue is ordered by priority, then by the order of submissions; ``parallel`` jobs are live at once. A live job keeps
 its place until its driver is gone, however it ended, so that the next one finds the devices free. A job whose driver,
 host or engines are away stays RUNNING, since it goes on where it was: there is no edge RUNNING → QUEUED.
+
+A run that is stopped ends what it has started, and writes its report: while its driver runs it has ``stop_run_s`` for that.
 
 The transition that must NOT exist: out of an ended phase without a new submission. A leader that reads the last status
 of a driver late would start a finished job again, which would write over its results while the next job trains.
@@ -16,16 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState
+from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus
 
 
-@dataclass(frozen=True)
-class JobOutcome:
-    """How the driver of a submission says that the job ended, under its fencing token."""
-
-    submission: int
-    failed: bool = False
-    reason: str = ""
+_BY_OPERATOR = (JobPhase.STOPPED, "stopped by its operator")
 
 
 @dataclass(frozen=True)
@@ -47,28 +43,45 @@ class SeenJob:
     record: JobRecord
     revision: int
     state: JobState | None = None
-    outcome: JobOutcome | None = None
+    run: RunStatus | None = None
     driver: Driver = Driver()
+
+    @property
+    def _run(self) -> RunStatus | None:
+        """How the submission goes that is live or waits."""
+        submission = self.record.submission if self.state is None else self.state.submission
+        return self.run if self.run is not None and self.run.submission == submission else None
+
+    @property
+    def begun(self) -> bool:
+        return self._run is not None and self._run.phase is JobPhase.RUNNING
 
     @property
     def ending(self) -> tuple[JobPhase, str] | None:
         """The phase in which the submission ends that is live or waits, and why; None while it is to go on."""
-        submission = self.record.submission if self.state is None else self.state.submission
-        if self.outcome is not None and self.outcome.submission == submission:
-            return JobPhase.FAILED if self.outcome.failed else JobPhase.FINISHED, self.outcome.reason
-        if self.record.submission != submission:
+        if self._run is not None and self._run.phase.ended:
+            return self._run.phase, self._run.message
+        if self.state is not None and self.record.submission != self.state.submission:
             return JobPhase.STOPPED, "it was submitted once more"
-        return (JobPhase.STOPPED, "stopped by its operator") if self.record.stopped else None
+        return _BY_OPERATOR if self.record.stopped else None
 
-    @property
-    def wants_driver(self) -> bool:
+    def ends_in_order(self, leader_s: float) -> bool:
+        """Whether it was stopped, and its run has time to end by itself."""
+        return (self.ending == _BY_OPERATOR and self.driver.runs and self.state is not None
+                and not 0 < self.state.stop_deadline_s <= leader_s)
+
+    def wants_driver(self, leader_s: float) -> bool:
         """Whether a host is to run the job's driver."""
-        return self.state is not None and self.state.phase.live and self.ending is None
+        return (self.state is not None and self.state.phase.live
+                and (self.ending is None or self.ends_in_order(leader_s)))
 
 
-def advance(jobs: Mapping[str, SeenJob], parallel: int) -> dict[str, JobState]:
-    """All jobs as they are now, by name; a state equal to the one before where nothing has changed."""
-    states = {name: _advance(job) for name, job in jobs.items()}
+def advance(jobs: Mapping[str, SeenJob], parallel: int, leader_s: float, stop_run_s: float = 60.0
+            ) -> dict[str, JobState]:
+    """The jobs that were submitted as they are now, by name; a state equal to the one before where nothing has changed.
+    ``stop_run_s``: longest time for a run that was stopped to end in order, by the leader clock."""
+    jobs = {name: job for name, job in jobs.items() if job.record.submission}
+    states = {name: _advance(job, leader_s, stop_run_s) for name, job in jobs.items()}
     # A job that ends in this pass has its place until the next one, so that its end is written before another begins.
     live = [name for name, job in jobs.items() if job.state is not None and job.state.phase.live]
     queue = sorted((name for name, state in states.items() if state.phase is JobPhase.QUEUED),
@@ -84,7 +97,7 @@ def advance(jobs: Mapping[str, SeenJob], parallel: int) -> dict[str, JobState]:
     return states
 
 
-def _advance(job: SeenJob) -> JobState:
+def _advance(job: SeenJob, leader_s: float, stop_run_s: float) -> JobState:
     state, submission = job.state, job.record.submission
     if state is not None and not state.phase.known:  # a newer release's
         return state
@@ -95,9 +108,12 @@ def _advance(job: SeenJob) -> JobState:
     if (ending := job.ending) is not None:
         phase, reason = ending
         if state.phase is JobPhase.QUEUED or job.driver.gone:
-            return state.replace(phase=phase, reason=reason)
+            return state.replace(phase=phase, reason=reason, stop_deadline_s=0.0)
+        if job.ends_in_order(leader_s):
+            return state.replace(reason="is stopping: its run ends what it has started",
+                                 stop_deadline_s=state.stop_deadline_s or leader_s + stop_run_s)
         return state.replace(reason=f"is about to be {phase}: waits for the end of its driver")
-    if state.phase is JobPhase.STARTING and job.driver.runs:
+    if state.phase is JobPhase.STARTING and job.begun:
         return state.replace(phase=JobPhase.RUNNING, reason="")
     if state.phase.live:
         return state.replace(reason="" if job.driver.runs else job.driver.waits_for or "waits for its driver to run")

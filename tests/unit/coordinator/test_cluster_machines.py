@@ -15,10 +15,10 @@ from elastic_rl.coordinator.hosts import state_machine as hosts
 from elastic_rl.coordinator.hosts.state_machine import SeenHost
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.coordinator.jobs import state_machine as jobs
-from elastic_rl.coordinator.jobs.state_machine import Driver, JobOutcome, SeenJob
+from elastic_rl.coordinator.jobs.state_machine import Driver, SeenJob
 from elastic_rl.etcd.cluster_records import (
-    RAY_HEAD,
     Assignment,
+    ClusterSpec,
     Drain,
     FailedHost,
     Host,
@@ -30,7 +30,9 @@ from elastic_rl.etcd.cluster_records import (
     JobRecord,
     JobState,
     RunState,
+    RunStatus,
     ServiceStatus,
+    driver_of,
 )
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare
@@ -193,39 +195,66 @@ def job(phase: JobPhase | None = JobPhase.QUEUED, order: int = 1, submission: in
     return SeenJob(record, order, state, **more)
 
 
-def phases_of(parallel: int = 1, **given: SeenJob) -> dict[str, JobPhase]:
-    return {name: state.phase for name, state in jobs.advance(given, parallel).items()}
+def status(phase: JobPhase = JobPhase.FINISHED, submission: int = 1) -> RunStatus:
+    return RunStatus(submission=submission, phase=phase)
+
+
+def phases_of(parallel: int = 1, leader_s: float = 0.0, **given: SeenJob) -> dict[str, JobPhase]:
+    return {name: state.phase for name, state in jobs.advance(given, parallel, leader_s).items()}
 
 
 def test_queue_goes_by_priority_then_by_the_order_of_submissions() -> None:
     assert phases_of(a=job(order=3), b=job(order=2), c=job(order=9, priority=1))["c"] is JobPhase.STARTING
-    states = jobs.advance({"a": job(order=3), "b": job(order=2)}, 1)
+    states = jobs.advance({"a": job(order=3), "b": job(order=2)}, 1, 0.0)
     assert states["b"].phase is JobPhase.STARTING and states["a"].reason == "waits for b: one job runs at a time"
     assert phases_of(parallel=2, a=job(order=3), b=job(order=2)) == dict.fromkeys("ab", JobPhase.STARTING)
 
 
 def test_ended_job_keeps_its_place_until_its_driver_is_gone() -> None:
-    done = JobOutcome(1, reason="every step is done")
-    ends = jobs.advance({"a": job(JobPhase.RUNNING, outcome=done, driver=Driver(gone=False)), "b": job()}, 1)
+    done = status()
+    ends = jobs.advance({"a": job(JobPhase.RUNNING, run=done, driver=Driver(gone=False)), "b": job()}, 1, 0.0)
     assert ends["a"].phase is JobPhase.RUNNING and "waits for the end of its driver" in ends["a"].reason
     assert ends["b"].phase is JobPhase.QUEUED
-    assert phases_of(a=job(JobPhase.RUNNING, outcome=done))["a"] is JobPhase.FINISHED
+    assert phases_of(a=job(JobPhase.RUNNING, run=done))["a"] is JobPhase.FINISHED
+    assert phases_of(a=job(JobPhase.RUNNING, run=status(submission=0)))["a"] is JobPhase.RUNNING
     assert phases_of(a=job(JobPhase.STARTING, stopped=True))["a"] is JobPhase.STOPPED
     assert phases_of(a=job(stopped=True))["a"] is JobPhase.STOPPED
 
 
 def test_ended_job_is_queued_again_only_by_a_new_submission() -> None:
     assert phases_of(a=job(JobPhase.FINISHED, driver=Driver(runs=True, gone=False)))["a"] is JobPhase.FINISHED
-    again = jobs.advance({"a": job(JobPhase.FINISHED, submission=2, seen=1, outcome=JobOutcome(1), order=7)}, 1)["a"]
+    again = jobs.advance({"a": job(JobPhase.FINISHED, submission=2, seen=1, run=status(), order=7)}, 1, 0.0)["a"]
     assert again.phase is JobPhase.QUEUED and again.submission == 2 and again.order == 7
+
+
+def test_job_that_was_never_submitted_has_no_place_in_the_queue() -> None:
+    assert phases_of(a=job(None, submission=0), b=job(order=2)) == {"b": JobPhase.STARTING}
+
+
+def test_job_runs_once_its_run_has_begun() -> None:
+    assert phases_of(a=job(JobPhase.STARTING, driver=Driver(runs=True, gone=False)))["a"] is JobPhase.STARTING
+    assert phases_of(a=job(JobPhase.STARTING, run=status(JobPhase.RUNNING)))["a"] is JobPhase.RUNNING
+
+
+def test_run_that_was_stopped_has_its_driver_until_it_has_ended_in_order_or_its_time_is_over() -> None:
+    runs = job(JobPhase.RUNNING, stopped=True, driver=Driver(runs=True, gone=False))
+    state = jobs.advance({"a": runs}, 1, 100.0, 60.0)["a"]
+    assert state.phase is JobPhase.RUNNING and state.stop_deadline_s == 160.0 and "is stopping" in state.reason
+    stopping = replace(runs, state=state)
+    assert jobs.advance({"a": stopping}, 1, 130.0)["a"] == state and stopping.wants_driver(130.0)
+    assert not stopping.wants_driver(160.0), "it is killed"
+    assert not replace(stopping, run=status(JobPhase.STOPPED)).wants_driver(130.0), "it has ended"
+    assert not replace(stopping, driver=Driver(gone=False)).wants_driver(130.0), "there is nothing to end in order"
+    ended = jobs.advance({"a": replace(stopping, run=status(JobPhase.STOPPED), driver=Driver())}, 1, 130.0)["a"]
+    assert ended.phase is JobPhase.STOPPED and not ended.stop_deadline_s
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.builds(
     job, st.none() | st.sampled_from(list(JobPhase)), st.integers(1, 9), st.integers(1, 2), seen=st.just(1),
-    priority=st.integers(0, 2), stopped=st.booleans(), outcome=st.none() | st.builds(JobOutcome, st.just(1)),
+    priority=st.integers(0, 2), stopped=st.booleans(), run=st.none() | st.builds(status, st.sampled_from(list(JobPhase)), st.just(1)),
     driver=st.sampled_from([Driver(), Driver(gone=False), Driver(runs=True, gone=False)]))), st.integers(1, 3))
 def test_no_pass_starts_more_jobs_than_may_run_or_revives_one(given_jobs: dict[str, SeenJob], parallel: int) -> None:
-    states = jobs.advance(given_jobs, parallel)
+    states = jobs.advance(given_jobs, parallel, 0.0)
     live = [n for n, j in given_jobs.items() if j.state is not None and j.state.phase.live]
     started = [n for n, s in states.items() if s.phase is JobPhase.STARTING and n not in live]
     assert len(started) <= max(0, parallel - len(live))
@@ -254,9 +283,16 @@ def test_pass_names_all_that_each_write_was_decided_by() -> None:
         keys.host("a"), keys.host_registration("a"), keys.host_spec("a"), keys.host_state("a")}
     state = HostState(phase=HostPhase.READY, incarnation="1", since_s=0.0)
     ready = replace(new, host_states={"a": _stored(state)}, host_statuses={"a": _stored(HostStatus(registration=5))})
-    [write] = cluster_pass(ready, ClusterLimits())
-    assert write.key == keys.assignment(RAY_HEAD) and Compare.version(write.key, "==", 0) in write.compares
-    assert cluster_pass(replace(ready, assignments={RAY_HEAD: _stored(write.record)}), ClusterLimits()) == []
+    assert cluster_pass(ready, ClusterLimits()) == []
+    starting = replace(ready, jobs={"j": _stored(JobRecord(submission=1))}, job_states={
+        "j": _stored(JobState(phase=JobPhase.STARTING, submission=1, order=5, reason="waits for its driver to run"))})
+    [write] = [w for w in cluster_pass(starting, ClusterLimits()) if isinstance(w.record, Assignment)]
+    assert write.key == keys.assignment(driver_of("j")) and Compare.version(write.key, "==", 0) in write.compares
+    held = replace(starting, assignments={driver_of("j"): Stored(write.record, 7, 1)}, jobs={
+        **starting.jobs, "k": _stored(JobRecord(submission=1))}, spec=_stored(ClusterSpec(parallel_jobs=2)))
+    by_key = {w.key: w for w in cluster_pass(held, ClusterLimits())}
+    assert {c.key for c in by_key[keys.job_state("k")].compares} == {
+        keys.job("k"), keys.run_status("k"), keys.spec(), keys.job_states_prefix()}
 
 
 def test_status_of_an_earlier_registration_is_no_evidence() -> None:

@@ -27,7 +27,7 @@ MUTANT_SEEDS = 60
 
 
 def _world(seed: int) -> ClusterWorld:
-    return ClusterWorld(seed, parallel=2 if seed % 5 == 4 else 1)
+    return ClusterWorld(seed, parallel=4 if seed % 5 == 4 else 3)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
