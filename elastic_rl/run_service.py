@@ -1,9 +1,10 @@
-"""``python -m elastic_rl.run_service --run_dir=DIR --job=JOB``: the process of a job's run, a service of its cluster.
+"""``python -m elastic_rl.run_service --run_dir=DIR --job=JOB --submission=N --generation=G``: the process of a job's run.
 
-It carries out the job's submission (``host.job_run``) and writes what becomes of it. Once the run has begun, it ends by
-its last step, by its failure and by its operator only. For anything else the process ends with code 1, and the host
-agent starts it again: such as a signal, or a disk that is full. Before that every error is the end: what was submitted
-is refused. The code is 0 when the run has ended, or nothing was to do.
+It carries out a submission of the job (``host.job_run``), under a generation of its driver's assignment, and writes
+what becomes of it. Once the run has begun, it ends by its last step, by its failure and by its operator only. For
+anything else the process ends with code 1, and the host agent starts it again: such as a signal, or a disk that is
+full. Before that every error is the end: what was submitted is refused. The code is 0 when the run has ended, or
+nothing was to do.
 """
 
 from __future__ import annotations
@@ -12,38 +13,54 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import EtcdUnavailable
-from elastic_rl.etcd.cluster_records import JobPhase
-from elastic_rl.host import kept_state
-from elastic_rl.host.job_run import RunStatus, Submission
+from elastic_rl.driver.etcd_patience import Stopped, patiently
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd import event_kinds, events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Severity
+from elastic_rl.host import job_run
+from elastic_rl.host.job_run import Submission
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
-from elastic_rl.runtime.files import preflight_writes
+from elastic_rl.host.service_files import report_completed
+from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.run_launcher import arguments
 from elastic_rl.telemetry import logs
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1
 """Exit code of a run that is to be started again."""
+_READ_EVERY_S = 1.0
+"""Whether the run was stopped is read so often."""
+_READ_BUDGET_S = 1.0
+_JOIN_S = 5.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    location = config.load(None, list(sys.argv[1:] if argv is None else argv))
+def main(argv: Sequence[str]) -> int:
+    args, location = arguments(argv)
     logs.setup("train")
     # What this process starts is the run's (``processes.RUN_MARK``), and no service of the cluster.
     os.environ.pop(OWNER_ENV, None)
-    return RunService(Cluster(location)).run()
+    return RunService(Cluster(config.load(None, location)), args.submission, args.generation).run()
 
 
 class RunService:
     """One process of a run."""
 
-    def __init__(self, where: Cluster) -> None:
+    def __init__(self, where: Cluster, submission: int, generation: int) -> None:
         """``where``: the cluster by its location alone."""
         self._cluster, self._run = where, where.run
+        self._submission, self._generation = submission, generation
+        self._withdrawn = threading.Event()
         self._interrupted = False
 
     def run(self) -> int:
@@ -51,12 +68,18 @@ class RunService:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self._interrupt())
         try:
-            before = self._run.read()
-            if (submission := self._run.submission()) is None:
-                return 0
-            if before.wanted:
-                self._run.save(self._carry_out(submission, before.status))
-            self._run.withdraw()
+            info = self._cluster.connect()
+            with self._cluster.etcd(info) as etcd, self._following(info):
+                reading = self._run.read_from(etcd)
+                if reading.record is not None and reading.record.submission == self._submission:
+                    before = reading.status
+                    if before is None or before.submission != self._submission:
+                        before = RunStatus(submission=self._submission, phase=JobPhase.QUEUED,
+                                           submitted_at=reading.record.submitted_at)
+                    if not before.phase.ended:
+                        submission = self._run.submission(etcd, ClusterSecret.read(self._cluster.paths.secret))
+                        self._end(etcd, self._carry_out(etcd, info, submission, before))
+            report_completed()
             return 0
         except KeyboardInterrupt:
             log.warning("ended by a signal; the host agent starts the run again")
@@ -64,49 +87,96 @@ class RunService:
             log.exception("the run has to be started again")
         return _AGAIN
 
-    def _carry_out(self, submission: Submission, before: RunStatus | None) -> RunStatus:
+    def _carry_out(self, etcd: EtcdClient, info: ClusterInfo, submission: Submission, status: RunStatus) -> RunStatus:
         """Returns how the run has ended. Raises KeyboardInterrupt for a signal that is no stop, and what has ended a
         run that had begun."""
-        status = before or RunStatus(phase=JobPhase.QUEUED, submitted_at=submission.at, at=submission.at)
-        if status.phase is JobPhase.QUEUED:
-            self._run.save(status := status.now(JobPhase.STARTING))
+        if self._stopped:
+            return job_run.now(status, JobPhase.STOPPED)
+        again = status.phase is not JobPhase.QUEUED
+        if not again:
+            self._run.save(etcd, status := job_run.now(status, JobPhase.STARTING), self._generation)
         begun_at = status.at if status.phase is JobPhase.RUNNING else 0.0
 
         def begin() -> None:
             nonlocal status
+            if again:
+                events.emit(etcd, Keys(self._cluster.cfg.job), event_kinds.RUN_RESTARTED, self._cluster.cfg.job,
+                            "the process of the run ended and was started again", severity=Severity.WARNING)
             if status.phase is not JobPhase.RUNNING:
-                with preflight_writes(self._cluster.dir):
-                    self._run.save(running := status.now(JobPhase.RUNNING))
+                self._run.save(etcd, running := job_run.now(status, JobPhase.RUNNING), self._generation)
                 status = running
 
         try:
-            code = self._train(submission, begun_at, begin,
-                               lambda: self._run.submitted and status.phase is JobPhase.RUNNING)
+            code = self._train(submission, info, begun_at, begin,
+                               lambda: not self._stopped and status.phase is JobPhase.RUNNING)
             self._interrupted = True  # it is over: nothing interrupts the record of that
-            return status.now(JobPhase.FAILED if code else JobPhase.FINISHED)
+            return job_run.now(status, JobPhase.FAILED if code else JobPhase.FINISHED)
         except KeyboardInterrupt:
-            if self._run.submitted:
+            if not self._stopped:
                 raise
-            return status.now(JobPhase.STOPPED)
+            return job_run.now(status, JobPhase.STOPPED)
         except Exception as e:
             self._interrupted = True
             if status.phase is JobPhase.RUNNING:
                 raise
             log.exception("what was submitted is refused")
-            return status.failed(e, see=self._run.log)
+            return job_run.failed(status, e, see=self._run.log)
 
-    def _train(self, submission: Submission, begun_at: float, begin: train.OnBegun, goes_on: Callable[[], bool]) -> int:
+    def _train(self, submission: Submission, info: ClusterInfo, begun_at: float, begin: train.OnBegun,
+               goes_on: Callable[[], bool]) -> int:
         cfg = config.parse(submission.settings)
         logs.setup("train", cfg.telemetry.log_level)
-        info = ClusterInfo.load(self._cluster.paths.info)
-        if info is None:
-            raise EtcdUnavailable(f"the cluster of job {cfg.job} is not up",
-                                  hint=f"`elastic-rl up {kept_state.cluster_options(cfg)}` starts it")
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on)
 
+    def _end(self, etcd: EtcdClient, status: RunStatus) -> None:
+        """Writes how the run has ended, as soon as etcd answers; without it where the cluster is taken down. Raises
+        Fenced where another process carries the job out."""
+        def pause(seconds: float) -> bool:
+            time.sleep(seconds)
+            return not self._is_up
+
+        try:
+            patiently(lambda: self._run.save(etcd, status, self._generation), pause=pause)
+        except Stopped:
+            self._run.save_copy(status)
+
+    # -- whether it is to go on ----------------------------------------------------------------------------------------
+    @property
+    def _is_up(self) -> bool:
+        """Whether the cluster is not being taken down."""
+        return self._cluster.paths.info.exists()
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether its operator has stopped the run, or the cluster."""
+        return self._withdrawn.is_set() or not self._is_up
+
+    @contextmanager
+    def _following(self, info: ClusterInfo) -> Iterator[None]:
+        """Takes notice of a stop within the block, while etcd answers."""
+        closing = threading.Event()
+
+        def follow() -> None:
+            with self._cluster.etcd(info, retry_budget_s=_READ_BUDGET_S) as etcd:
+                while not closing.wait(_READ_EVERY_S):
+                    try:
+                        reading = self._run.read_from(etcd)
+                    except ElasticRLError:  # an outage of etcd is no stop
+                        continue
+                    if reading.record is None or reading.record.submission != self._submission or reading.record.stopped:
+                        self._withdrawn.set()
+
+        thread = threading.Thread(target=follow, name="follow-job", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            closing.set()
+            thread.join(_JOIN_S)
+
     def _tick(self, waiting: Mapping[str, str]) -> None:
-        if not self._run.submitted:
+        if self._stopped:
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -117,4 +187,4 @@ class RunService:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

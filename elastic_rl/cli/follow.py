@@ -68,10 +68,10 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     cfg, paths = cluster.cfg, JobPaths.of(cluster.cfg)
     # On stderr, this process's log lines would tear the live view apart.
     logs.setup("follower", cfg.telemetry.log_level, file=paths.log("train"))
-    status = cluster.run.read().status
+    reading = cluster.run.read()
     etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
-                    started_at=status.submitted_at if status else None, skip_past=attached)
+                    started_at=reading.submitted_at or None, skip_past=attached)
     try:
         return _await_end(cluster, view)
     finally:
@@ -89,10 +89,13 @@ def _await_end(cluster: Cluster, view: LiveView) -> RunReading:
             reading = cluster.run.read()
             if reading.over:
                 return reading
-            doing = ("stopping" if reading.stopping else f"queued: {cluster.queued_for()}" if reading.queued else
-                     "starting: checks of model, data and plug-ins" if reading.phase is JobPhase.STARTING else "")
-        except OSError as e:
-            waiting["run"] = f"its files cannot be read: {e}"
+            doing = ("stopping" if reading.stopping else f"queued: {reading.waits_for}" if reading.queued else
+                     f"starting: {reading.waits_for or 'checks of model, data and plug-ins'}"
+                     if reading.phase is JobPhase.STARTING else "")
+            if reading.phase is JobPhase.RUNNING and reading.waits_for:
+                waiting["run"] = reading.waits_for
+        except (ElasticRLError, OSError) as e:
+            waiting["run"] = f"how it goes cannot be read: {e}"
         view.tick(waiting, doing)
         time.sleep(_TICK_S)
 
@@ -103,14 +106,14 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
     from elastic_rl.etcd.cluster_records import JobPhase
     from elastic_rl.host import kept_state
     from elastic_rl.host.paths import JobPaths
-    paths, status, options = JobPaths.of(cluster.cfg), reading.status, kept_state.options(cluster.cfg)
-    if status is None:
+    paths, options = JobPaths.of(cluster.cfg), kept_state.options(cluster.cfg)
+    if reading.phase is None:
         raise ElasticRLError(f"job {cluster.cfg.job} has no run in {cluster.cfg.run_dir}",
                              hint="`elastic-rl jobs` lists the jobs; or name another --run_dir")
-    if error := status.as_error():
+    if error := reading.error:
         raise error
     with contextlib.suppress(FileNotFoundError):
-        if paths.report.stat().st_mtime >= status.submitted_at:  # else it is that of a run before
+        if paths.report.stat().st_mtime >= reading.submitted_at:  # else it is that of a run before
             out.print(summary(json.loads(paths.report.read_text()), paths.report_page))
     match reading.phase:
         case JobPhase.FINISHED:

@@ -1,4 +1,4 @@
-"""Commands for jobs that run without a terminal: jobs, attach, stop. They need the files of the jobs only."""
+"""Commands for jobs that run without a terminal: jobs, attach, stop. They need the folders of the jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from elastic_rl.cli import completion, follow, tables
 from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, location, out, set_job
 from elastic_rl.cli.tables import Format
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, ElasticRLError
 
 if TYPE_CHECKING:
     from elastic_rl.host.job_run import RunReading
@@ -72,25 +72,22 @@ def _clusters(run_dir: Path) -> Iterator[Cluster]:
 
 
 def row_of(cluster: Cluster) -> dict[str, Any]:
-    """A job by its files, as ``jobs`` shows it."""
+    """A job, as ``jobs`` shows it."""
     from elastic_rl.host import kept_state
     from elastic_rl.host.paths import JobPaths
     paths = JobPaths.of(cluster.cfg)
     row: dict[str, Any] = {"job": cluster.cfg.job, "state": "", "step": None, "since_at": None,
                            "submitted_at": None, "pid": 0, "message": "", "folder": str(paths.folder)}
     try:
+        row["step"] = _last_step(paths.steps)
         reading = cluster.run.read()
-        row |= {"state": _state(reading), "step": _last_step(paths.steps), "pid": reading.pid}
-    except OSError as e:
-        return {**row, "message": f"its files cannot be read: {e}"}
-    if reading.status is not None:
-        row |= {"since_at": reading.status.at, "submitted_at": reading.status.submitted_at,
-                "message": reading.status.message}
-    if reading.queued:
-        row["message"] = cluster.queued_for()
-    elif reading.wanted and not reading.alive:
-        row["message"] = ("its process has ended; the host agent starts it again" if cluster.agents.running() else
-                          "its process and the host agent have ended; `elastic-rl up "
+    except (ElasticRLError, OSError) as e:
+        return {**row, "message": f"how it goes cannot be read: {e}"}
+    row |= {"state": _state(reading), "pid": reading.pid, "since_at": reading.since or None,
+            "submitted_at": reading.submitted_at or None,
+            "message": reading.error.message if reading.error is not None else reading.waits_for}
+    if reading.wanted and not reading.alive and not cluster.agents.running():
+        row["message"] = ("its process and the host agent have ended; `elastic-rl up "
                           f"{kept_state.cluster_options(cluster.cfg)}` starts them again")
     return row
 

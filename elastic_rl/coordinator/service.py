@@ -28,6 +28,7 @@ from elastic_rl.coordinator.api.context import ReplicaContext
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.listening import advertised, bind, make_server
 from elastic_rl.coordinator.api.sessions import SessionStore
+from elastic_rl.coordinator.cluster_reconciler import ClusterReconciler
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.etcd_maintenance import EtcdMaintenance
@@ -118,11 +119,14 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, t
             return lambda: JobScope.open(settings, context, etcd, url, security)
 
         scopes = JobScopes(etcd, keys, election, prepare)
+        cluster_reconciler = ClusterReconciler(etcd, keys, election)
         context = ReplicaContext(cfg, api_etcd, election, Authenticator(keys.cluster, tokens, sessions), sessions,
                                  stopping, forwarder, StreamLimit(cfg.coordinator.max_streams), scopes)
         election.on_elected(scopes.wake)
         cleanup.callback(scopes.close)
         scopes.start()
+        cleanup.callback(cluster_reconciler.stop)
+        cluster_reconciler.start()
         election.start()
         cleanup.callback(election.stop)
         server = make_server(make_app(context), cfg.coordinator)

@@ -1,8 +1,8 @@
-"""The settings of a job as they are in its record: sealed with a key of the cluster's secret.
+"""What a job is to do, as etcd has it: its settings and its submission, sealed with a key of the cluster's secret.
 
-They hold passwords (URLs of alerts and of the durable store, options of plug-ins), and they name plug-ins, which are
-code that the job's processes run. So who can only read etcd learns none of them, and who can only write to it has none
-of his own accepted.
+They hold passwords (URLs of alerts and of the durable store, options of plug-ins, the submitter's environment), and
+they name programs and plug-ins, which the job's processes run. So who can only read etcd learns none of them, and who
+can only write to it has none of his own accepted.
 """
 
 from __future__ import annotations
@@ -33,17 +33,13 @@ class OtherSecret(ConfigError):
 def sealed(cfg: Config, secret: ClusterSecret) -> str:
     """The settings of ``cfg.job`` for its record."""
     values = cfg.model_dump(mode="json", exclude=set(_OF_THE_CLUSTER))
-    return _fernet(secret, cfg.job).encrypt(json.dumps(values).encode()).decode()
+    return seal(json.dumps(values).encode(), cfg.job, secret).decode()
 
 
 def opened(settings: str, job: str, secret: ClusterSecret, cluster: Config) -> Config:
     """The settings of a job, with the sections of its cluster. Raises ConfigError for what was not sealed under this
     secret for this job, and for settings that this release cannot use."""
-    try:
-        values = json.loads(_fernet(secret, job).decrypt(settings.encode()))
-    except InvalidToken as e:
-        raise OtherSecret(f"the settings in the record of job {job} were not sealed with this cluster's secret",
-                          hint="submit the job again, and restart what still runs with an older secret") from e
+    values = json.loads(unseal(settings.encode(), job, secret))
     if not isinstance(values, dict):
         raise ConfigError(f"the settings in the record of job {job} are no mapping", hint="submit the job again")
     return config.parse({**values, **cluster.model_dump(mode="json", include=set(_OF_THE_CLUSTER)),
@@ -75,6 +71,20 @@ def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecr
         return before.replace(settings=sealed(cfg, secret)).encode()
 
     etcd.update(keys.job(cfg.job), change)
+
+
+def seal(raw: bytes, job: str, secret: ClusterSecret) -> bytes:
+    """What nobody can read or make without the cluster's secret, of this job alone."""
+    return _fernet(secret, job).encrypt(raw)
+
+
+def unseal(token: bytes, job: str, secret: ClusterSecret) -> bytes:
+    """What was sealed. Raises OtherSecret for what was not sealed with this secret for this job."""
+    try:
+        return _fernet(secret, job).decrypt(token)
+    except InvalidToken as e:
+        raise OtherSecret(f"the settings of job {job} were not sealed with this cluster's secret",
+                          hint="submit the job again, and restart what still runs with an older secret") from e
 
 
 def _record(raw: bytes, job: str) -> JobRecord:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from elastic_rl import config
-from elastic_rl.config import Config, reading
+from elastic_rl.config import Config, EtcdConfig, reading
 from elastic_rl.config.root import CLUSTER_SECTIONS
 from elastic_rl.errors import ConfigError
 from elastic_rl.host.paths import JobPaths, is_own_folder
@@ -142,6 +142,13 @@ def _at(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def of_etcd(path: Path, otherwise: EtcdConfig) -> EtcdConfig:
+    """How to connect to a cluster's etcd by its stored settings; ``otherwise`` where there are none. Raises
+    ConfigError."""
+    section = stored(path).get("etcd")
+    return config.parse({"etcd": section}).etcd if section else otherwise
 
 
 def external_endpoints(path: Path) -> list[str]:

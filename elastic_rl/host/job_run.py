@@ -1,14 +1,15 @@
-"""The run of a job: a service of the cluster, which outlives the command that has submitted it.
+"""The run of a job: the cluster's singleton ``driver/JOB``, which outlives the command that has submitted it.
 
-A *submission* is the file that says what is to run. While it is there, the run is wanted, and the host agent starts its
-process again whenever that has ended. The process (``elastic_rl.run_service``) writes the *status*, a second file, and
-deletes the submission once the status says how the run has ended.
+What is to run is in etcd: the job's record says how often it was submitted and whether it was stopped, and its
+*submission* what that is. The leader gives the run its turn and a host (``coordinator.jobs``), the agent of that host
+keeps its process running (``elastic_rl.run_service``), and the process writes the *status*, under the generation that
+it was started for.
 
 The transitions that must NOT exist:
 
 - from an end (finished, failed, refused, stopped) to a start: the run would do its work again, or be refused for ever.
   So the end is in the status before the process ends;
-- from a stop to a start. So a stop deletes the submission before anything else, also where the stop is then killed;
+- from a stop to a start: a process that is started for a run which was stopped ends it, and does nothing else;
 - from wanted to ended because a process was killed, whichever: only the run itself and its operator end it.
 """
 
@@ -18,21 +19,31 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 from pydantic import ValidationError
 
 from elastic_rl import errors
 from elastic_rl.config import Config
-from elastic_rl.errors import ConfigError, ElasticRLError
-from elastic_rl.etcd.cluster_records import JobPhase
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError
+from elastic_rl.etcd import job_settings
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus, driver_of
+from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.record import Record
+from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.host.service_files import ServiceFiles, run_service
+from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import UMASK_ENV, os_error_text, replace_file, user_umask
+
+_MAX_SUBMISSION_BYTES = 1 << 20
+"""Longest sealed submission: etcd refuses requests of more than 1.5 MiB."""
 
 
 class Submission(Record):
@@ -50,82 +61,86 @@ class Submission(Record):
     environment: dict[str, str]
     """Environment of that command, such as the user's tokens and CUDA_VISIBLE_DEVICES, which the host agent's need not
     have. Each character stands for a byte, which need not be valid UTF-8."""
-    at: float
-    """When it was submitted, unix seconds."""
 
     @classmethod
-    def of_this_process(cls, cfg: Config, *, faults: bool, from_job: str) -> Self:
+    def of_this_process(cls, cfg: Config, *, faults: bool = False, from_job: str = "") -> Self:
         environment = {**os.environb, UMASK_ENV.encode(): f"{user_umask():03o}".encode()}
         return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job, python=sys.executable,
                    folder=os.getcwd(),
-                   environment={k.decode("latin-1"): v.decode("latin-1") for k, v in environment.items()},
-                   at=time.time())
+                   environment={k.decode("latin-1"): v.decode("latin-1") for k, v in environment.items()})
 
-    def process_environment(self) -> dict[str, str | None]:
-        """The environment as changes of this process's own; None: a variable that it has and the run does not."""
-        own: Mapping[str, None] = dict.fromkeys(os.environ)
-        return {**own, **{os.fsdecode(k.encode("latin-1")): os.fsdecode(v.encode("latin-1"))
-                          for k, v in self.environment.items()}}
+    def process_environment(self) -> dict[bytes, bytes]:
+        """The environment, as ``os.execve`` takes it."""
+        return {k.encode("latin-1"): v.encode("latin-1") for k, v in self.environment.items()}
 
 
-class RunStatus(Record):
-    """What has become of a submission."""
+def failed(status: RunStatus, error: Exception, *, see: Path) -> RunStatus:
+    """The end of a run by an error; ``see``: the log that has more about one that nobody expected."""
+    match error:
+        case ElasticRLError():
+            found = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        case OSError():
+            found = {"error": ElasticRLError.__name__, "message": os_error_text(error)}
+        case _:
+            found = {"error": ElasticRLError.__name__, "message": f"{type(error).__name__}: {error}",
+                     "hint": f"this is a defect of elastic-rl; its traceback is in {see}"}
+    return now(status, JobPhase.FAILED).replace(**found)
 
-    phase: JobPhase
-    """QUEUED until its process has started, STARTING until all is checked, then RUNNING."""
-    submitted_at: float
-    at: float
-    """When the phase began, unix seconds."""
-    error: str = ""
-    """Kind of the error that ended the run; empty where it has ended otherwise, as in a crash loop."""
-    message: str = ""
-    hint: str = ""
 
-    def now(self, phase: JobPhase) -> Self:
-        return self.replace(phase=phase, at=time.time())
+def now(status: RunStatus, phase: JobPhase) -> RunStatus:
+    return status.replace(phase=phase, at=time.time())
 
-    def failed(self, error: Exception, *, see: Path) -> Self:
-        """The end by an error; ``see``: the log that has more about one that nobody expected."""
-        match error:
-            case ElasticRLError():
-                found = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-            case OSError():
-                found = {"error": ElasticRLError.__name__, "message": os_error_text(error)}
-            case _:
-                found = {"error": ElasticRLError.__name__, "message": f"{type(error).__name__}: {error}",
-                         "hint": f"this is a defect of elastic-rl; its traceback is in {see}"}
-        return self.now(JobPhase.FAILED).replace(**found)
 
-    def as_error(self) -> ElasticRLError | None:
-        """The error that ended the run, for the command that shows it."""
-        kind = getattr(errors, self.error, ElasticRLError) if self.error else None
-        return kind(self.message, hint=self.hint) if kind is not None else None
+def as_error(status: RunStatus) -> ElasticRLError | None:
+    """The error that ended a run, for the command that shows it."""
+    kind = getattr(errors, status.error, ElasticRLError) if status.error else None
+    return kind(status.message, hint=status.hint) if kind is not None else None
 
 
 @dataclass(frozen=True)
 class RunReading:
-    """A job's newest run by its files."""
+    """A job's newest run: as etcd has it, or, while its cluster is down, as this host saw it last."""
 
-    alive: bool
-    """Whether its process runs."""
-    submitted: bool
-    """Whether its submission is there."""
     status: RunStatus | None
+    """What its process wrote last, of any submission."""
+    record: JobRecord | None = None
+    """None while the cluster is down, and for a job that is not on it."""
+    state: JobState | None = None
+    down: bool = False
+    """Whether the cluster was taken down, and its runs with it."""
     pid: int = 0
+    """Its process on this host; 0 where there is none."""
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.pid)
 
     @property
     def phase(self) -> JobPhase | None:
         """None for a job that nobody has submitted."""
-        if self.status is not None and self.status.phase.ended:
-            return self.status.phase
-        if self.submitted or self.alive:
-            return self.status.phase if self.status is not None else JobPhase.STARTING
-        return JobPhase.STOPPED if self.status is not None else None  # its process was killed while it stopped
+        if self.record is None:
+            unfinished = self.status is not None and not self.status.phase.ended
+            return JobPhase.STOPPED if unfinished and self.down else self.status.phase if self.status else None
+        status, state = self._status, self.state
+        if not self.record.submission:
+            return None
+        if status is not None and status.phase.ended:
+            return status.phase
+        if state is not None and state.submission != self.record.submission:
+            state = None
+        if state is not None and state.phase.ended:
+            return state.phase
+        if self.record.stopped and status is None and (state is None or state.phase is JobPhase.QUEUED):
+            return JobPhase.STOPPED  # no process was to be started for it yet
+        if status is not None:
+            return status.phase
+        return JobPhase.STARTING if state is not None and state.phase.live else JobPhase.QUEUED
 
     @property
-    def wanted(self) -> bool:
-        """Whether its process is started again when it has ended."""
-        return self.submitted and not self.ended
+    def _status(self) -> RunStatus | None:
+        """The status of the newest submission."""
+        submission = self.record.submission if self.record is not None else None
+        return self.status if self.status is not None and submission in (None, self.status.submission) else None
 
     @property
     def ended(self) -> bool:
@@ -133,98 +148,156 @@ class RunReading:
         return self.phase is None or self.phase.ended
 
     @property
-    def queued(self) -> bool:
-        """Whether it waits for its turn."""
-        return self.wanted and not self.alive and self.phase is JobPhase.QUEUED
+    def wanted(self) -> bool:
+        """Whether its process is to run, or it waits for its turn."""
+        return not self.ended and not (self.record is not None and self.record.stopped)
 
     @property
-    def active(self) -> bool:
-        """Whether it has begun, also while its process is down, and not come to its end: another one would share the
-        machine with it."""
-        return self.alive or (self.wanted and not self.queued)
+    def queued(self) -> bool:
+        return self.phase is JobPhase.QUEUED
 
     @property
     def stopping(self) -> bool:
-        return self.alive and not self.submitted and not self.ended
+        return not self.ended and not self.wanted
 
     @property
     def over(self) -> bool:
         """Whether it has ended, with its process, or there is none."""
-        return not self.alive and not self.wanted
+        return self.ended and not self.alive
 
+    @property
+    def submitted_at(self) -> float:
+        """Unix seconds; 0 where there is no run."""
+        return self.record.submitted_at if self.record is not None else self.status.submitted_at if self.status else 0.0
 
-def in_turn(runs: Mapping[str, RunReading], limit: int) -> list[str]:
-    """The queued runs that may start where ``limit`` may be active at once: those that were submitted first. ``runs``:
-    of all jobs on the cluster, by job."""
-    free = max(0, limit - sum(reading.active for reading in runs.values()))
-    queued = sorted((reading.status.submitted_at, job) for job, reading in runs.items()
-                    if reading.queued and reading.status is not None)
-    return [job for _, job in queued[:free]]
+    @property
+    def since(self) -> float:
+        """When its phase began, as far as its process has said, unix seconds; else when it was submitted."""
+        return self._status.at if self._status is not None else self.submitted_at
+
+    @property
+    def error(self) -> ElasticRLError | None:
+        """The error that has ended it."""
+        return as_error(self._status) if self._status is not None else None
+
+    @property
+    def waits_for(self) -> str:
+        """What it waits for by the leader's word; empty once it has ended, and where it waits for nothing."""
+        if self.record is None or self.ended:
+            return ""
+        if self.state is None or self.state.submission != self.record.submission:
+            return "waits for a coordinator to take it up"
+        return self.state.reason
 
 
 class JobRun:
-    """The files of a job's run, and whether its process is among the services of a cluster."""
+    """The run of a job, for commands on a host of its cluster."""
 
-    def __init__(self, cfg: Config, services: ServiceFiles) -> None:
-        self.name = run_service(cfg.job)
-        """Name of the service."""
+    def __init__(self, cfg: Config, singletons: ServiceFiles, connect: Callable[[], EtcdClient | None],
+                 is_down: Callable[[], bool]) -> None:
+        """``connect``: connects to the cluster's etcd; None while the cluster is not up. ``is_down``: whether it was
+        taken down by a command."""
+        self.name = driver_of(cfg.job)
+        """Name of the singleton."""
         self.log = JobPaths.of(cfg).log("train")
-        self._paths, self._services = JobPaths.of(cfg), services
-
-    def read(self) -> RunReading:
-        """Raises OSError where a file cannot be read."""
-        # In this order: a process that had ended has written its status before, and one that was started since has a
-        # submission.
-        record = self._services.get(self.name)
-        submitted = self.submitted
-        return RunReading(record is not None and record.running, submitted, self._status(), record.pid if record else 0)
+        self._job, self._keys, self._paths = cfg.job, ClusterKeys(cfg.cluster_name), JobPaths.of(cfg)
+        self._singletons, self._connect, self._is_down = singletons, connect, is_down
 
     @property
-    def submitted(self) -> bool:
-        """Whether there is a submission. A file system that does not answer is no reason to end a run."""
-        try:
-            self._paths.submission.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return True
-        return True
+    def pid(self) -> int:
+        """Its process on this host; 0 while there is none."""
+        record = self._singletons.get(quote(self.name, safe=""))
+        return record.pid if record is not None and record.running else 0
 
-    def submission(self) -> Submission | None:
-        """None where there is none. Raises ConfigError for a damaged one, and OSError."""
-        try:
-            return Submission.decode(self._paths.submission.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as e:
-            raise ConfigError(f"{self._paths.submission} is damaged",
-                              hint="`elastic-rl stop`, then `elastic-rl train` resumes the job") from e
+    def read(self) -> RunReading:
+        """Raises EtcdUnavailable where the cluster is up and its etcd does not answer, and ConfigError."""
+        etcd = self._connect()
+        if etcd is None:
+            return RunReading(self._copy(), down=self._is_down(), pid=self.pid)
+        with etcd:
+            return self.read_from(etcd)
 
-    def submit(self, submission: Submission) -> None:
-        """Has the run wanted. The status goes before the submission: that of the run before would end this one. A
-        submission that has been carried out may be left of a process that was killed; it must not meet the new status,
-        which would have it carried out again. Raises OSError."""
-        self.withdraw()
-        self.save(RunStatus(phase=JobPhase.QUEUED, submitted_at=submission.at, at=submission.at))
-        # Private: the environment has secrets.
-        replace_file(self._paths.submission, submission.encode(), private=True, durable=True)
+    def read_from(self, etcd: EtcdClient) -> RunReading:
+        """As ``read``, by a client of the cluster's etcd."""
+        record, state, status = (self._keys.job(self._job), self._keys.job_state(self._job),
+                                 self._keys.run_status(self._job))
+        found = etcd.txn([], [Op.get(record), Op.get(state), Op.get(status)])
+        job = readable_one(found.get(record), JobRecord)
+        return RunReading(readable_one(found.get(status), RunStatus) if job is not None else None, job,
+                          readable_one(found.get(state), JobState), pid=self.pid)
 
-    def save(self, status: RunStatus) -> None:
+    def submit(self, etcd: EtcdClient, submission: Submission, secret: ClusterSecret) -> None:
+        """Has the run wanted: once more, if it has ended. Raises ConfigError for a submission that is too large for
+        etcd, or a job that is not on the cluster, Conflict where another command changes the job, and EtcdUnavailable.
+        """
+        sealed = job_settings.seal(submission.encode(), self._job, secret)
+        if len(sealed) > _MAX_SUBMISSION_BYTES:
+            raise ConfigError(f"settings and environment of this command take {len(sealed) >> 10} KiB, and etcd takes "
+                              f"{_MAX_SUBMISSION_BYTES >> 10}", hint="unset large environment variables")
+        key = self._keys.job(self._job)
+        found = etcd.get(key)
+        record = self._submittable(found.value if found is not None else None)
+        again = record.replace(submission=record.submission + 1, stopped=False, submitted_at=time.time())
+        if not etcd.txn([Compare.mod(key, "==", found.mod_revision if found is not None else 0)],
+                        [Op.put(key, again.encode()), Op.put(self._keys.submission(self._job), sealed)]).succeeded:
+            raise Conflict(f"another command changes job {self._job} at the same time", hint="try again")
+
+    def submission(self, etcd: EtcdClient, secret: ClusterSecret) -> Submission:
+        """What was submitted last. Raises ConfigError where there is none, or none that this cluster has sealed, and
+        EtcdUnavailable."""
+        found = etcd.get(self._keys.submission(self._job))
+        raw = job_settings.unseal(found.value, self._job, secret) if found is not None else b""
+        if (submission := decode_bytes(raw, Submission)) is None:
+            raise ConfigError(f"what was submitted of job {self._job} cannot be read",
+                              hint="`elastic-rl stop`, then `elastic-rl train` resumes the job")
+        return submission
+
+    def withdraw(self, etcd: EtcdClient) -> bool:
+        """Has the run stopped: nobody starts it any more, and its process ends. Returns whether it was wanted. Raises
+        EtcdUnavailable and Conflict."""
+        wanted = self.read_from(etcd).wanted
+        if wanted:
+            etcd.update(self._keys.job(self._job), lambda raw: self._submittable(raw).replace(stopped=True).encode())
+        return wanted
+
+    def _submittable(self, raw: bytes | None) -> JobRecord:
+        record = decode_bytes(raw, JobRecord) if raw is not None else None
+        if record is None:
+            raise ConfigError(f"job {self._job} is not on cluster {self._keys.cluster}",
+                              hint="another command has taken it off; try again")
+        return record
+
+    # -- for its process -----------------------------------------------------------------------------------------------
+    def save(self, etcd: EtcdClient, status: RunStatus, generation: int) -> None:
+        """Writes the status, unless it has ended: a write of before the end may arrive after it. A copy on this host is
+        for ``jobs`` while the cluster is down. Raises Fenced where the driver's assignment has a later generation,
+        Conflict and EtcdUnavailable."""
+        def change(raw: bytes | None) -> bytes:
+            before = decode_bytes(raw, RunStatus) if raw is not None else None
+            if before is not None and before.submission == status.submission and before.phase.ended:
+                return raw or b""
+            return status.encode()
+
+        token = Compare.version(self._keys.assignment(self.name), "==", generation)
+        etcd.update(self._keys.run_status(self._job), change, guards=[token])
+        with contextlib.suppress(OSError):  # etcd has it
+            self.save_copy(status)
+
+    def save_copy(self, status: RunStatus) -> None:
         """Raises OSError."""
         replace_file(self._paths.run_status, status.encode(), private=True, durable=True)
 
-    def withdraw(self) -> bool:
-        """Has nobody start the run again, and its process end. Returns whether it was submitted."""
-        submitted = False
-        for path in self._paths.submission_files():  # also the unfinished one of a process that was killed
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-                submitted |= path == self._paths.submission
-        return submitted
-
-    def _status(self) -> RunStatus | None:
+    def _copy(self) -> RunStatus | None:
         """None where there is none, or a damaged one."""
         try:
             return RunStatus.decode(self._paths.run_status.read_bytes())
-        except (FileNotFoundError, NotADirectoryError, ValidationError):
+        except (OSError, ValidationError):
             return None
+
+
+def all_stopped(etcd: EtcdClient, keys: ClusterKeys) -> None:
+    """Stops every run of a cluster that was taken down, before its coordinators are started: only ``train`` resumes
+    them. Raises EtcdUnavailable."""
+    for record, kv in readable(etcd.range(keys.jobs_prefix())[0], JobRecord):
+        if record.submission and not record.stopped:
+            etcd.update(kv.key, lambda raw: JobRecord.decode(raw).replace(stopped=True).encode() if raw else None)

@@ -1,4 +1,4 @@
-"""The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
+"""The durable plane on one machine: etcd, coordinator replicas and DCS nodes, started and stopped as services.
 
 ``up`` is level-triggered: it starts what does not run, so calling it twice is harmless and calling it after a crash
 repairs the cluster. ``down`` ends whatever of the cluster and its jobs still runs, also after a crash, and keeps their
@@ -7,7 +7,8 @@ agent calls it. ``admit`` adds a job to a cluster with a name. All hold the clus
 another.
 
 A cluster with a name (``Config.cluster``) has any number of jobs; one without is of one job, and called the job's own:
-``up`` starts both, and ``down`` ends both. Each job has a DCS node and a run, which are services of the cluster.
+``up`` starts both, and ``down`` ends both. Each job has a DCS node, which is a service of the cluster, and a run, which
+is a singleton that the leader assigns to a host (``job_run``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
 
 import httpx
 import psutil
@@ -36,7 +39,8 @@ from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import job_settings
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.cluster_records import ClusterSpec, job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import (
     cluster_secrets,
@@ -48,17 +52,10 @@ from elastic_rl.host import (
     processes,
 )
 from elastic_rl.host.address import own_address
-from elastic_rl.host.job_run import JobRun, RunReading, Submission, in_turn
+from elastic_rl.host.job_run import JobRun, Submission, all_stopped
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
-from elastic_rl.host.service_files import (
-    ServiceFiles,
-    ServiceRecord,
-    job_of,
-    job_of_node,
-    job_of_run,
-    node_service,
-)
+from elastic_rl.host.service_files import ServiceFiles, ServiceRecord, job_of_node, node_service
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -84,12 +81,12 @@ _DOWN_LOCK_TIMEOUT_S = 15.0
 """Longest wait of ``down`` for such a command. It then goes on without the lock, to end an ``up`` that hangs."""
 _STOP_RUN_S = 60.0
 """Longest wait for a run to end: it takes its processes down, one after the other, and writes its report."""
+_READ_BUDGET_S = 1.0
+"""Retries of a reading of a run, which is made again and again."""
 SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
-_SHOWN_JOBS = 4
-"""Jobs that a message names."""
 AGENTS = ("agent-0", "agent-1")
 """Names of the two processes of the host agent: either may be the active one or the standby."""
 
@@ -107,10 +104,14 @@ class Cluster:
         self.node = node_service(cfg.job)
         """Name of the service that is the job's DCS node."""
         self.services, self.agents = ServiceFiles(self.paths.services), ServiceFiles(self.paths.agents)
-        self.run = JobRun(self.cfg, self.services)
+        self.singletons = ServiceFiles(self.paths.singletons)
+        """What the leader has assigned to this host; the agent starts and ends it."""
+        self.run = JobRun(self.cfg, self.singletons, self._etcd_if_up, self.paths.stopped.exists)
         self._say = say
         self._new_data: Path | None = None
         """Folder of an etcd that this start has begun."""
+        self._owns = False
+        """Whether this process owns the cluster."""
 
     # -- up -----------------------------------------------------------------------------------------------------
     def up(self, *, resubmit: bool = True) -> ClusterInfo:
@@ -156,6 +157,7 @@ class Cluster:
             self._say("starting the host agent")
             self._start_agent(AGENTS[0])
         endpoints = self._etcd(running)
+        self._put_spec(endpoints)
         coordinators = self._start_coordinators(running, endpoints)
         node_pid = self._start_dcs_node(running, endpoints) if not self.named else None
         self._await_coordinators(coordinators)
@@ -166,14 +168,24 @@ class Cluster:
                            str(self.paths.credentials), str(Path(ca).resolve()) if ca else "",
                            not self.cfg.etcd.endpoints)
         info.save(self.paths.info)
-        if self.abandoned:
-            self.run.withdraw()  # it was to end with its owner
         self._disown()
         self.paths.stopped.unlink(missing_ok=True)
         if not self.named:
             self._job.unsaved.unlink(missing_ok=True)
         self._new_data = None
         return self._addressed(info)
+
+    def _put_spec(self, endpoints: list[str]) -> None:
+        """Writes what the coordinators decide about runs by, and stops those that are not to go on: of a cluster that
+        was taken down, or whose owner has ended, or that this process owns, which submits its own."""
+        keys = ClusterKeys(self.cfg.cluster_name)
+        spec = ClusterSpec(parallel_jobs=self.cfg.coordinator.parallel_jobs if self.named else 1).encode()
+        with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
+            found = etcd.get(keys.spec())
+            if found is None or found.value != spec:
+                etcd.put(keys.spec(), spec)
+            if self.paths.stopped.exists() or self.abandoned or self._owns:
+                all_stopped(etcd, keys)
 
     def admit(self, *, resubmit: bool = False) -> ClusterInfo:
         """Adds the job to a cluster with a name that is up, or finds that it is there: with the job's DCS node, and its
@@ -299,7 +311,7 @@ class Cluster:
         self._require_here()
 
         def strays() -> list[int]:
-            known = [r.pid for files in (self.services, self.agents) for r in files.running()]
+            known = [r.pid for files in (self.services, self.agents, self.singletons) for r in files.running()]
             return processes.marked_outside(known, str(self.dir), OWNER_ENV)
         try:
             wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
@@ -310,7 +322,8 @@ class Cluster:
     def _require_here(self) -> None:
         """Raises PreflightFailed when services of this cluster run where this process cannot see them."""
         def elsewhere() -> list[str]:
-            return [r.name for files in (self.services, self.agents) for r in files.running() if r.elsewhere]
+            return [r.name for files in (self.services, self.agents, self.singletons) for r in files.running()
+                    if r.elsewhere]
         try:  # one that starts or ends now is between two states for a moment
             wait_until(lambda: not elsewhere(), timeout_s=_EXIT_GRACE_S, what="the services here")
         except DeadlineExceeded as e:
@@ -384,8 +397,9 @@ class Cluster:
 
     def _begin_new_run(self, data: Path) -> None:
         """Sets aside the data of an earlier etcd whose versions are gone, and the step records and the initial model of
-        its run: with an empty etcd this is a new run."""
+        its run: with an empty etcd this is a new run, and assignments are counted from 1 again."""
         self._set_aside(data)
+        self.singletons.clear()
         if not self.named:
             self._set_aside(self._job.steps, self._job.model)
         self._new_data = data
@@ -523,8 +537,8 @@ class Cluster:
                                    env={**(env or {}), OWNER_ENV: str(self.dir)})
 
     def log_of(self, service: str) -> Path:
-        """The log of a service."""
-        job = job_of_run(service)
+        """The log of a service, or of a singleton, by the name of its file."""
+        job = job_of_driver(unquote(service))
         return JobPaths.of(self._config_of(job)).log("train") if job else self.paths.log(service)
 
     def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
@@ -566,17 +580,19 @@ class Cluster:
         path = self.paths.owner_lock
         with contextlib.ExitStack() as held:
             with self._locked(_LOCK_TIMEOUT_S):
-                was_up, reading = self.up_before and not self.abandoned, self.run.read()
+                was_up = self.up_before and not self.abandoned
                 # A run that is between two processes is one that goes on, as long as there is who starts it again.
-                if file_lock.is_held(path) or reading.alive or reading.wanted and was_up and self.agents.running():
+                if file_lock.is_held(path) or self.run.pid or (
+                        was_up and self.agents.running() and self.run.read().wanted):
                     raise self._trained_already()
-                self.run.withdraw()  # of a run whose machine went down: this process submits its own
                 # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
                 if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):
                     raise self._trained_already()
+            self._owns = True
             try:
                 yield was_up
             finally:
+                self._owns = False
                 # The file stays where the cluster was to be taken down and was not: the agent takes it down then.
                 if was_up or not self.paths.info.exists():
                     path.unlink(missing_ok=True)
@@ -610,34 +626,40 @@ class Cluster:
 
     # -- the run --------------------------------------------------------------------------------------------------
     def submit(self, *, faults: bool = False, from_job: str = "") -> None:
-        """Starts the run of the job, with this process's environment and working folder, as a service of the cluster,
-        or queues it where others have to end first.
+        """Submits the run of the job, with this process's environment and working folder. The leader gives it its turn.
 
-        Raises ConfigError while the job has a run, EtcdUnavailable where the cluster is not up, and PreflightFailed
-        where the run's process cannot be started."""
+        Raises ConfigError while the job has a run, or where this process's environment is too large, and
+        EtcdUnavailable where the cluster is not up."""
         with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S):
-            self.connect()
-            self._require_here()  # else the run would be a service that the host agent cannot see
+            info = self.connect()
+            self._require_here()
             if self.named and self.services.get(self.node) is None:
                 raise EtcdUnavailable(f"job {self.cfg.job} is not on cluster {self.cfg.cluster} any more",
                                       hint="another command has taken it off; try again")
-            if (reading := self.run.read()).wanted:
-                raise self._trained_already()
-            try:  # one that has ended exits within milliseconds
-                wait_until(lambda: not self.run.read().alive, timeout_s=_EXIT_GRACE_S if reading.ended else 0.0,
-                           what="the end of the run before")
-            except DeadlineExceeded as e:
-                raise self._trained_already() from e
-            self._disown()
-            try:
-                self.run.submit(Submission.of_this_process(self.cfg, faults=faults, from_job=from_job))
-                self._start_run()
-            except BaseException:
-                self.run.withdraw()
-                if reading.status is not None:  # how the run before has ended
-                    with contextlib.suppress(OSError):
-                        self.run.save(reading.status)
-                raise
+            with self.etcd(info) as etcd:
+                if (reading := self.run.read_from(etcd)).wanted:
+                    raise self._trained_already()
+                try:  # one that has ended exits within milliseconds
+                    wait_until(lambda: not self.run.pid, timeout_s=_EXIT_GRACE_S if reading.ended else 0.0,
+                               what="the end of the run before")
+                except DeadlineExceeded as e:
+                    raise self._trained_already() from e
+                self._disown()
+                self.run.submit(etcd, Submission.of_this_process(self.cfg, faults=faults, from_job=from_job),
+                                ClusterSecret.read(self.paths.secret))
+
+    def etcd(self, info: ClusterInfo, **options: Any) -> EtcdClient:
+        """A client of the cluster's etcd. This object may have been made by the location of the cluster alone, without
+        the settings that say how to connect."""
+        return EtcdClient.from_config(cluster_settings.of_etcd(self.paths.settings, self.cfg.etcd),
+                                      info.etcd_endpoints, **options)
+
+    def _etcd_if_up(self) -> EtcdClient | None:
+        """A client of the cluster's etcd; None while the cluster is not up, or nothing of it runs."""
+        info = self._info()
+        if info is None or (info.own_etcd and not self.services.runs(etcd_server.SERVICE) and not self.agents.running()):
+            return None
+        return self.etcd(info, retry_budget_s=_READ_BUDGET_S)
 
     def _trained_already(self) -> ConfigError:
         options = kept_state.options(self.cfg)
@@ -645,51 +667,38 @@ class Cluster:
                            hint=f"`elastic-rl attach {options}` shows it, `elastic-rl stop {options}` stops it; or "
                                 "name another job with --job=NAME")
 
-    def _start_run(self) -> bool:
-        """Starts the process of the run that was submitted; False where none is wanted, or it is queued."""
-        submission, reading = self.run.submission(), self.run.read()
-        if submission is None or not reading.wanted:
-            return False
-        if reading.queued and self.cfg.job not in in_turn(self._runs(self.jobs), self._parallel):
-            return False
-        folder = Path(submission.folder)
-        if not folder.is_dir():
-            raise PreflightFailed(f"the folder that job {self.cfg.job} was submitted in, {folder}, is gone",
-                                  hint="make it again: its run then goes on")
-        if not os.access(submission.python, os.X_OK):
-            raise PreflightFailed(f"the Python that job {self.cfg.job} was submitted with is gone: {submission.python}",
-                                  hint="make its environment again: the run then goes on; or `elastic-rl stop` it")
-        self._spawn(self.run.name, processes.python(
-            "elastic_rl.run_service", f"--job={self.cfg.job}", *self._options(),
-            interpreter=submission.python), env=submission.process_environment(), cwd=folder)
-        return True
-
     def stop_run(self) -> bool:
         """Ends the run of the job, which writes its report; the next one resumes the job. A run that does not end in
-        time is killed. Returns whether there was one to end. Raises PreflightFailed for one that runs elsewhere, and
-        DeadlineExceeded where it is to be killed while another command starts or stops the services."""
+        time is killed. Returns whether there was one to end. Raises PreflightFailed for one that runs elsewhere,
+        EtcdUnavailable where etcd does not answer, and DeadlineExceeded where the run is to be killed while another
+        command starts or stops the services."""
         self._require_own_folder()
         kept_state.require_same_cluster(self.cfg)
-        submitted = self.run.withdraw()  # first: from here on nobody starts it again, also when this process is killed
-        return self._end_run() or submitted
+        if self._info() is None:
+            return self._end_run()
+        with self.etcd(self.connect()) as etcd:
+            wanted = self.run.withdraw(etcd)
+            if wanted or self.run.read_from(etcd).stopping:
+                self._say(f"stopping the run of job {self.cfg.job}")
+                with contextlib.suppress(DeadlineExceeded):
+                    wait_until(lambda: self.run.read_from(etcd).over, timeout_s=_STOP_RUN_S, what="the end of the run")
+        return self._end_run() or wanted
 
     def _end_run(self, *, locked: bool = False) -> bool:
-        """Ends the process of a run that was withdrawn; returns whether there was one. ``locked``: this process holds
-        the cluster's lock."""
-        record = self.services.get(self.run.name)
+        """Ends the process of a run that was stopped, and what its compute plane has left; returns whether there was
+        one. ``locked``: this process holds the cluster's lock."""
+        record = self.singletons.get(quote(self.run.name, safe=""))
         if record is None or not record.running:
-            return not locked and self._sweep_compute()  # it was killed, and what it had started waits for the next one
-        self._say(f"stopping the run of job {self.cfg.job}")
+            return not locked and self._sweep_compute()
         # By its pid where its file names it: a later run, which another command may start now, is none of ours. One
-        # that is just being started, or runs elsewhere, sees that its submission is gone.
+        # that is just being started, or runs elsewhere, sees that it was stopped.
         process = None
         with contextlib.suppress(psutil.NoSuchProcess):
             if record.named:
                 process = psutil.Process(record.pid)
-                process.terminate()
         try:
-            wait_until(lambda: not (self.services.runs(self.run.name) if process is None else runs(process)),
-                       timeout_s=_STOP_RUN_S, what="the end of the run")
+            wait_until(lambda: not (self.run.pid if process is None else runs(process)),
+                       timeout_s=_STOP_RUN_S if locked else _EXIT_GRACE_S, what="the end of the run")
         except DeadlineExceeded as e:
             if process is None:
                 raise PreflightFailed(f"the run of job {self.cfg.job} does not end where it runs",
@@ -707,14 +716,14 @@ class Cluster:
         if not self.paths.services_lock.exists():
             return False
         with self._locked(_DOWN_LOCK_TIMEOUT_S):
-            return not self.services.runs(self.run.name) and bool(leftovers.sweep(self._job))
+            return not self.run.pid and bool(leftovers.sweep(self._job))
 
     # -- the host agent -------------------------------------------------------------------------------------------
     def _start_agent(self, name: str) -> None:
         """Starts one of the two processes of the host agent, of which one waits until the other has ended."""
         self.agents.start(name, processes.python(
             "elastic_rl.host.agent", "--name", name, *(() if self.named else (f"--job={self.cfg.job}",)),
-            *self._options()), log=self.paths.log(name), env={OWNER_ENV: str(self.dir)})
+            *self.location), log=self.paths.log(name), env={OWNER_ENV: str(self.dir)})
 
     def _stop_agents(self) -> None:
         """Ends the processes of the host agent, but for this one, and none of the services, which are their children.
@@ -724,8 +733,9 @@ class Cluster:
                 processes.stop(record.pid, grace_s=_EXIT_GRACE_S, descendants=False)
             self.agents.forget(record.name)
 
-    def _options(self) -> list[str]:
-        """Where the cluster is, for a process of it."""
+    @property
+    def location(self) -> list[str]:
+        """Options that say where the cluster is, for a process of it."""
         return [f"--run_dir={self.cfg.run_dir}", *([f"--cluster={self.cfg.cluster}"] if self.named else [])]
 
     # -- the jobs -------------------------------------------------------------------------------------------------
@@ -736,15 +746,11 @@ class Cluster:
 
     def _jobs_of(self, records: Iterable[ServiceRecord]) -> list[str]:
         """The jobs whose services the records are; on a cluster of a job's own that job, also before it has any."""
-        return sorted({job for r in records if (job := job_of(r.name))}) if self.named else [self.cfg.job]
+        return sorted({job for r in records if (job := job_of_node(r.name))}) if self.named else [self.cfg.job]
 
     def of_job(self, job: str) -> Cluster:
         """The cluster with another job, by its location alone."""
         return self if job == self.cfg.job else Cluster(self._config_of(job), say=self._say)
-
-    def run_of(self, job: str) -> JobRun:
-        """The run of a job."""
-        return self.run if job == self.cfg.job else JobRun(self._config_of(job), self.services)
 
     def _config_of(self, job: str) -> Config:
         return self.cfg.model_copy(update={"job": job})
@@ -764,44 +770,6 @@ class Cluster:
         where = kept_state.cluster_options(self.cfg)
         return f"`elastic-rl down {where}`, then `elastic-rl up {where}`"
 
-    def supervised(self) -> list[ServiceRecord]:
-        """The services that run, and those that are to run: all that were started and not forgotten, but for runs that
-        have ended."""
-        records = {record.name: record for record in self.services.all()}
-        runs = self._runs(self._jobs_of(records.values()))
-        starts = in_turn(runs, self._parallel)
-        for job, reading in runs.items():
-            name = self.run_of(job).name
-            found = records.pop(name, ServiceRecord(name))  # there is no record where its starter was killed
-            if found.running or reading.active or job in starts:
-                records[name] = found
-        return list(records.values())
-
-    def _runs(self, jobs: Iterable[str]) -> dict[str, RunReading]:
-        """The runs of jobs. One whose files cannot be read counts as active, which is reported where it is to be
-        started: no other service waits for its files."""
-        runs = {}
-        for job in jobs:
-            try:
-                runs[job] = self.run_of(job).read()
-            except OSError:
-                runs[job] = RunReading(alive=False, submitted=True, status=None)
-        return runs
-
-    @property
-    def _parallel(self) -> int:
-        """How many runs may be active at once."""
-        return self.cfg.coordinator.parallel_jobs if self.named else 1
-
-    def queued_for(self) -> str:
-        """What the run of the job waits for until it starts; empty where it is not queued. Raises OSError."""
-        if not self.run.read().queued:
-            return ""
-        active = [job for job, reading in self._runs(self.jobs).items() if reading.active]
-        return (f"{', '.join(active[:_SHOWN_JOBS])} {'runs' if len(active) == 1 else 'run'}, and cluster "
-                f"{self.cfg.cluster} has {self._parallel} at once (coordinator.parallel_jobs)" if active else
-                "it is about to start")
-
     def revive(self, name: str) -> bool:
         """Starts a service, or a process of the host agent, again that has ended by itself, on its data and its port,
         and does not wait until it answers. False, with nothing started, where it runs, where it is no service of this
@@ -818,8 +786,6 @@ class Cluster:
                     self._start_agent(name)
                     return True
                 record = self.services.get(name)
-                if record is None and job_of_run(name) in self.jobs:
-                    record = ServiceRecord(name)
                 if info is None or record is None or record.running:
                     return False
                 self.services.end_leftovers(name)
@@ -850,8 +816,6 @@ class Cluster:
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
                 dataclasses.replace(info, coordinators=urls).save(self.paths.info)
-        elif (job := job_of_run(record.name)) in self.jobs:
-            return self.of_job(job)._start_run()
         else:
             return False
         return True
@@ -882,13 +846,12 @@ class Cluster:
 
     def _down(self, purge: bool) -> list[str]:
         jobs = [self.of_job(job) for job in self.jobs]
-        submitted = [job.run.withdraw() for job in jobs]  # first: a disk that is full must not keep a run
         if self.paths.info.exists():  # then nobody connects to it any more, and if this process is killed now, the host
-            for job in jobs:  # agent does the rest
-                with contextlib.suppress(FileNotFoundError):  # somebody has removed the job's folder
+            for job in jobs:  # agent does the rest; the runs see that they are to end, and no other is started
+                with contextlib.suppress(OSError):  # somebody has removed the job's folder, or there is no room
                     job._job.unsaved.touch()
             self.paths.info.replace(self.paths.stopped)
-        stopped = [job.run.name for job, was in zip(jobs, submitted, strict=True) if job._end_run(locked=True) or was]
+        stopped = [job.run.name for job in jobs if job._end_run(locked=True)]
         stopped += [f"compute {pid}" for job in jobs for pid in leftovers.sweep(job._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services
@@ -899,6 +862,7 @@ class Cluster:
         # A service has no record where someone has deleted its file.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.services.clear()
+        self.singletons.clear()
         for job in jobs:
             job._unlink_segments()
             remove_secret_files(job._job)
@@ -916,13 +880,14 @@ class Cluster:
         if cluster_settings.cluster_of(self._job) != self.cfg.cluster:
             raise ConfigError(f"job {self.cfg.job} is not on cluster {self.cfg.cluster}",
                               hint="leave --cluster out: the job's own files say where it is")
+        keys, job = ClusterKeys(self.cfg.cluster_name), self.cfg.job
         with EtcdClient.from_config(self.cfg.etcd, info.etcd_endpoints) as etcd:
-            etcd.delete(ClusterKeys(self.cfg.cluster_name).job(self.cfg.job))  # before anything ends that needs etcd
             stopped = [self.run.name] if self.stop_run() else []
+            etcd.delete(keys.job(job))
             with self._locked(_LOCK_TIMEOUT_S):
                 stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
                 for record in self.services.all():
-                    if job_of(record.name) == self.cfg.job:
+                    if record.name == self.node:
                         if record.running:
                             processes.stop(record.pid, grace_s=0.0, descendants=False)  # what it would save is deleted
                             stopped.append(record.name)
@@ -930,7 +895,9 @@ class Cluster:
                 self._unlink_segments()
                 remove_secret_files(self._job)
             self._await_closed(info)  # else its leader would write records of it again
-            etcd.delete_prefix(Keys(self.cfg.job).root)
+            etcd.delete_prefix(Keys(job).root)
+            # Not its assignment, which counts the generations of its driver.
+            etcd.txn([], [Op.delete(key) for key in (keys.job_state(job), keys.run_status(job), keys.submission(job))])
         kept_state.delete(self.cfg)
         return stopped
 

@@ -216,17 +216,8 @@ class JobPaths:
         return self.private / "unsaved"
 
     @property
-    def submission(self) -> Path:
-        """What the job is to do (``job_run.Submission``), from when it is submitted until its run has ended."""
-        return self.private / "submission.json"
-
-    def submission_files(self) -> list[Path]:
-        """``submission``, and the unfinished one of a process that was killed, of those that are there."""
-        return list(self.private.glob(f"{self.submission.name}*"))
-
-    @property
     def run_status(self) -> Path:
-        """What has become of the run (``job_run.RunStatus``)."""
+        """What the run has said last of how it goes (``RunStatus``), for when etcd is not up."""
         return self.private / "run_status.json"
 
     @property
@@ -254,9 +245,8 @@ class JobPaths:
         return _by_epoch(self.private, "ray-", ".token")
 
     def secret_files(self) -> list[Path]:
-        """All files of ``engine_key``, ``ray_token`` and ``submission``, also unfinished ones of processes that were
-        killed."""
-        return [*self.private.glob("engine.key*"), *self.private.glob("ray-*.token*"), *self.submission_files()]
+        """All files of ``engine_key`` and ``ray_token``, also unfinished ones of processes that were killed."""
+        return [*self.private.glob("engine.key*"), *self.private.glob("ray-*.token*")]
 
     @property
     def disk(self) -> Path:

@@ -29,8 +29,8 @@ SERVICE_FILE_ENV = "ELASTIC_RL_SERVICE_FILE"
 (``processes.sweep``)."""
 
 
-_NODE_PREFIX, _RUN_PREFIX = "dcs-", "run-"
-"""Prefixes of the services of a job, whose names end with the job's."""
+_NODE_PREFIX = "dcs-"
+"""Prefix of the service that is a job's DCS node, whose name ends with the job's."""
 
 
 def node_service(job: str) -> str:
@@ -38,24 +38,9 @@ def node_service(job: str) -> str:
     return _NODE_PREFIX + job
 
 
-def run_service(job: str) -> str:
-    """Name of the service that is a job's run."""
-    return _RUN_PREFIX + job
-
-
 def job_of_node(service: str) -> str:
     """The job whose DCS node this is; empty for another service."""
     return service.removeprefix(_NODE_PREFIX) if service.startswith(_NODE_PREFIX) else ""
-
-
-def job_of_run(service: str) -> str:
-    """The job whose run this is; empty for another service."""
-    return service.removeprefix(_RUN_PREFIX) if service.startswith(_RUN_PREFIX) else ""
-
-
-def job_of(service: str) -> str:
-    """The job whose service this is; empty for one of the cluster."""
-    return job_of_node(service) or job_of_run(service)
 
 
 @dataclass(frozen=True)

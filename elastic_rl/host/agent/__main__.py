@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args, location = parser.parse_known_args(argv)
     logs.setup(args.name)
     try:
-        agent = HostAgent(args.name, Cluster(config.load(None, location)))
+        agent = HostAgent(args.name, Cluster(config.load(None, location)), AssignedWork.of_cluster)
         with agent.active():
             agent.run()
         return 0
@@ -69,6 +69,8 @@ class HostAgent:
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
+        self._endpoints: list[str] = []
+        """Of the etcd that the work is assigned by."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -137,9 +139,13 @@ class HostAgent:
     def _waits_for(self, info: ClusterInfo | None) -> str:
         """Begins to carry out assignments once the cluster is up. Returns why this host takes none; empty if it does,
         or is to take none."""
+        if info is not None and info.etcd_endpoints != self._endpoints and self._work is not None:
+            self._work.close()  # etcd has other addresses now: the singletons run on, and are adopted
+            self._work = None
         if self._work is None and self._work_of is not None and info is not None:
             try:
                 self._work = self._work_of(self._cluster, info).start()
+                self._endpoints = info.etcd_endpoints
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"
         return self._work.waits_for if self._work is not None else ""

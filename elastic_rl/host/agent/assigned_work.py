@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Self
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Self
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.hosts.times import HostTimes
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.cluster_records import job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
+from elastic_rl.host import processes
+from elastic_rl.host.agent.host_facts import host_id, host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import CommandOf, Singletons
-from elastic_rl.host.local_cluster import Cluster
-from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +35,14 @@ class AssignedWork:
         self._thread = threading.Thread(target=self._run, name="assigned-work", daemon=True)
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, info: ClusterInfo, host_id: str, command_of: CommandOf,
+    def of_cluster(cls, cluster: Cluster, info: ClusterInfo, command_of: CommandOf | None = None,
                    times: HostTimes = HostTimes()) -> Self:
-        """The work that a cluster assigns to this host. Raises ConfigError and OSError."""
-        host = host_record(host_id, kept_incarnation(cluster.paths.incarnation))
-        etcd = EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=times.lease_ttl_s / 3)
-        singletons = Singletons(host.id, host.incarnation, ServiceFiles(cluster.paths.singletons), cluster.paths.log,
-                                command_of, times)
+        """The work that a cluster assigns to this host: by default the runs of its jobs. Raises ConfigError and
+        OSError."""
+        host = host_record(host_id(), kept_incarnation(cluster.paths.incarnation))
+        singletons = Singletons(host.id, host.incarnation, cluster.singletons, cluster.log_of,
+                                command_of or partial(_run_command, cluster), times, env={OWNER_ENV: str(cluster.dir)})
+        etcd = cluster.etcd(info, retry_budget_s=times.lease_ttl_s / 3)
         return cls(HostSession(etcd, ClusterKeys(cluster.cfg.cluster_name), host, times), singletons, times)
 
     def start(self) -> Self:
@@ -74,3 +78,14 @@ class AssignedWork:
                 if self._fault != (fault := f"its singletons cannot be looked after: {type(e).__name__}: {e}"):
                     log.exception("a look at the singletons of this host failed")
                 self._fault = fault
+
+
+def _run_command(cluster: Cluster, name: str, arguments: Mapping[str, Any], generation: int) -> list[str]:
+    """The command line of a job's run. Raises ElasticRLError for what this release cannot run, and while the cluster is
+    taken down, when none must be started."""
+    if not (job := job_of_driver(name)):
+        raise ElasticRLError(f"this release does not know the singleton {name}", hint="use the leader's release here")
+    if not cluster.paths.info.exists():
+        raise ElasticRLError("the cluster is being taken down")
+    return processes.python("elastic_rl.run_launcher", f"--job={job}", *cluster.location,
+                            f"--submission={arguments['submission']}", f"--generation={generation}")

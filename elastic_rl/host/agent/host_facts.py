@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,11 @@ class HostResources(NamedTuple):
         its own)."""
         return cls(len(os.sched_getaffinity(0)), len(list(devices.glob("nvidia[0-9]*"))),
                    psutil.virtual_memory().total, shutil.disk_usage(SHM).total)
+
+
+def host_id() -> str:
+    """The id of this host in its cluster: its name, as keys and URLs can have it."""
+    return re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
 
 
 def host_record(host_id: str, incarnation: str, labels: dict[str, str] | None = None) -> Host:

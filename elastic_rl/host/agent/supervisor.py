@@ -1,8 +1,7 @@
-"""Keeps the services of a local cluster running: etcd, the coordinators, the DCS node, the run of the job.
+"""Keeps the services of a local cluster running: etcd, the coordinators, the DCS nodes.
 
 Each pass reads the files of the services (``service_files``). A service that has ended without a command (``down``
-deletes its file; when a run is over, ``job_run`` says) is started again on its data and its port, when
-``restart_policy`` says so. A pass sees that a process has ended; whether one that runs still works is the coordinator's
+deletes its file) is started again on its data and its port, when ``restart_policy`` says so. A pass sees that a process has ended; whether one that runs still works is the coordinator's
 to find out.
 
 No service is started beside a living one, and one that somebody else has started is adopted: ``Cluster.revive`` holds
@@ -29,7 +28,7 @@ from elastic_rl.host import etcd_server, kept_state
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
 from elastic_rl.host.local_cluster import AGENTS, Cluster, last_message
-from elastic_rl.host.service_files import ServiceRecord, job_of, job_of_node, job_of_run
+from elastic_rl.host.service_files import ServiceRecord, job_of_node
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +62,8 @@ class ServiceSupervisor:
         ``cluster``: with the settings that its services are started with. ``info``: its addresses; None while a command
         is starting it, when nothing is started here. ``standby``: name of the agent's other process."""
         records = [cluster.agents.get(standby) or ServiceRecord(standby),
-                   *sorted(cluster.supervised(), key=lambda r: r.name != etcd_server.SERVICE)]
-        for name in self._states.keys() - {r.name for r in records}:  # ended by a command, or for good by itself
+                   *sorted(cluster.services.all(), key=lambda r: r.name != etcd_server.SERVICE)]
+        for name in self._states.keys() - {r.name for r in records}:  # ended by a command
             for known in (self._states, self._faults, self._restarts, self._unreported):
                 known.pop(name, None)
         for record in records:
@@ -89,9 +88,7 @@ class ServiceSupervisor:
             self._states[name] = self._start(cluster, name, state)
 
     def _start(self, cluster: Cluster, name: str, state: ServiceState) -> ServiceState:
-        job = job_of_run(name)
         try:
-            begins = bool(job) and cluster.run_of(job).read().queued
             if not cluster.revive(name):
                 return state  # another command is at it, or it runs: the next pass sees
         except (ElasticRLError, OSError) as e:
@@ -100,10 +97,9 @@ class ServiceSupervisor:
             self._faults[name] = str(e)
             return restart_policy.on_start_failed(state, self._clock(), self._limits, jitter=random.random())
         self._faults.pop(name, None)
-        if not begins:
-            self._restarts[name] = self._restarts.get(name, 0) + 1
-            if name not in AGENTS:
-                self._unreported[name] = self._unreported.get(name, 0) + 1
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        if name not in AGENTS:
+            self._unreported[name] = self._unreported.get(name, 0) + 1
         return restart_policy.on_started(state, self._clock(), self._limits)
 
     def _status(self, cluster: Cluster, record: ServiceRecord) -> ServiceStatus:
@@ -141,7 +137,7 @@ class ServiceSupervisor:
                 for name, count in due.items():
                     times = f", {count} times" if count > 1 else ""
                     kind, subject = event_of(name)
-                    for job in [job_of(name)] if job_of(name) else cluster.jobs:
+                    for job in [job_of_node(name)] if job_of_node(name) else cluster.jobs:
                         events.emit(etcd, Keys(job), kind, subject, f"{name} ended and was started again{times}",
                                     severity=Severity.WARNING, restarts=count)
                     del self._unreported[name]
@@ -161,6 +157,4 @@ def event_of(name: str) -> tuple[EventKind, str]:
         return event_kinds.ETCD_RESTARTED, name
     if job_of_node(name):
         return event_kinds.DCS_RESTARTED, kept_state.NODE
-    if job := job_of_run(name):
-        return event_kinds.RUN_RESTARTED, job
     return event_kinds.COORDINATOR_RESTARTED, name

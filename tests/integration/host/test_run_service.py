@@ -58,7 +58,7 @@ class Job:
 
     def pid(self) -> int:
         """The process of the run; 0 while there is none."""
-        return self.cluster.run.read().pid
+        return self.cluster.run.pid
 
     def drivers(self) -> list[str]:
         """Ids of the drivers that were started."""
@@ -130,7 +130,7 @@ def test_refused_run_is_shown_with_its_hint_and_not_started_again(
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])  # the checks are real
     code, said = _run(capsys, "train", "--model.path=/nowhere", *job.options)
     assert code == Exit.USAGE and "/nowhere" in said and "hint: " in said
-    assert job.cluster.run.read().phase is JobPhase.FAILED and not job.paths.submission.exists()
+    assert job.cluster.run.read().phase is JobPhase.FAILED
     job.await_agent()
     assert not job.pid() and job.cluster.run.read().over
     assert _run(capsys, "attach", *job.options) == (code, said[said.index("error: "):])
@@ -151,13 +151,13 @@ def test_run_outlives_its_followers_and_comes_back_when_it_is_killed(
     code, said = _run(capsys, "train", *job.options)
     assert code == Exit.USAGE and "already being trained" in said and "elastic-rl attach" in said
 
-    submitted_at = job.cluster.run.read().status.submitted_at  # type: ignore[union-attr]
+    submitted_at = job.cluster.run.read().submitted_at
     job.kill(first)
     job.await_driver(2)
     wait_until(lambda: any(e.kind == "run.restarted" for e in events.recent(job.etcd, job.keys)), what="the event")
     assert job.pid() not in (0, first) and followers[1].poll() is None
     reading = job.cluster.run.read()
-    assert reading.phase is JobPhase.RUNNING and reading.status and reading.status.submitted_at == submitted_at
+    assert reading.phase is JobPhase.RUNNING and reading.submitted_at == submitted_at
     code, said = _run(capsys, "jobs", job.options[1], "-o", "json")
     [row] = json.loads(said)
     assert (row["job"], row["state"], row["step"], row["pid"]) == (job.cfg.job, "running", 7, job.pid())
@@ -181,7 +181,7 @@ def test_stopped_run_has_its_report_stays_stopped_and_can_be_resumed(
     assert code == 0 and "elastic-rl train" in said and job.cluster.run.read().phase is JobPhase.STOPPED
     assert follower.wait(120) == Exit.INTERRUPTED
     assert "the run was stopped" in follower.log.read_text()  # type: ignore[attr-defined]
-    assert job.report()["steps"] == 1 and not job.paths.submission.exists()
+    assert job.report()["steps"] == 1
     job.await_agent()
     assert not job.pid() and len(job.drivers()) == 1
     code, said = _run(capsys, "stop", *job.options)
@@ -197,13 +197,13 @@ def test_stopped_run_has_its_report_stays_stopped_and_can_be_resumed(
 def test_stop_that_is_killed_halfway_leaves_no_run_that_comes_back(job: Job) -> None:
     pid = job.submit()
     os.kill(pid, signal.SIGSTOP)
-    job.cluster.run.withdraw()  # and here the stop is killed, and then the run
+    job.cluster.run.withdraw(job.etcd)  # and here the stop is killed, and then the run
     assert job.cluster.run.read().stopping
     job.kill(pid)
-    job.await_agent()
-    assert not job.pid() and job.cluster.run.read().phase is JobPhase.STOPPED
+    job.await_over()
+    assert job.cluster.run.read().phase is JobPhase.STOPPED and len(job.drivers()) == 1
     job.submit()
-    job.cluster.run.withdraw()  # and here only the stop is killed
+    job.cluster.run.withdraw(job.etcd)  # and here only the stop is killed
     job.await_over()
     assert job.cluster.run.read().phase is JobPhase.STOPPED
 
