@@ -1,4 +1,4 @@
-"""``python -m elastic_rl.run_service --run_dir=DIR --job=JOB --submission=N --generation=G``: the process of a job's run.
+"""``python -m elastic_rl.run_service --run_dir=DIR --job=JOB --submission=N --generation=G``: the process of a run.
 
 It carries out a submission of the job (``host.job_run``), under a generation of its driver's assignment, and writes
 what becomes of it. Once the run has begun, it ends by its last step, by its failure and by its operator only. For
@@ -161,10 +161,10 @@ class RunService:
             with self._cluster.etcd(info, retry_budget_s=_READ_BUDGET_S) as etcd:
                 while not closing.wait(_READ_EVERY_S):
                     try:
-                        reading = self._run.read_from(etcd)
+                        record = self._run.read_from(etcd).record
                     except ElasticRLError:  # an outage of etcd is no stop
                         continue
-                    if reading.record is None or reading.record.submission != self._submission or reading.record.stopped:
+                    if record is None or record.stopped or record.submission != self._submission:
                         self._withdrawn.set()
 
         thread = threading.Thread(target=follow, name="follow-job", daemon=True)

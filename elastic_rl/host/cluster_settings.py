@@ -145,10 +145,13 @@ def _at(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
 
 
 def of_etcd(path: Path, otherwise: EtcdConfig) -> EtcdConfig:
-    """How to connect to a cluster's etcd by its stored settings; ``otherwise`` where there are none. Raises
-    ConfigError."""
-    section = stored(path).get("etcd")
-    return config.parse({"etcd": section}).etcd if section else otherwise
+    """How to connect to a cluster's etcd by its stored settings; ``otherwise`` where there are none, or damaged ones: a
+    run must be stopped all the same."""
+    try:
+        section = stored(path).get("etcd")
+        return config.parse({"etcd": section}).etcd if section else otherwise
+    except ConfigError:
+        return otherwise
 
 
 def external_endpoints(path: Path) -> list[str]:

@@ -657,7 +657,9 @@ class Cluster:
     def _etcd_if_up(self) -> EtcdClient | None:
         """A client of the cluster's etcd; None while the cluster is not up, or nothing of it runs."""
         info = self._info()
-        if info is None or (info.own_etcd and not self.services.runs(etcd_server.SERVICE) and not self.agents.running()):
+        crashed = info is not None and info.own_etcd and not (
+            self.services.runs(etcd_server.SERVICE) or self.agents.running())
+        if info is None or crashed:
             return None
         return self.etcd(info, retry_budget_s=_READ_BUDGET_S)
 

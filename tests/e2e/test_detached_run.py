@@ -36,7 +36,7 @@ def test_run_is_finished_by_the_process_after_the_one_that_was_killed(tmp_path: 
         started = command(job, "train", "--detach")
         assert started.returncode == 0, started.stderr
         wait_until(lambda: len(job.step_records()) >= 2, what="the second step", timeout_s=900)
-        first = job.cluster.run.read().pid
+        first = job.cluster.run.pid
         psutil.Process(first).kill()
         attached = command(job, "attach")
         assert attached.returncode == 0, attached.stderr

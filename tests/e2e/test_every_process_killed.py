@@ -158,7 +158,7 @@ class KilledRun:
             "coordinators": alive(pid for name, pid in services.items() if name.startswith("coordinator-")),
             "DCS node": alive([services.get(self.job.cluster.node, 0)]),
             "host agent": alive(r.pid for r in self.job.cluster.agents.running()),
-            "run": alive([self.job.cluster.run.read().pid]),
+            "run": alive([self.job.cluster.run.pid]),
             "driver": alive(m.pid for m in self.context.members("driver")),
             "router": alive([self.context.router_pid()]),
             RAY_HEAD: alive([head]), "gcs_server": child(head, "gcs_server"),
@@ -210,7 +210,8 @@ class KilledRun:
     def orphans(self) -> list[str]:
         """Processes of the run that belong to none of its services any more."""
         cluster = self.job.cluster
-        services = [r.pid for files in (cluster.services, cluster.agents, compute_services(self.paths))
+        services = [r.pid for files in (cluster.services, cluster.agents, cluster.singletons,
+                                             compute_services(self.paths))
                     for r in files.running()]
         found = [*processes.marked_outside(services, str(self.paths.private)),
                  *processes.marked_outside(services, str(cluster.dir), OWNER_ENV)]

@@ -47,7 +47,8 @@ CLOCK_ERROR = 0.2
 TIMES = HostTimes(lease_ttl_s=TTL_S, lost_s=3.5, agent_pass_s=0.25, stop_s=1.0, start_margin_s=1.0,
                   clock_error=CLOCK_ERROR)
 RESTARTS = RestartLimits(backoff_initial_s=0.3, backoff_max_s=3.0, stable_s=6.0, budget=8, refill_s=3.0)
-LIMITS = ClusterLimits(TIMES, AssignmentLimits(move_backoff_initial_s=8.0, move_backoff_max_s=30.0, remember_s=60.0), stop_run_s=4.0)
+LIMITS = ClusterLimits(TIMES, AssignmentLimits(move_backoff_initial_s=8.0, move_backoff_max_s=30.0, remember_s=60.0),
+                       stop_run_s=4.0)
 CALM_FROM, CALM_UNTIL, QUIET_AT, END = 20.0, 52.0, 70.0, 125.0
 """Between the first two no fault begins, and some of those before last on. From the third on nothing fails."""
 CARRIED_OUT_S = 22.0
@@ -523,9 +524,9 @@ class ClusterWorld(ElectionWorld):
                      JobPhase.FINISHED if step >= self._steps[job] else JobPhase.RUNNING)
             if said is not phase:
                 said = yield from self._say(process, guard, phase, said)
-            elif (yield from self._call(process, lambda: self._effect(
-                    process, [guard], Op.put(_progress(job), str(step + 1).encode())))):
-                step += 1
+            else:
+                put = Op.put(_progress(job), str(step + 1).encode())
+                step += bool((yield from self._call(process, lambda p=put: self._effect(process, [guard], p))))
         process.completed = process.ended = True
 
     def _say(self, process: SimProcess, guard: Compare, phase: JobPhase, said: JobPhase) -> Process:

@@ -144,7 +144,8 @@ def _await_working(testbed: Testbed, apart_s: float = 0.0) -> None:
     context, run = testbed.context, testbed.cluster.run
 
     def wait(check: Callable[[], object], what: str) -> None:
-        wait_until(lambda: holds(check), timeout_s=_WORKS_S, what=what, alive=lambda: not run.read().ended)
+        wait_until(lambda: holds(check), timeout_s=_WORKS_S, what=what,
+                   alive=lambda: not holds(lambda: run.read().ended))
 
     wait(lambda: _engines_serve(context) and _ranks_are_there(context) and context.step() > 0, "the run")
     first, since = context.step() + _APART_STEPS, time.monotonic()

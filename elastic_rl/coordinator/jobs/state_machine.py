@@ -7,7 +7,8 @@ The queue is ordered by priority, then by the order of submissions; ``parallel``
 its place until its driver is gone, however it ended, so that the next one finds the devices free. A job whose driver,
 host or engines are away stays RUNNING, since it goes on where it was: there is no edge RUNNING → QUEUED.
 
-A run that is stopped ends what it has started, and writes its report: while its driver runs it has ``stop_run_s`` for that.
+A run that is stopped ends what it has started, and writes its report: while its driver runs it has ``stop_run_s`` for
+that.
 
 The transition that must NOT exist: out of an ended phase without a new submission. A leader that reads the last status
 of a driver late would start a finished job again, which would write over its results while the next job trains.
@@ -19,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus
-
 
 _BY_OPERATOR = (JobPhase.STOPPED, "stopped by its operator")
 
@@ -129,4 +129,4 @@ def _is_queued(job: SeenJob) -> bool:
 def _waits_behind(ahead: Sequence[str], parallel: int) -> str:
     shown = ", ".join(ahead[:3]) + (f" and {len(ahead) - 3} more" if len(ahead) > 3 else "")
     limit = "one job runs at a time" if parallel == 1 else f"{parallel} jobs run at a time"
-    return f"waits for {shown}: {limit}"
+    return f"waits for {shown}: {limit} (coordinator.parallel_jobs)"

@@ -177,7 +177,7 @@ class Singletons:
 
     def _end_all(self, file_name: str, pid: int) -> None:
         grace_s = self._times.stop_s / 2  # what ignores SIGTERM has ended within stop_s
-        if pid:  # not its descendants, of which a host agent may be one that it has started: what is its own has its mark
+        if pid:  # Not its descendants: what is its own has its mark, and a run may have started the host agent.
             processes.stop(pid, grace_s=grace_s, descendants=False)
         self._files.end_leftovers(file_name)
         processes.sweep(self._files.mark(file_name), SERVICE_FILE_ENV, grace_s=grace_s)

@@ -1,8 +1,8 @@
 """Keeps the services of a local cluster running: etcd, the coordinators, the DCS nodes.
 
 Each pass reads the files of the services (``service_files``). A service that has ended without a command (``down``
-deletes its file) is started again on its data and its port, when ``restart_policy`` says so. A pass sees that a process has ended; whether one that runs still works is the coordinator's
-to find out.
+deletes its file) is started again on its data and its port, when ``restart_policy`` says so. A pass sees that a process
+has ended; whether one that runs still works is the coordinator's to find out.
 
 No service is started beside a living one, and one that somebody else has started is adopted: ``Cluster.revive`` holds
 the cluster's lock, and every service the lock of its file.

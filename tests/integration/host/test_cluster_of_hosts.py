@@ -16,7 +16,6 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import (
-    RAY_HEAD,
     Assignment,
     Host,
     HostPhase,
@@ -26,6 +25,7 @@ from elastic_rl.etcd.cluster_records import (
     JobPhase,
     JobRecord,
     JobState,
+    RunStatus,
     driver_of,
 )
 from elastic_rl.etcd.record import Record
@@ -85,11 +85,13 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]
 
 def test_pass_assigns_what_the_cluster_runs_and_rests_then(own_etcd: EtcdClient, reconciler: ClusterReconciler) -> None:
     register(own_etcd, "h1")
-    own_etcd.put(KEYS.job("j"), JobRecord().encode())
+    own_etcd.put(KEYS.job("j"), JobRecord(submission=1).encode())
+    own_etcd.put(KEYS.job("never-submitted"), JobRecord().encode())
     settle(reconciler)
-    for singleton in (RAY_HEAD, DRIVER):
-        held = read(own_etcd, KEYS.assignment(singleton), Assignment)
-        assert held is not None and (held.host, held.incarnation) == ("h1", "h1-1")
+    held = read(own_etcd, KEYS.assignment(DRIVER), Assignment)
+    assert held is not None and (held.host, held.incarnation) == ("h1", "h1-1")
+    assert held.arguments == {"job": "j", "submission": 1}
+    assert len(own_etcd.range(KEYS.job_states_prefix())[0]) == 1
     state = read(own_etcd, KEYS.job_state("j"), JobState)
     assert state is not None and state.phase is JobPhase.STARTING
     before = own_etcd.range(KEYS.root)[0]
@@ -103,11 +105,15 @@ def test_write_is_refused_when_what_it_was_decided_by_has_changed(
     register(own_etcd, "h1")
     while phase(own_etcd, "h1") is not HostPhase.READY:
         assert reconciler.reconcile_once() == 1
+    own_etcd.put(KEYS.job("j"), JobRecord(submission=1).encode())
+    own_etcd.put(KEYS.job_state("j"), JobState(
+        phase=JobPhase.STARTING, submission=1, order=1, reason="waits for its driver to run").encode())
     cordoned = HostSpec(cordoned=True).encode()
     in_the_middle(monkeypatch, lambda: own_etcd.put(KEYS.host_spec("h1"), cordoned))
-    assert reconciler.reconcile_once() == 0 and own_etcd.get(KEYS.assignment(RAY_HEAD)) is None
+    reconciler.reconcile_once()
+    assert own_etcd.get(KEYS.assignment(DRIVER)) is None
     settle(reconciler)
-    assert phase(own_etcd, "h1") is HostPhase.CORDONED and own_etcd.get(KEYS.assignment(RAY_HEAD)) is None
+    assert phase(own_etcd, "h1") is HostPhase.CORDONED and own_etcd.get(KEYS.assignment(DRIVER)) is None
 
 
 def test_pass_of_a_leader_that_is_none_any_more_writes_nothing(
@@ -174,11 +180,12 @@ def test_job_goes_on_on_another_host_when_its_host_is_lost(
     reconciler.start()
     hosts["h1"].start_process()
     wait_until(lambda: phase(own_etcd, "h1") is HostPhase.READY, what="the first host")
-    own_etcd.put(KEYS.job("j"), JobRecord().encode())
+    own_etcd.put(KEYS.job("j"), JobRecord(submission=1).encode())
+    own_etcd.put(KEYS.run_status("j"), RunStatus(submission=1, phase=JobPhase.RUNNING).encode())
 
     def job_runs() -> bool:
         state = read(own_etcd, KEYS.job_state("j"), JobState)
-        return state is not None and state.phase is JobPhase.RUNNING
+        return state is not None and state.phase is JobPhase.RUNNING and not state.reason
 
     def holder() -> str:
         held = read(own_etcd, KEYS.assignment(DRIVER), Assignment)
@@ -192,9 +199,8 @@ def test_job_goes_on_on_another_host_when_its_host_is_lost(
     hosts["h1"].power_off()
     wait_until(lambda: phase(own_etcd, "h1") is HostPhase.LOST, what="the loss of the first host")
     wait_until(lambda: holder() == "h2", what="the move")
-    for singleton in (DRIVER, RAY_HEAD):
-        assert hosts["h2"].await_service(singleton).generation > before.generation
-    assert job_runs()
+    assert hosts["h2"].await_service(DRIVER).generation > before.generation
+    wait_until(job_runs, what="the job to run again")
     hosts["h1"].start_process()
     wait_until(lambda: phase(own_etcd, "h1") is HostPhase.READY, what="the return of the first host")
     assert holder() == "h2" and not hosts["h1"].files.running()

@@ -17,16 +17,17 @@ from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd import leases
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import RAY_HEAD, Host, RunState, driver_of
+from elastic_rl.etcd.cluster_records import Host, RunState, driver_of
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.host.agent.__main__ import HostAgent
 from elastic_rl.host.agent.assigned_work import AssignedWork
+from elastic_rl.host.agent.host_facts import host_id
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.runtime.clock import boottime_s
 from elastic_rl.runtime.process import runs
 
-DRIVER = driver_of("j")
+DRIVER, OTHER = driver_of("j"), driver_of("k")
 
 def parent(said: Path) -> list[str]:
     """Command of a process that says in a file when it starts and ends, and has a child that leads another session."""
@@ -220,16 +221,16 @@ def test_host_without_its_lease_ends_its_singletons_and_starts_them_under_the_ne
     h = host(ttl_s=3.0)
     h.start_here()
     stubborn = "trap '' TERM; while true; do sleep 0.1; done"
-    h.assign(RAY_HEAD, "bash", "-c", stubborn)
+    h.assign(OTHER, "bash", "-c", stubborn)
     h.assign(DRIVER)
-    pids = [h.await_service(name).pid for name in (RAY_HEAD, DRIVER)]
+    pids = [h.await_service(name).pid for name in (OTHER, DRIVER)]
     registered = h.registration().mod_revision
     own_servers.stop(0)
     wait_until(lambda: not h.files.running(), what="the self-fence")
     assert not any(map(lives, pids))
     own_servers.cont(0)
     h.registration(after=registered)
-    for name in (RAY_HEAD, DRIVER):
+    for name in (OTHER, DRIVER):
         service = h.await_service(name, registration=registered + 1)
         assert service.pid not in pids and service.restarts == 0
 
@@ -241,8 +242,8 @@ def test_etcd_that_was_away_for_less_than_the_lease_changes_nothing(own_servers:
     pid, registered = h.await_service(DRIVER).pid, h.registration()
     own_servers.kill(0)
     own_servers.restart(0)
-    h.assign(RAY_HEAD)
-    assert h.await_service(RAY_HEAD).generation == 1
+    h.assign(OTHER)
+    assert h.await_service(OTHER).generation == 1
     assert h.registration().mod_revision == registered.mod_revision
     assert h.await_service(DRIVER).pid == pid and lives(pid)
 
@@ -266,7 +267,7 @@ def test_services_are_supervised_while_etcd_does_not_answer(
     works: list[AssignedWork] = []
 
     def work_of(where: Cluster, info: ClusterInfo) -> AssignedWork:
-        works.append(AssignedWork.of_cluster(where, info, "h1", command_of, times(3.0)))
+        works.append(AssignedWork.of_cluster(where, info, command_of, times(3.0)))
         return works[-1]
 
     supervisor = Supervisor()
@@ -280,7 +281,7 @@ def test_services_are_supervised_while_etcd_does_not_answer(
         before = supervisor.passes
         wait_until(lambda: supervisor.passes > before + 3, what="passes without etcd")
         own_servers.cont(0)
-        wait_until(lambda: own_etcd.get(ClusterKeys("j").host("h1")), what="the registration")
+        wait_until(lambda: own_etcd.get(ClusterKeys("j").host(host_id())), what="the registration")
         wait_until(lambda: not works[0].waits_for, what="the agent to wait for nothing")
         assert len(works) == 1
     finally:
@@ -288,4 +289,4 @@ def test_services_are_supervised_while_etcd_does_not_answer(
         agent._on_signal(signal.SIGTERM, None)
         thread.join(60)
     assert not thread.is_alive()
-    assert own_etcd.get(ClusterKeys("j").host("h1")) is not None, "the next agent takes it over"
+    assert own_etcd.get(ClusterKeys("j").host(host_id())) is not None, "the next agent takes it over"

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import JobPhase
+from elastic_rl.etcd.cluster_records import JobPhase, driver_of
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
@@ -45,7 +46,9 @@ class Lab:
                                      "dcs": {"arena_bytes": 32 << 20}, **settings}))
 
     def pid(self, service: str) -> int:
-        return next((r.pid for r in self.cluster.services.running() if r.name == service), 0)
+        found = {unquote(r.name): r.pid for files in (self.cluster.services, self.cluster.singletons)
+                 for r in files.running()}
+        return found.get(service, 0)
 
     def etcd(self) -> EtcdClient:
         return EtcdClient(self.cluster.connect().etcd_endpoints, call_timeout_s=2.0)
@@ -81,8 +84,8 @@ def test_jobs_run_beside_one_another_and_each_of_their_services_comes_back(
         assert code == 0 and f"elastic-rl attach --job={job}" in said
     lab.await_driver(_A)
     queued = next(row for row in json.loads(_run(capsys, "jobs", *lab.at, "-o", "json")[1]) if row["job"] == _B)
-    assert queued["state"] == "queued" and f"{_A} runs, and cluster lab has 1 at once" in queued["message"]
-    assert not lab.pid(f"run-{_B}")
+    assert queued["state"] == "queued" and f"waits for {_A}: one job runs at a time" in queued["message"]
+    assert not lab.pid(driver_of(_B))
     assert _run(capsys, "up", "--cluster=lab", *lab.at, "--coordinator.parallel_jobs=2")[0] == 0
     lab.await_driver(_B)
     assert lab.served() == {_A, _B}
@@ -104,11 +107,11 @@ def test_jobs_run_beside_one_another_and_each_of_their_services_comes_back(
     assert code == Exit.USAGE and f"elastic-rl stop --job={_A}" in said and "down --cluster=lab" in said
     assert _run(capsys, "up", "--cluster=lab", *lab.at, "--coordinator.parallel_jobs=1")[0] == 0
     code, said = _run(capsys, "stop", _A, *lab.at)
-    assert code == 0 and f"stopped: run-{_A}" in said
+    assert code == 0 and f"stopped: {driver_of(_A)}" in said
     assert lab.of(_A).run.read().phase is JobPhase.STOPPED and lab.of(_B).run.read().phase is JobPhase.RUNNING
 
     code, said = _run(capsys, "down", "--cluster=lab", *lab.at)
-    assert code == 0 and f"run-{_B}" in said and f"dcs-{_A}" in said
+    assert code == 0 and driver_of(_B) in said and f"dcs-{_A}" in said
     assert said.count("etcd of cluster lab") == 2, "what each job keeps"
     assert not processes.marked(str(lab.cluster.dir), OWNER_ENV)
     assert not JobPaths.of(lab.of(_B).cfg).secret_files() and lab.cluster.jobs == []
@@ -208,7 +211,7 @@ def test_jobs_are_kept_while_the_cluster_is_down_and_after_a_loss_of_power(lab: 
         assert etcd.get(f"{Keys(_A).root}mine") is not None
 
     def gone() -> bool:
-        for files in (lab.cluster.agents, lab.cluster.services):
+        for files in (lab.cluster.agents, lab.cluster.services, lab.cluster.singletons):
             for record in files.running():
                 if record.pid:  # else it is just being started
                     with contextlib.suppress(psutil.NoSuchProcess):

@@ -247,9 +247,10 @@ def test_run_whose_job_ended_while_its_process_was_down_is_finished_and_not_repe
 def test_run_goes_on_after_a_loss_of_power(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.submit()
     job.kill_agent()
-    for record in job.cluster.services.running():
-        job.kill(record.pid)
-    wait_until(lambda: not job.cluster.services.running(), what="the end of everything")
+    for files in (job.cluster.services, job.cluster.singletons):
+        for record in files.running():
+            job.kill(record.pid)
+    wait_until(lambda: not job.cluster.services.running() and not job.pid(), what="the end of everything")
     shown = " ".join(_run(capsys, "jobs", job.options[1], "-o", "wide")[1].split())
     assert re.search(r"`elastic-rl up --job=\S+ --run_dir=\S+` starts them again", shown)
     code, said = _run(capsys, "up", *job.options)

@@ -1,4 +1,4 @@
-"""jobs, attach and stop: how a job is named, and what they say of jobs by their files alone."""
+"""jobs, attach and stop: how a job is named, and what they say of jobs whose cluster is not up."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from elastic_rl import config
 from elastic_rl.cli import follow, main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.errors import ConfigError
-from elastic_rl.etcd.cluster_records import JobPhase
-from elastic_rl.host.job_run import RunStatus
+from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
+from elastic_rl.host import job_run
 from elastic_rl.host.local_cluster import Cluster
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 
 def run(*args: str) -> int:
@@ -34,12 +34,16 @@ def _job(run_dir: Path, name: str, status: RunStatus) -> JobPaths:
     """A job whose last run has a status."""
     cluster = Cluster(config.parse({"job": name, "run_dir": str(run_dir)}))
     cluster.dir.mkdir(parents=True)
-    cluster.run.save(status)
+    cluster.run.save_copy(status)
     return JobPaths.of(cluster.cfg)
 
 
 def _status(phase: JobPhase) -> RunStatus:
-    return RunStatus(phase=phase, submitted_at=1.7e9, at=1.7e9 + 60)
+    return RunStatus(submission=1, phase=phase, submitted_at=1.7e9, at=1.7e9 + 60)
+
+
+def _refused(error: ConfigError, folder: Path) -> RunStatus:
+    return job_run.failed(_status(JobPhase.STARTING), error, see=folder).replace(at=1.7e9 + 60)
 
 
 @pytest.mark.parametrize("words", ["a --run_dir=DIR", "--run_dir=DIR a", "--run_dir DIR a", "a --run_dir DIR",
@@ -56,12 +60,13 @@ def test_second_job_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_jobs_are_listed_by_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _job(tmp_path, "refused", _status(JobPhase.STARTING).failed(ConfigError("no such model"), see=tmp_path))
+    _job(tmp_path, "refused", _refused(ConfigError("no such model"), tmp_path))
     done = _job(tmp_path, "done", _status(JobPhase.FINISHED))
     done.steps.write_text("".join(json.dumps({"kind": kind, "step": n}) + "\n" for n, kind in enumerate(
         ["step", "step", "eval", "rewind"], 1)) + '{"kind": "st')
     killed = _job(tmp_path, "killed-while-it-stopped", _status(JobPhase.RUNNING))
-    _job(tmp_path, "down", _status(JobPhase.RUNNING)).submission.write_text("{}")
+    ClusterPaths(killed.private).stopped.touch()  # by a command that took its cluster down
+    _job(tmp_path, "down", _status(JobPhase.RUNNING))
     shutil.copytree(killed.folder, tmp_path / "a copy")
     (tmp_path / "no-job").mkdir()
     assert run("jobs", f"--run_dir={tmp_path}", "-o", "json") == 0
@@ -78,7 +83,7 @@ def test_jobs_are_listed_by_their_files(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_attach_to_a_run_that_has_ended_gives_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = ConfigError("no such model", hint="name one")
-    _job(tmp_path, "refused", _status(JobPhase.STARTING).failed(error, see=tmp_path))
+    _job(tmp_path, "refused", _refused(error, tmp_path))
     _job(tmp_path, "done", _status(JobPhase.FINISHED)).report.write_text("{")
     os.utime(tmp_path / "done" / "report.json", (1.0, 1.0))  # that of a run before
     _job(tmp_path, "stopped", _status(JobPhase.STOPPED))

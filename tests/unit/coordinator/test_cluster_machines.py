@@ -206,7 +206,7 @@ def phases_of(parallel: int = 1, leader_s: float = 0.0, **given: SeenJob) -> dic
 def test_queue_goes_by_priority_then_by_the_order_of_submissions() -> None:
     assert phases_of(a=job(order=3), b=job(order=2), c=job(order=9, priority=1))["c"] is JobPhase.STARTING
     states = jobs.advance({"a": job(order=3), "b": job(order=2)}, 1, 0.0)
-    assert states["b"].phase is JobPhase.STARTING and states["a"].reason == "waits for b: one job runs at a time"
+    assert states["b"].phase is JobPhase.STARTING and states["a"].reason.startswith("waits for b: one job runs at a time")
     assert phases_of(parallel=2, a=job(order=3), b=job(order=2)) == dict.fromkeys("ab", JobPhase.STARTING)
 
 
@@ -251,7 +251,8 @@ def test_run_that_was_stopped_has_its_driver_until_it_has_ended_in_order_or_its_
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.builds(
     job, st.none() | st.sampled_from(list(JobPhase)), st.integers(1, 9), st.integers(1, 2), seen=st.just(1),
-    priority=st.integers(0, 2), stopped=st.booleans(), run=st.none() | st.builds(status, st.sampled_from(list(JobPhase)), st.just(1)),
+    priority=st.integers(0, 2), stopped=st.booleans(),
+    run=st.none() | st.builds(status, st.sampled_from(list(JobPhase)), st.just(1)),
     driver=st.sampled_from([Driver(), Driver(gone=False), Driver(runs=True, gone=False)]))), st.integers(1, 3))
 def test_no_pass_starts_more_jobs_than_may_run_or_revives_one(given_jobs: dict[str, SeenJob], parallel: int) -> None:
     states = jobs.advance(given_jobs, parallel, 0.0)

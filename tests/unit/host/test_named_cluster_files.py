@@ -15,10 +15,10 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.host import cluster_settings, kept_state
-from elastic_rl.host.job_run import Submission
+from elastic_rl.host.job_run import JobRun, RunReading
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import ClusterPaths, JobPaths, jobs_of_user, jobs_with_cluster, named_clusters_up
-from elastic_rl.host.service_files import job_of
+from elastic_rl.host.service_files import job_of_node
 
 
 def _config(run_dir: Path, job: str, cluster: str = "lab", **settings: Any) -> Config:
@@ -50,10 +50,10 @@ def test_name_of_a_cluster_that_is_none_is_refused(name: str) -> None:
         config.parse({"cluster": name})
 
 
-@pytest.mark.parametrize(("service", "job"), [("dcs-a", "a"), ("run-a", "a"), ("run-dcs-a", "dcs-a"), ("etcd-0", ""),
+@pytest.mark.parametrize(("service", "job"), [("dcs-a", "a"), ("dcs-dcs-a", "dcs-a"), ("etcd-0", ""),
                                               ("coordinator-0", ""), ("agent-0", "")])
 def test_service_says_whose_it_is(service: str, job: str) -> None:
-    assert job_of(service) == job
+    assert job_of_node(service) == job
 
 
 def test_job_is_found_where_it_was_started(tmp_path: Path) -> None:
@@ -86,13 +86,11 @@ def test_clusters_and_jobs_are_told_apart(tmp_path: Path) -> None:
     assert named_clusters_up(tmp_path) == ["cluster"]
 
 
-def test_runs_of_all_jobs_are_supervised(tmp_path: Path) -> None:
+def test_each_service_and_run_has_its_log(tmp_path: Path) -> None:
     a, b = _on(tmp_path, "a"), _on(tmp_path, "b")
     lab = Cluster(_config(tmp_path, "quickstart"))
-    assert lab.jobs == ["a", "b"] and [r.name for r in lab.supervised()] == ["dcs-a", "dcs-b"]
-    b.run.submit(Submission.of_this_process(b.cfg, faults=False, from_job=""))
-    assert [r.name for r in lab.supervised()] == ["dcs-a", "dcs-b", "run-b"]
-    assert lab.log_of("run-b") == JobPaths.of(b.cfg).log("train") and lab.log_of("dcs-a") == a.paths.log("dcs-a")
+    assert lab.jobs == ["a", "b"]
+    assert lab.log_of("driver%2Fb") == JobPaths.of(b.cfg).log("train") and lab.log_of("dcs-a") == a.paths.log("dcs-a")
 
 
 def test_service_of_a_job_is_started_with_the_settings_of_that_job(
@@ -130,14 +128,17 @@ def test_sections_of_the_cluster_hold_for_its_jobs(tmp_path: Path, capsys: pytes
     assert code == Exit.USAGE and "those of cluster lab" in said and "up --cluster=lab" in said
 
 
-def test_commands_that_name_no_job_take_the_only_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_name_no_job_take_the_only_one(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JobRun, "read", lambda self: RunReading(None))
     at = f"--run_dir={tmp_path}"
     _on(tmp_path, "a")
-    assert "job a does not run" in _run(capsys, "stop", at)[1]
+    monkeypatch.setattr(Cluster, "stop_run", lambda self: self._say(f"stop of {self.cfg.job}"))
+    assert "stop of a" in _run(capsys, "stop", at)[1]
     _on(tmp_path, "b")
     code, said = _run(capsys, "stop", at)
     assert code == Exit.USAGE and "several jobs are on clusters that are up: a, b" in said
-    assert "job b does not run" in _run(capsys, "stop", "b", at)[1]
+    assert "stop of b" in _run(capsys, "stop", "b", at)[1]
     cluster_settings.save(_config(tmp_path, "quickstart"), Cluster(_config(tmp_path, "b")).paths.settings)
     code, said = _run(capsys, "train", "--with-cluster", "--job=b", at)
     assert code == Exit.USAGE and "without --with-cluster" in said
@@ -171,12 +172,11 @@ _COMMANDS: dict[str, Any] = {"purge": lambda c: c.down(purge=True), "remove": la
     *((name, "other") for name in ("remove", "stop", "admit"))])
 def test_command_with_another_cluster_changes_nothing_of_a_job(tmp_path: Path, command: str, other: str) -> None:
     a, _ = _on(tmp_path, "a"), _on(tmp_path, "b", "other")
-    a.run.submit(Submission.of_this_process(a.cfg, faults=False, from_job=""))
     (chunks := kept_state.chunks(a.cfg) / "ab").mkdir(parents=True)
     elsewhere = Cluster(_config(tmp_path, "a", other))
     with pytest.raises(ConfigError, match="job a is (not )?on cluster"):
         _COMMANDS[command](elsewhere)
-    assert a.run.submitted and chunks.is_dir() and JobPaths.of(a.cfg).cluster_name.exists()
+    assert chunks.is_dir() and JobPaths.of(a.cfg).cluster_name.exists()
 
 
 def test_job_whose_own_cluster_is_up_is_not_admitted_elsewhere(tmp_path: Path) -> None:
@@ -195,18 +195,14 @@ def test_run_is_not_submitted_after_its_job_was_taken_off_the_cluster(tmp_path: 
     a.services.forget(a.node)
     with pytest.raises(EtcdUnavailable, match="job a is not on cluster lab any more"):
         a.submit()
-    assert not a.run.submitted
 
 
-def test_down_ends_the_run_of_a_job_without_its_node_and_without_its_folder(tmp_path: Path) -> None:
+def test_down_needs_no_folder_of_a_job(tmp_path: Path) -> None:
     a, b = _on(tmp_path, "a"), _on(tmp_path, "b")
-    a.services.forget(a.node)
-    (a.paths.services / f"{a.run.name}.json").write_text('{"url": "", "pid": 0}')
-    a.run.submit(Submission.of_this_process(a.cfg, faults=False, from_job=""))
     shutil.rmtree(JobPaths.of(b.cfg).folder)
     lab = Cluster(_config(tmp_path, "quickstart"))
-    assert lab.jobs == ["a", "b"]
-    assert lab.down() == ["run-a"] and not a.run.submitted and lab.jobs == []
+    assert lab.jobs == ["a", "b"] and lab.down() == [] and lab.jobs == []
+    assert not a.paths.info.exists()
 
 
 def test_cluster_with_a_name_keeps_its_etcd(tmp_path: Path) -> None:

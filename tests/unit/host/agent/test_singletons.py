@@ -108,7 +108,7 @@ class World:
         self.agent = Singletons(HOST, BOOT, self.files, Path, lambda *_: ["x"], TIMES,  # type: ignore[arg-type]
                                 limits=LIMITS, clock=self.clock)
 
-    def _stop(self, pid: int, grace_s: float) -> None:
+    def _stop(self, pid: int, grace_s: float, descendants: bool) -> None:
         for name, record in list(self.files.records.items()):
             if record.pid == pid:
                 self.files.end(name)

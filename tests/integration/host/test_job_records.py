@@ -1,0 +1,110 @@
+"""The records of a job's run on real etcd: who writes them late, or with another secret, changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_rl import config
+from elastic_rl.errors import ConfigError, Fenced
+from elastic_rl.etcd import job_settings
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import Assignment, JobPhase, JobRecord, JobState, RunStatus
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.host import job_run
+from elastic_rl.host.job_run import JobRun, Submission
+from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.net.cluster_secret import ClusterSecret
+
+SECRET = ClusterSecret.generate()
+
+
+@pytest.fixture
+def run(own_etcd: EtcdClient, tmp_path: Path) -> JobRun:
+    """The run of a job that is on the cluster."""
+    cfg = config.parse({"job": "j", "run_dir": str(tmp_path), "cluster": "lab"})
+    (tmp_path / "j" / "cluster").mkdir(parents=True)
+    own_etcd.put(KEYS.job("j"), JobRecord(settings="s", priority=3).encode())
+    return JobRun(cfg, ServiceFiles(tmp_path / "singletons"), lambda: EtcdClient(own_etcd.endpoints), lambda: False)
+
+
+KEYS = ClusterKeys("lab")
+
+
+def submission(run_dir: Path = Path("runs")) -> Submission:
+    return Submission.of_this_process(config.parse({"job": "j", "run_dir": str(run_dir)}), faults=True)
+
+
+def test_submission_is_read_back_and_leaves_the_rest_of_the_record(run: JobRun, own_etcd: EtcdClient) -> None:
+    assert run.read().phase is None
+    run.submit(own_etcd, submission(), SECRET)
+    reading = run.read()
+    assert reading.record is not None and (reading.record.settings, reading.record.priority) == ("s", 3)
+    assert reading.queued and reading.wanted and run.submission(own_etcd, SECRET) == submission()
+    assert submission().python.encode() not in own_etcd.range(KEYS.submission("j"))[0][0].value, "it is sealed"
+    with pytest.raises(job_settings.OtherSecret):
+        run.submission(own_etcd, ClusterSecret.generate())
+
+
+def test_stopped_run_is_wanted_again_by_its_next_submission_alone(run: JobRun, own_etcd: EtcdClient) -> None:
+    assert not run.withdraw(own_etcd), "there is none"
+    run.submit(own_etcd, submission(), SECRET)
+    assert run.withdraw(own_etcd) and not run.withdraw(own_etcd)
+    assert run.read().phase is JobPhase.STOPPED
+    run.submit(own_etcd, submission(), SECRET)
+    reading = run.read()
+    assert reading.wanted and reading.record is not None and reading.record.submission == 2
+
+
+def test_status_is_written_by_the_holder_of_the_assignment_alone(run: JobRun, own_etcd: EtcdClient) -> None:
+    run.submit(own_etcd, submission(), SECRET)
+    own_etcd.put(KEYS.assignment(run.name), Assignment(host="a").encode())
+    running = RunStatus(submission=1, phase=JobPhase.RUNNING)
+    run.save(own_etcd, running, 1)
+    assert run.read().phase is JobPhase.RUNNING
+    own_etcd.put(KEYS.assignment(run.name), Assignment(host="b").encode())
+    with pytest.raises(Fenced):
+        run.save(own_etcd, running.replace(phase=JobPhase.FINISHED), 1)
+    assert run.read().phase is JobPhase.RUNNING
+    run.save(own_etcd, running.replace(phase=JobPhase.FINISHED), 2)
+    run.save(own_etcd, running, 2)
+    assert run.read().phase is JobPhase.FINISHED, "a late write of the same process undoes no end"
+    run.submit(own_etcd, submission(), SECRET)
+    assert run.read().queued, "that was the submission before"
+    run.save(own_etcd, running.replace(submission=2), 2)
+    assert run.read().phase is JobPhase.RUNNING
+
+
+def test_end_of_a_run_is_known_on_its_host_while_etcd_is_not_up(run: JobRun, own_etcd: EtcdClient) -> None:
+    run.submit(own_etcd, submission(), SECRET)
+    own_etcd.put(KEYS.assignment(run.name), Assignment(host="a").encode())
+    run.save(own_etcd, RunStatus(submission=1, phase=JobPhase.FINISHED, submitted_at=7.0), 1)
+    run._connect = lambda: None
+    assert run.read().phase is JobPhase.FINISHED and run.read().submitted_at == 7.0
+
+
+def test_submission_that_etcd_would_not_take_is_refused(
+        run: JobRun, own_etcd: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_run, "_MAX_SUBMISSION_BYTES", 1000)
+    with pytest.raises(ConfigError, match="take . KiB") as refused:
+        run.submit(own_etcd, submission(), SECRET)
+    assert "environment" in refused.value.hint and run.read().phase is None
+
+
+def test_job_that_was_taken_off_the_cluster_is_not_submitted(run: JobRun, own_etcd: EtcdClient) -> None:
+    own_etcd.delete(KEYS.job("j"))
+    with pytest.raises(ConfigError, match="job j is not on cluster lab"):
+        run.submit(own_etcd, submission(), SECRET)
+    assert own_etcd.get(KEYS.submission("j")) is None and run.read().phase is None
+
+
+def test_cluster_that_was_taken_down_starts_no_run_again(run: JobRun, own_etcd: EtcdClient) -> None:
+    own_etcd.put(KEYS.job("never"), JobRecord(settings="s").encode())
+    own_etcd.put(KEYS.job("broken"), b"{")
+    run.submit(own_etcd, submission(), SECRET)
+    own_etcd.put(KEYS.job_state("j"), JobState(phase=JobPhase.RUNNING, submission=1, order=1).encode())
+    job_run.all_stopped(own_etcd, KEYS)
+    assert not run.read().wanted
+    found = own_etcd.get(KEYS.job("never"))
+    assert found is not None and JobRecord.decode(found.value) == JobRecord(settings="s")
