@@ -191,9 +191,9 @@ def test_job_goes_on_on_another_host_when_its_host_is_lost(
         held = read(own_etcd, KEYS.assignment(DRIVER), Assignment)
         return held.host if held is not None else ""
 
+    before = hosts["h1"].await_service(DRIVER)
     wait_until(job_runs, what="the job to run")
     assert holder() == "h1"
-    before = hosts["h1"].await_service(DRIVER)
     hosts["h2"].start_process()
     wait_until(lambda: phase(own_etcd, "h2") is HostPhase.READY, what="the second host")
     hosts["h1"].power_off()

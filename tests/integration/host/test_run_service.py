@@ -32,7 +32,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus
-from elastic_rl.host import processes
+from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.paths import JobPaths
@@ -246,6 +246,8 @@ def test_run_whose_job_ended_while_its_process_was_down_is_finished_and_not_repe
       why="everything killed at once")
 def test_run_goes_on_after_a_loss_of_power(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.submit()
+    (chunk := kept_state.chunks(job.cfg) / "ab" / "cd").parent.mkdir(parents=True)
+    chunk.touch()  # else nothing could be resumed
     job.kill_agent()
     for files in (job.cluster.services, job.cluster.singletons):
         for record in files.running():
