@@ -78,8 +78,8 @@ def services(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _facts(host: Mapping[str, Any]) -> dict[str, Any]:
     age_s = host["phase_age_s"]
-    return {"memory": tables.size(host["memory_bytes"]) if host["memory_bytes"] else "",
-            "shm": tables.size(host["shm_bytes"]) if host["shm_bytes"] else "",
+    sizes = {name: host[f"{name}_bytes"] for name in ("memory", "shm")}
+    return {**{name: tables.size(nbytes) if nbytes is not None else "" for name, nbytes in sizes.items()},
             "labels": ", ".join(f"{name}={value}" for name, value in host["labels"].items()),
             "phase_age": tables.duration(age_s) if age_s is not None else "",
             "reason": "; ".join(dict.fromkeys(_reasons(host)))}

@@ -76,10 +76,11 @@ class HostView(BaseModel):
     """Random; differs after each boot of the host."""
     address: str = ""
     """Address under which other hosts reach it."""
-    cpus: int = 0
-    gpus: int = 0
-    memory_bytes: int = 0
-    shm_bytes: int = 0
+    cpus: int | None = None
+    """This and the following are null where what its agent registered cannot be read."""
+    gpus: int | None = None
+    memory_bytes: int | None = None
+    shm_bytes: int | None = None
     labels: dict[str, str] = {}
     release: str = ""
     """Release of elastic-rl that its agent runs."""
