@@ -61,11 +61,11 @@ class HostView(BaseModel):
 
     id: str
     phase: HostPhase | None
-    """What the leader concluded. ``joining`` while it has written nothing about the host; null where its record cannot
-    be read."""
+    """What the leader concluded. ``joining`` while it has written nothing about the host since that booted; null where
+    the leader's record cannot be read."""
     phase_age_s: float | None = None
     """Seconds since the phase began, at least: as of the leader's last write of its clock, and without the time that
-    had no leader. Null where the leader has written nothing about the host."""
+    had no leader. Null where the leader has not decided about the host."""
     reason: str = ""
     """Why the host is in this phase."""
     registered: bool
@@ -116,13 +116,15 @@ def view(keys: ClusterKeys, name: str, found: Mapping[str, KeyValue],
     status = read(keys.host_status(name), HostStatus)
     if lease is None or (status is not None and status.registration != lease.mod_revision):
         status = None  # the report of an earlier registration
-    if state is not None:
-        age_s = max(0.0, leader_s - state.since_s) if leader_s is not None else None
-        concluded: dict[str, Any] = {"phase": state.phase, "reason": state.reason, "phase_age_s": age_s}
-    elif state_key in found:
-        concluded = {"phase": None}
-    else:
+    decided = state_key in found
+    if state is not None and lease is not None and host is not None and host.incarnation != state.incarnation:
+        decided = False  # what the leader concluded before the host booted says nothing about it now
+    concluded: dict[str, Any] = {"phase": None}
+    if not decided:
         concluded = {"phase": HostPhase.JOINING, "reason": "the leader has not decided about it yet"}
+    elif state is not None:
+        age_s = max(0.0, leader_s - state.since_s) if leader_s is not None else None
+        concluded = {"phase": state.phase, "reason": state.reason, "phase_age_s": age_s}
     if host is not None:
         registered = host.model_dump(exclude={"id", "machine"})
     else:

@@ -134,7 +134,7 @@ def test_pages_hold_each_host_once_under_whichever_keys_it_is(
     agents.leave("c")
     for name in ("a", "aa", "c", "e"):
         etcd.put(cluster_keys.host_state(name), HostState(
-            phase=HostPhase.LOST, incarnation="", since_s=0.0).encode())
+            phase=HostPhase.LOST, incarnation=f"{name}-1", since_s=0.0).encode())
     etcd.put(cluster_keys.host_spec("d"), HostSpec(cordoned=True).encode())
     every, more = hosts.page(etcd, cluster_keys, 100)
     assert [host.id for host in every] == ["a", "a-1", "aa", "b", "b1", "c", "d", "e", "ä"] and not more

@@ -64,6 +64,15 @@ def test_host_is_joining_until_the_leader_has_decided() -> None:
     assert found.reason == "the leader has not decided about it yet" and found.services == {"driver/j": DRIVER}
 
 
+def test_host_that_has_booted_is_joining_whatever_the_leader_concluded_before() -> None:
+    booted = only("host", "registration", "status") | {"state": READY.replace(incarnation="i1", reason="old")}
+    found = shown(booted, leader_s=160.0)
+    assert found is not None and (found.phase, found.phase_age_s) == (HostPhase.JOINING, None)
+    assert "not decided" in found.reason and found.incarnation == "i2"
+    gone = shown({name: record for name, record in booted.items() if name == "registration" or name == "state"})
+    assert gone is not None and (gone.phase, gone.reason) == (HostPhase.READY, "old"), "its end is not decided about"
+
+
 def test_host_that_is_no_longer_registered_is_shown_as_it_last_was() -> None:
     lost = READY.replace(phase=HostPhase.LOST, reason="not heard for 6 s")
     found = shown({**only("registration"), "state": lost}, leader_s=100.0)
