@@ -184,6 +184,21 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, stored: bool = True,
     return _cluster_of(given, file, stored=stored, say=say)
 
 
+def find_cluster_alone(ctx: typer.Context, file: Path | None) -> Cluster:
+    """The cluster that a command line names, by itself or by one of its jobs, for a command that is about no job; where
+    it names neither and exactly one cluster is up under run_dir, that one. Raises ConfigError."""
+    from elastic_rl.host import cluster_settings
+    from elastic_rl.host.paths import jobs_with_cluster, named_clusters_up
+    given = _given(ctx, file)
+    if "cluster" not in given and not _names_job(ctx, file):
+        where = cluster_settings.location(given)
+        own, named = jobs_with_cluster(where.run_dir), named_clusters_up(where.run_dir)
+        if where.cluster not in named and where.job not in own:
+            up = {f"--job={job}": {"job": job} for job in own} | {f"--cluster={c}": {"cluster": c} for c in named}
+            given |= up.get(_only([*up], "clusters are up", "--cluster=NAME or --job"), {})
+    return _cluster_of(given, file, stored=False)
+
+
 def logs_of(cluster: Cluster) -> dict[str, Path]:
     """The logs of the cluster's services and the job's processes, by part."""
     from elastic_rl.host.paths import JobPaths
@@ -234,23 +249,25 @@ class Target:
                 given.append(f"--{option.replace('_', '-')}={value}")
         return "".join(f" {option}" for option in given)
 
-    def info(self) -> ClusterInfo:
-        """How to connect to it. Raises ConfigError, or EtcdUnavailable when no cluster is up."""
+    def info(self, *, of_job: bool = True) -> ClusterInfo:
+        """How to connect to it. ``of_job``: as of ``api``. Raises ConfigError, or EtcdUnavailable when no cluster is
+        up."""
         if not self.remote:
-            return find_cluster(self.ctx, self.file).connect()
+            return (find_cluster if of_job else find_cluster_alone)(self.ctx, self.file).connect()
         if self.ctx.args or self.file:
             load(self.ctx, self.file)  # a misspelt setting is an error here as well
         job = str(_given(self.ctx, self.file).get("job", ""))
         return _remote_info(job, self.url, self.token_file, self.ca)
 
     @contextmanager
-    def api(self, *, see: str = "", patience_s: float = ELECTION_S) -> Iterator[AdminClient]:
+    def api(self, *, see: str = "", patience_s: float = ELECTION_S, of_job: bool = True) -> Iterator[AdminClient]:
         """A client of its admin API. Errors of the block get a hint what to do next.
 
-        ``see``: the command that lists the objects. ``patience_s``: how long a request waits for a leader.
+        ``see``: the command that lists the objects. ``patience_s``: how long a request waits for a leader. ``of_job``:
+        whether the command is about a job, so that one of the cluster's jobs has to be meant.
         """
         from elastic_rl.coordinator.client.admin_client import AdminClient, RequestRefused
-        info = self.info()
+        info = self.info(of_job=of_job)
         try:
             yield AdminClient(info, retry_budget_s=patience_s)
         except RequestRefused as e:

@@ -54,6 +54,10 @@ def operations(ctx: typer.Context, incomplete: str) -> list[str]:
     return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("operations", limit=_MAX_NAMES)])
 
 
+def hosts(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _names(ctx, incomplete, lambda api: [h["id"] for h in api.hosts(limit=_MAX_NAMES)], of_job=False)
+
+
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Jobs below the run_dir of the command line so far."""
     from elastic_rl.cli import common
@@ -96,15 +100,17 @@ def _drop_unfinished(ctx: typer.Context) -> None:
     ctx.args[:] = [word for word in words if str(word).startswith("--") and "=" in str(word)]
 
 
-def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], list[str]]) -> list[str]:
-    """Names from the cluster of the command line so far; none when it does not answer in time."""
+def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], list[str]], *, of_job: bool = True
+           ) -> list[str]:
+    """Names from the cluster of the command line so far; none when it does not answer in time. ``of_job``: as of
+    ``Target.api``."""
     import elastic_rl.coordinator.client.admin_client  # noqa: F401  before the limit counts: it is for what may hang
     from elastic_rl.runtime.abandonable import AbandonableCalls
 
     def fetch() -> list[str]:
         _drop_unfinished(ctx)
         given: dict[str, Any] = {n: ctx.params[n] for n in ("file", "url", "token_file", "ca") if ctx.params.get(n)}
-        with Target(ctx, **given).api(patience_s=0.0) as api:
+        with Target(ctx, **given).api(patience_s=0.0, of_job=of_job) as api:
             return read(api)
 
     try:

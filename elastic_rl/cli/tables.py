@@ -108,6 +108,14 @@ def size(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def duration(seconds: float) -> str:
+    """``12m`` for 750: in one unit, and never longer than it is."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{int(seconds)}s"
+
+
 def write_json(value: Any, *, line: bool = False) -> None:
     """Prints plain JSON to stdout, never wrapped or coloured. ``line``: on one line, for a stream of documents."""
     sys.stdout.write(json.dumps(value, indent=None if line else 2, default=str) + "\n")

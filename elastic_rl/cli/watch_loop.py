@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _EVERY_S = 1.0
-_CLOCKS = frozenset({"beat_at", "progress_at", "updated_at"})
+_CLOCKS = frozenset({"beat_at", "phase_age_s", "progress_at", "updated_at"})
 """Fields that change while nothing happens."""
 
 

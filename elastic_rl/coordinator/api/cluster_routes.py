@@ -1,19 +1,28 @@
-"""Routes of the cluster: probes, metrics, and the listing of its jobs."""
+"""Routes of the cluster: probes, metrics, its hosts, and the listing of its jobs."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Response
 
 from elastic_rl.coordinator import job_view
 from elastic_rl.coordinator.api import pages, route_docs
 from elastic_rl.coordinator.api.context import ReplicaCtx
-from elastic_rl.coordinator.api.models import JobPage, Readiness, ReplicaHealth
+from elastic_rl.coordinator.api.models import HostPage, JobPage, Readiness, ReplicaHealth
 from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.route_docs import described
+from elastic_rl.coordinator.api_paths import HOSTS
+from elastic_rl.coordinator.hosts import view as hosts
+from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.telemetry import metrics as registry
+
+_SCANNED = pages.MAX_ITEMS
+"""Hosts that a filtered listing reads for one page; the page may then be short, and still have a ``next``."""
 
 
 def install(app: FastAPI) -> None:
@@ -22,6 +31,8 @@ def install(app: FastAPI) -> None:
     app.get("/readyz", response_model=Readiness, **described(route_docs.READY))(readyz)
     app.get("/metrics", response_model=None, response_class=_Text, **described(route_docs.METRICS))(prometheus)
     app.get("/v1/jobs", response_model=JobPage, **described(route_docs.JOBS))(list_jobs)
+    app.get(HOSTS, response_model=HostPage, **described(route_docs.HOSTS))(list_hosts)
+    app.get(HOSTS + "/{host}", response_model=HostView, **described(route_docs.HOST))(one_host)
 
 
 class _Text(Response):
@@ -59,3 +70,20 @@ def list_jobs(ctx: ReplicaCtx, limit: Limit = 100, after: After = "") -> Respons
              for name in found[:limit]]
     return pages.page([view.model_dump_json().encode() for view in shown],
                       shown[-1].name if len(found) > limit else None)
+
+
+def list_hosts(ctx: ReplicaCtx, limit: Limit = 100, after: After = "", phase: Annotated[
+        HostPhase | None, Query(description="Only hosts in this phase.")] = None) -> Response:
+    """The hosts, by id; with ``phase`` a page may be short and still have a ``next``."""
+    pages.require_known("phase", phase)
+    last = pages.place(after) if after else ""
+    found, more = hosts.page(ctx.etcd, ctx.keys, limit if phase is None else _SCANNED, last)
+    shown = [host for host in found if phase is None or host.phase is phase]
+    rest = shown[limit - 1] if len(shown) > limit else found[-1] if more else None
+    return pages.page([host.model_dump_json().encode() for host in shown[:limit]], rest.id if rest else None)
+
+
+def one_host(ctx: ReplicaCtx, host: Annotated[str, Path(max_length=200, description="Id of the host")]) -> Response:
+    """The host with its services and what is assigned to it, as of one revision of etcd."""
+    found = hosts.get_host(ctx.etcd, ctx.keys, host)
+    return Response(found.model_dump_json(), media_type=pages.JSON)

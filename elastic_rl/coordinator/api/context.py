@@ -19,7 +19,7 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Kind, Problem, not_found
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobProblem
 
 
@@ -55,6 +55,10 @@ class ReplicaContext:
     forwarder: Forwarder
     streams: StreamLimit
     jobs: ServedJobs
+
+    @property
+    def keys(self) -> ClusterKeys:
+        return ClusterKeys(self.cfg.cluster_name)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.api.auth import Role
+from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.etcd.records import Engine, Event, Member, Operation, SampleRecord, Silence, StepMetrics, Version
@@ -87,6 +88,10 @@ class _Page(BaseModel):
 
 class JobPage(_Page):
     items: list[JobView]
+
+
+class HostPage(_Page):
+    items: list[HostView]
 
 
 class PoolPage(_Page):

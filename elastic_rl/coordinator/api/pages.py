@@ -15,6 +15,7 @@ from fastapi import Query, Response
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Page
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.record import OpenEnum
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,13 @@ def place(after: str) -> str:
 def bad_cursor(after: str) -> Problem:
     return Problem(422, Kind.INVALID, "The request is not valid", f"after={after!r} is not the ``next`` of a page",
                    errors=[{"pointer": "/after", "detail": "the ``next`` of a page"}])
+
+
+def require_known(name: str, value: OpenEnum | None) -> None:
+    """Raises a 422 problem for the value of a filter that this release does not know."""
+    if value is not None and not value.known:
+        raise Problem(422, Kind.INVALID, "The request is not valid", f"{name} must be one of {', '.join(type(value))}",
+                      errors=[{"pointer": f"/{name}", "detail": f"one of {', '.join(type(value))}"}])
 
 
 def fields(kv: KeyValue) -> dict[str, Any]:

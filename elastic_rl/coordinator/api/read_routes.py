@@ -24,7 +24,6 @@ from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.api_paths import OF_JOB
 from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.pools import PoolView
-from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.decoding import readable_one
@@ -84,9 +83,7 @@ def list_operations(ctx: JobCtx, limit: Limit = 100, after: After = "", state: A
         OperationState | None, Query(description="Only operations in this state.")] = None) -> Response:
     """The newest first; with ``state`` a page may be short and still have a ``next``."""
     prefix = ctx.keys.operations_prefix()
-    if state is not None and not state.known:
-        raise Problem(422, Kind.INVALID, "The request is not valid",
-                      f"state must be one of {', '.join(OperationState)}")
+    pages.require_known("state", state)
     if state is None:
         return pages.stored(ctx.replica.etcd, prefix, limit, after, newest_first=True)
     found = ctx.replica.etcd.page(prefix, limit=_SCANNED, before=prefix + pages.place(after) if after else "",

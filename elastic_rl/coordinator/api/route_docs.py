@@ -141,6 +141,13 @@ _JOB = {"name": "quickstart", "status": {
     1763724041.0}, "epoch": 2, "leader":
         {"replica": "coordinator-0", "url": "http://10.0.0.1:8400", "pid": 311}, "health": "ok", "message": "",
         "replica": "coordinator-1"}
+_HOST = {
+    "id": "gpu-7", "phase": "ready", "phase_age_s": 8120.4, "reason": "", "registered": True, "not_ready": "",
+    "incarnation": "5f0c9e1b7a42d386", "address": "10.0.0.7", "cpus": 128, "gpus": 8, "memory_bytes": 1082331758592,
+    "shm_bytes": 541165879296, "labels": {"rack": "b4"}, "release": "0.2.0", "cordoned": False, "drain": None,
+    "services": {"driver/quickstart": {"state": "running", "pid": 4711, "generation": 3, "restarts": 0, "reason": ""}},
+    "assignments": {"driver/quickstart": {"generation": 3, "incarnation": "5f0c9e1b7a42d386", "reason":
+                                          "host gpu-3 is lost"}}, "unreadable": {}}
 _SESSION = {"name": "operator", "role": "operator", "expires_at": 1763767240.1}
 _LOCATION = {"Location": "Path of the operation."}
 _ETAG = {"ETag": "For If-Match of a change."}
@@ -163,6 +170,9 @@ READY = Route("readiness", "Readiness to serve requests", "probes",
 METRICS = Route("metrics", "Metrics for Prometheus", "probes", _ACCESS, media_type="text/plain")
 JOBS = Route("listJobs", "The jobs of the cluster", "state", _READS, _page(_JOB))
 JOB = Route("getJob", "One job: its progress, and its leader", "state", _JOB_READS, _JOB)
+HOSTS = Route("listHosts", "The hosts of the cluster, those included that are lost or have left", "hosts", _READS,
+              _page(_HOST))
+HOST = Route("getHost", "One host", "hosts", (*_READS, Kind.NOT_FOUND), _HOST)
 POOLS = Route("listPools", "Pools of engines", "pools", _JOB_READS, _page(_POOL))
 POOL = Route("getPool", "One pool", "pools", _JOB_READS, _POOL, headers=_ETAG)
 PATCH_POOL = Route("changePool", "Change a pool that has not changed since it was read", "pools",

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 import httpx
 
 from elastic_rl.coordinator.api import tls
-from elastic_rl.coordinator.api_paths import job_path
+from elastic_rl.coordinator.api_paths import HOSTS, host_path, job_path
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
@@ -106,6 +106,14 @@ class AdminClient:
     def jobs(self) -> list[dict[str, Any]]:
         """The jobs of the cluster, by name."""
         return self._items("/v1/jobs")
+
+    def hosts(self, phase: str = "", *, limit: int = 0) -> list[dict[str, Any]]:
+        """The hosts of the cluster by id, or the first ``limit``. ``phase``: only those in this one."""
+        return self._items(HOSTS + (f"?{urlencode({'phase': phase})}" if phase else ""), limit)
+
+    def host(self, host: str) -> dict[str, Any]:
+        """One host of the cluster. Raises NotFound."""
+        return dict(self._send("GET", host_path(host)).json())
 
     def get(self, path: str) -> Any:
         return self._send("GET", self._of_job(path)).json()

@@ -28,8 +28,9 @@ from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd import event_kinds, events
-from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.cluster_records import Host, HostPhase, HostState, HostStatus, RunState, ServiceStatus
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import (
     Engine,
@@ -391,6 +392,33 @@ def test_events_are_followed_over_a_killed_replica(control: Control) -> None:
     lines.until(lambda found: len(found) >= 7, "the last one")
     assert [json.loads(line)["subject"] for line in lines.seen] == [str(n) for n in range(7)]
     assert interrupted(process) == Exit.OK
+
+
+def test_hosts_are_listed_filtered_and_shown_one_by_one(control: Control, run: Run) -> None:
+    keys = ClusterKeys(control.keys.job)
+    host = Host(id="gpu-7", incarnation="i2", address="10.0.0.7", cpus=128, gpus=8, memory_bytes=1 << 40,
+                labels={"rack": "b4"}, release="0.2.0")
+    registered = control.etcd.txn([], [Op.put(keys.host(host.id), host.encode()),
+                                       Op.put(keys.host_registration(host.id), host.encode())]).revision
+    services = {"dcs-j": ServiceStatus(state=RunState.RUNNING, pid=4711),
+                "ray-worker": ServiceStatus(state=RunState.ENDED, restarts=2, reason="it is restarted in 4 s")}
+    ready = HostState(phase=HostPhase.READY, incarnation="i2", since_s=0.0)
+    lost = HostState(phase=HostPhase.LOST, incarnation="i1", since_s=0.0, reason="not heard")
+    control.etcd.txn([], [Op.put(key, record.encode()) for key, record in (
+        (keys.host_status(host.id), HostStatus(registration=registered, services=services)),
+        (keys.host_state(host.id), ready), (keys.host_state("gpu-8"), lost))])
+
+    code, stdout, stderr = run("hosts")
+    assert code == Exit.OK, stderr
+    rows = [line.split() for line in stdout.splitlines()]
+    assert rows[0] == ["host", "phase", "address", "cpus", "gpus", "memory", "services", "reason"]
+    assert rows[1][:6] == ["gpu-7", "ready", "10.0.0.7", "128", "8", "1.0"]
+    assert "ray-worker (ended), dcs-j" in stdout and rows[2][:2] == ["gpu-8", "lost"] and "not heard" in stdout
+    assert [h["id"] for h in json.loads(run("hosts", "--phase", "lost", "-o", "json")[1])] == ["gpu-8"]
+    assert "rack=b4" in run("hosts", "-o", "wide")[1]
+    assert "it is restarted in 4 s" in run("hosts", "gpu-7")[1]
+    code, _, stderr = run("hosts", "gpu-9")
+    assert code == Exit.REFUSED and "no host 'gpu-9'" in stderr and "`elastic-rl hosts` lists" in stderr
 
 
 def test_events_are_filtered_by_kind_and_number(control: Control, run: Run) -> None:

@@ -65,10 +65,9 @@ def test_help_and_docs_name_every_exit_code(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", [
-    "status", "pools", "members", "events", "scale", "drain", "restart", "dashboard", "engines ls", "engines register",
-    "engines deregister", "operations ls", "operations show", "operations wait", "operations cancel", "alerts ls",
-    "alerts silence", "alerts unsilence",
-    "alerts silences", "alerts test"])
+    "status", "hosts", "pools", "members", "events", "scale", "drain", "restart", "dashboard", "engines ls",
+    "engines register", "engines deregister", "operations ls", "operations show", "operations wait",
+    "operations cancel", "alerts ls", "alerts silence", "alerts unsilence", "alerts silences", "alerts test"])
 def test_every_command_that_addresses_a_cluster_takes_its_url(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command.split(), "--help") == 0
     said = capsys.readouterr().out

@@ -58,6 +58,12 @@ def test_sizes_are_told_in_binary_units(nbytes: int, text: str) -> None:
     assert tables.size(nbytes) == text
 
 
+@pytest.mark.parametrize("seconds, text", [(0.9, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"),
+                                           (172799, "47h"), (400 * 86400.0, "400d")])
+def test_duration_is_told_in_one_unit_and_not_longer_than_it_is(seconds: float, text: str) -> None:
+    assert tables.duration(seconds) == text
+
+
 def test_cell_has_no_control_characters() -> None:
     for value in ("a\x1b[2Jb\u202e", ["a\x1b[2Jb\u202e"], {"a\x1b": "\u202e"}):
         text = tables.cell(value, "reason")

@@ -1,0 +1,209 @@
+"""Hosts in the admin API: read from a real etcd, as a real leader and the tests in place of agents write them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from support.api_cluster import ApiCluster, problem, running, walk
+from support.etcd_server import EtcdServers
+from support.waiting import wait_until
+
+from elastic_rl.coordinator.cluster_pass import ClusterLimits
+from elastic_rl.coordinator.cluster_reconciler import ClusterReconciler
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.hosts import view as hosts
+from elastic_rl.coordinator.hosts.view import HostView
+from elastic_rl.coordinator.problems import Problem
+from elastic_rl.etcd.client import EtcdClient, Page
+from elastic_rl.etcd.cluster_records import (
+    RAY_HEAD,
+    Host,
+    HostPhase,
+    HostSpec,
+    HostState,
+    HostStatus,
+    RunState,
+    ServiceStatus,
+)
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.transaction import Op
+
+
+@dataclass
+class Agents:
+    """Writes what the agents of hosts would."""
+
+    etcd: EtcdClient
+    keys: ClusterKeys
+    services: dict[str, ServiceStatus] = field(default_factory=lambda: {
+        "dcs-j": ServiceStatus(state=RunState.RUNNING, pid=7), "x": ServiceStatus(state=RunState.ENDED, restarts=2)})
+
+    def register(self, *names: str, report: bool = True) -> None:
+        for name in names:
+            record = Host(id=name, incarnation=f"{name}-1", address="10.0.0.7", cpus=8, memory_bytes=1 << 34).encode()
+            revision = self.etcd.txn([], [Op.put(self.keys.host(name), record),
+                                          Op.put(self.keys.host_registration(name), record)]).revision
+            if report:
+                self.etcd.put(self.keys.host_status(name), HostStatus(
+                    registration=revision, observed_revision=revision, services=self.services).encode())
+
+    def leave(self, name: str) -> None:
+        """What the end of the agent's lease deletes."""
+        self.etcd.txn([], [Op.delete(self.keys.host(name)), Op.delete(self.keys.host_status(name))])
+
+
+@pytest.fixture
+def cluster_keys() -> ClusterKeys:
+    return ClusterKeys(f"c-{secrets.token_hex(6)}")
+
+
+@pytest.fixture
+def agents(etcd: EtcdClient, cluster_keys: ClusterKeys) -> Agents:
+    return Agents(etcd, cluster_keys)
+
+
+# -- as the leader writes them -----------------------------------------------------------------------------------------
+def test_host_is_shown_from_its_registration_until_it_is_lost(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents) -> None:
+    now, limits = [0.0], ClusterLimits()
+    election = Election(etcd, cluster_keys, "r0", "", 10).start()
+    leader = ClusterReconciler(etcd, cluster_keys, election, limits, monotonic=lambda: now[0])
+
+    def shown() -> HostView:
+        (listed,), more = hosts.page(etcd, cluster_keys, 10)
+        assert not more and hosts.get_host(etcd, cluster_keys, "h1") == listed
+        return listed
+
+    def decide() -> HostView:
+        wait_until(lambda: leader.reconcile_once() == 0, what="a pass that has nothing to write")
+        return shown()
+
+    try:
+        wait_until(lambda: election.is_leader, what="the leadership")
+        agents.register("h1")
+        assert (shown().phase, shown().phase_age_s, shown().assignments) == (HostPhase.JOINING, None, {})
+        ready = decide()
+        assert (ready.phase, ready.reason, ready.registered) == (HostPhase.READY, "", True)
+        assert ready.services == agents.services and list(ready.assignments) == [RAY_HEAD]
+        held = etcd.get(cluster_keys.assignment(RAY_HEAD))
+        assert held is not None and ready.assignments[RAY_HEAD].generation == held.version
+        assert ready.assignments[RAY_HEAD].incarnation == ready.incarnation == "h1-1"
+        now[0] = 100.0
+        assert decide().phase_age_s == 100.0
+        agents.leave("h1")
+        suspected = decide()
+        assert (suspected.phase, suspected.phase_age_s, suspected.registered) == (HostPhase.SUSPECTED, 0.0, False)
+        assert suspected.services == {} and list(suspected.assignments) == [RAY_HEAD]
+        now[0] += limits.times.lost_s
+        assert decide().phase is HostPhase.LOST
+        now[0] += 50.0
+        lost = decide()
+        assert (lost.phase_age_s, lost.address, lost.cpus, lost.registered) == (50.0, "10.0.0.7", 8, False)
+        agents.register("h1")
+        assert decide().phase is HostPhase.READY
+    finally:
+        leader.stop()
+        election.stop()
+
+
+def test_unknown_host_is_not_found(etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents) -> None:
+    etcd.put(cluster_keys.host_spec("h1"), HostSpec(cordoned=True).encode())
+    agents.register("h10")
+    assert [host.id for host in hosts.page(etcd, cluster_keys, 10)[0]] == ["h10"]
+    with pytest.raises(Problem, match="no host 'h1'"):
+        hosts.get_host(etcd, cluster_keys, "h1")
+
+
+def test_assignment_that_cannot_be_read_hides_no_host(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, caplog: pytest.LogCaptureFixture) -> None:
+    agents.register("h1")
+    etcd.put(cluster_keys.assignment(RAY_HEAD), b"{")
+    assert [host.assignments for host in hosts.page(etcd, cluster_keys, 10)[0]] == [{}]
+    assert cluster_keys.assignment(RAY_HEAD) in caplog.text
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+def test_pages_hold_each_host_once_under_whichever_keys_it_is(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents) -> None:
+    agents.register("a", "a-1", "b", "c", "ä", report=False)
+    agents.register("b1", "d")
+    agents.leave("c")
+    for name in ("a", "aa", "c", "e"):
+        etcd.put(cluster_keys.host_state(name), HostState(
+            phase=HostPhase.LOST, incarnation=f"{name}-1", since_s=0.0).encode())
+    etcd.put(cluster_keys.host_spec("d"), HostSpec(cordoned=True).encode())
+    every, more = hosts.page(etcd, cluster_keys, 100)
+    assert [host.id for host in every] == ["a", "a-1", "aa", "b", "b1", "c", "d", "e", "ä"] and not more
+    assert [host.id for host in every if host.services] == ["b1", "d"]
+    assert [host.id for host in every if host.cordoned] == ["d"]
+    assert [host.id for host in every if host.phase is HostPhase.LOST] == ["a", "aa", "c", "e"]
+    assert [host.id for host in every if not host.registered] == ["aa", "c", "e"]
+    for limit in range(1, 10):
+        walked, more, last = list[HostView](), True, ""
+        while more:
+            page, more = hosts.page(etcd, cluster_keys, limit, last)
+            assert len(page) == limit or not more
+            walked, last = walked + page, page[-1].id
+        assert walked == every, limit
+    assert hosts.page(etcd, cluster_keys, 5, "ä") == ([], False)
+
+
+def test_reads_of_a_page_do_not_grow_with_the_hosts(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read_page = EtcdClient.page
+
+    def page(client: EtcdClient, prefix: str, **more: object) -> Page:
+        reads.append(prefix)
+        return read_page(client, prefix, **more)  # type: ignore[arg-type]
+
+    names = [f"h{n:04d}" for n in range(1000)]
+    for start in range(0, 1000, 100):
+        etcd.txn([], [Op.put(cluster_keys.host(name), Host(id=name, incarnation="i").encode())
+                      for name in names[start:start + 100]])
+    monkeypatch.setattr(EtcdClient, "page", page)
+    assert [host.id for host in hosts.page(etcd, cluster_keys, 1000)[0]] == names
+    assert len(reads) < 30, "a range is read in pages of 1 MiB"
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
+    with running(etcd_servers, tmp_path_factory.mktemp("hosts"), "a") as made:
+        yield made
+
+
+@pytest.fixture
+def api(cluster: ApiCluster) -> Iterator[httpx.Client]:
+    with cluster.client("a") as client:
+        yield client
+
+
+def test_hosts_are_listed_filtered_and_read_over_http(cluster: ApiCluster, api: httpx.Client) -> None:
+    keys = ClusterKeys(cluster.keys.job)
+    names = [f"h{n:02d}" for n in range(12)]
+    Agents(cluster.etcd, keys).register(*names)
+    state = HostState(phase=HostPhase.READY, incarnation="", since_s=0.0)
+    cluster.bulk([(keys.host_state(name), state.replace(incarnation=f"{name}-1")) for name in names]
+                 + [(keys.host_state(f"x{n}"), state.replace(phase=HostPhase.LOST)) for n in range(5)])
+    every = walk(api, "/v1/hosts", 5)
+    assert [host["id"] for host in every] == [*names, *(f"x{n}" for n in range(5))]
+    assert [host["id"] for host in walk(api, "/v1/hosts?phase=lost", 2)] == [f"x{n}" for n in range(5)]
+    assert [host["id"] for host in walk(api, "/v1/hosts?phase=ready", 12)] == names
+    assert walk(api, "/v1/hosts?phase=cordoned", 3) == []
+    one = api.get("/v1/hosts/h03")
+    assert one.status_code == 200 and one.json()["services"] == every[3]["services"] != {}
+    assert (one.json()["phase"], one.json()["address"]) == ("ready", "10.0.0.7")
+    assert problem(api.get("/v1/hosts/h1"), 404, "not-found")["detail"] == "there is no host 'h1'"
+    problem(api.get("/v1/hosts?phase=asleep"), 422, "invalid")
+    problem(api.get("/v1/hosts?after=%21"), 422, "invalid")
+    problem(api.get("/v1/hosts?phases=lost"), 422, "unknown-parameter")
+    problem(api.get("/v1/hosts", headers={"Authorization": ""}), 401, "unauthorized")
+    cluster.etcd.put(keys.host_status("h03"), b"{")
+    damaged = api.get("/v1/hosts/h03").json()
+    assert damaged["services"] == {} and list(damaged["unreadable"]) == [keys.host_status("h03")]
+    assert len(walk(api, "/v1/hosts", 100)) == 17
