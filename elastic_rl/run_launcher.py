@@ -17,7 +17,7 @@ from pathlib import Path
 from elastic_rl import config
 from elastic_rl.errors import ElasticRLError, PreflightFailed
 from elastic_rl.host import processes
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.service_files import SERVICE_FILE_ENV
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.telemetry import logs
@@ -56,8 +56,8 @@ def _become(cluster: Cluster, argv: Sequence[str]) -> None:
                               hint="make its environment again: the run then goes on; or `elastic-rl stop` it")
     os.chdir(submission.folder)
     command = processes.python("elastic_rl.run_service", *argv, interpreter=submission.python)
-    service = {SERVICE_FILE_ENV.encode(): os.environb[SERVICE_FILE_ENV.encode()]}
-    os.execve(command[0], command, {**submission.process_environment(), **service})
+    marks = {name.encode(): os.environb[name.encode()] for name in (SERVICE_FILE_ENV, OWNER_ENV)}
+    os.execve(command[0], command, {**submission.process_environment(), **marks})
 
 
 if __name__ == "__main__":

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_rl import config
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, Fenced
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import Assignment, JobPhase, JobRecord, JobState, RunStatus
 from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.host import job_run
+from elastic_rl.host import cluster_secrets, job_run, processes
 from elastic_rl.host.job_run import JobRun, Submission
-from elastic_rl.host.service_files import ServiceFiles
+from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 from elastic_rl.net.cluster_secret import ClusterSecret
 
 SECRET = ClusterSecret.generate()
@@ -108,3 +113,50 @@ def test_cluster_that_was_taken_down_starts_no_run_again(run: JobRun, own_etcd: 
     assert not run.read().wanted
     found = own_etcd.get(KEYS.job("never"))
     assert found is not None and JobRecord.decode(found.value) == JobRecord(settings="s")
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def cluster(own_etcd: EtcdClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster that is up by its files, with a job that was submitted in a folder, with a program for its Python."""
+    out = Cluster(config.parse({"job": "j", "run_dir": str(tmp_path / "runs"), "cluster": "lab"}))
+    out.dir.mkdir(parents=True)
+    ClusterInfo("", own_etcd.endpoints, [], "").save(out.paths.info)
+    cluster_secrets.write_secrets(out.paths, lambda line: None)
+    own_etcd.put(KEYS.job("j"), JobRecord().encode())
+    (program := tmp_path / "python").write_text(
+        f"#!/bin/sh\necho \"$PWD $MINE$NOT_MINE $* in $ELASTIC_RL_SERVICE_FILE\" > {tmp_path}/started\n")
+    program.chmod(0o755)
+    (folder := tmp_path / "elsewhere").mkdir()
+    with monkeypatch.context() as submitter:
+        submitter.setattr(sys, "executable", str(program))
+        submitter.setenv("MINE", "mine")
+        submitter.chdir(folder)
+        out.run.submit(own_etcd, Submission.of_this_process(out.cfg), ClusterSecret.read(out.paths.secret))
+    return out
+
+
+def launch(cluster: Cluster) -> subprocess.CompletedProcess[str]:
+    options = ["--job=j", *cluster.location, "--submission=1", "--generation=3"]
+    return subprocess.run([*processes.python("elastic_rl.run_launcher"), *options], capture_output=True, text=True,
+                          env={**os.environ, "NOT_MINE": "of the agent", SERVICE_FILE_ENV: "/file", OWNER_ENV: "/c"})
+
+
+def test_run_uses_interpreter_environment_and_folder_of_its_submitter(cluster: Cluster, tmp_path: Path) -> None:
+    done = launch(cluster)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "started").read_text() == (
+        f"{tmp_path}/elsewhere mine -m elastic_rl.run_service --job=j --run_dir={tmp_path}/runs --cluster=lab "
+        "--submission=1 --generation=3 in /file\n")
+
+
+def test_run_whose_python_or_folder_is_gone_says_so_and_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "python").rename(tmp_path / "moved")
+    done = launch(cluster)
+    assert done.returncode == 1 and "the Python that job j was submitted with is gone" in done.stderr
+    (tmp_path / "elsewhere").rmdir()
+    done = launch(cluster)
+    assert done.returncode == 1 and f"was submitted in, {tmp_path}/elsewhere, is gone" in done.stderr
+    (tmp_path / "moved").rename(tmp_path / "python")
+    (tmp_path / "elsewhere").mkdir()
+    assert launch(cluster).returncode == 0

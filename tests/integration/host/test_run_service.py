@@ -208,6 +208,34 @@ def test_stop_that_is_killed_halfway_leaves_no_run_that_comes_back(job: Job) -> 
     assert job.cluster.run.read().phase is JobPhase.STOPPED
 
 
+def test_run_of_a_host_without_its_lease_is_ended_and_goes_on_when_etcd_answers(job: Job) -> None:
+    """The host may be cut off, and the run assigned elsewhere meanwhile."""
+    pid, etcd = job.submit(), psutil.Process(job.cluster.services.get("etcd-0").pid)  # type: ignore[union-attr]
+    etcd.suspend()
+    try:
+        wait_until(lambda: job.pid() != pid, what="the end of the run")
+    finally:
+        etcd.resume()
+    job.await_driver(2)
+    assert job.cluster.run.read().phase is JobPhase.RUNNING
+    job.finish()
+    job.await_over()
+    assert job.cluster.run.read().phase is JobPhase.FINISHED and len(job.drivers()) == 2
+
+
+@full(proved_in="tests/unit/host/test_job_run.py tests/integration/host/test_run_service.py",
+      why="without coordinators")
+def test_run_is_stopped_while_no_coordinator_answers(job: Job) -> None:
+    job.submit()
+    coordinator = psutil.Process(job.cluster.services.get("coordinator-0").pid)  # type: ignore[union-attr]
+    coordinator.suspend()
+    try:
+        assert job.cluster.stop_run() and job.cluster.run.read().phase is JobPhase.STOPPED
+    finally:
+        coordinator.resume()
+    job.submit()
+
+
 @full(proved_in="tests/unit/host/test_job_run.py tests/integration/host/test_run_service.py",
       why="a signal in place of a kill")
 def test_signal_to_the_run_is_no_stop(job: Job) -> None:
