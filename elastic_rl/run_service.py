@@ -76,6 +76,8 @@ class RunService:
                     if before is None or before.submission != self._submission:
                         before = RunStatus(submission=self._submission, phase=JobPhase.QUEUED,
                                            submitted_at=reading.record.submitted_at)
+                    if reading.record.stopped:
+                        self._withdrawn.set()
                     if not before.phase.ended:
                         submission = self._run.submission(etcd, ClusterSecret.read(self._cluster.paths.secret))
                         self._end(etcd, self._carry_out(etcd, info, submission, before))

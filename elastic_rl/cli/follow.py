@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from elastic_rl.host.local_cluster import Cluster
 
 _TICK_S = 0.25
+_READ_EVERY_S = 1.0
+"""How the run goes is read so often."""
 _ANSWER_S = 15.0
 """Longest wait for the answer whether to detach or to stop."""
 _VIEW_ETCD_BUDGET_S = 1.0
@@ -82,21 +84,21 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
 def _await_end(cluster: Cluster, view: LiveView) -> RunReading:
     from elastic_rl.etcd.cluster_records import JobPhase
     from elastic_rl.host.agent.status import AgentWatch
-    agent, doing = AgentWatch(cluster), ""
+    agent, doing, waits_for, read_at = AgentWatch(cluster), "", "", float("-inf")
     while True:
-        waiting = dict(agent.waiting())
-        try:
-            reading = cluster.run.read()
-            if reading.over:
-                return reading
-            doing = ("stopping" if reading.stopping else f"queued: {reading.waits_for}" if reading.queued else
-                     f"starting: {reading.waits_for or 'checks of model, data and plug-ins'}"
-                     if reading.phase is JobPhase.STARTING else "")
-            if reading.phase is JobPhase.RUNNING and reading.waits_for:
-                waiting["run"] = reading.waits_for
-        except (ElasticRLError, OSError) as e:
-            waiting["run"] = f"how it goes cannot be read: {e}"
-        view.tick(waiting, doing)
+        if time.monotonic() - read_at >= _READ_EVERY_S:
+            read_at = time.monotonic()
+            try:
+                reading = cluster.run.read()
+                if reading.over:
+                    return reading
+                doing = ("stopping" if reading.stopping else f"queued: {reading.waits_for}" if reading.queued else
+                         f"starting: {reading.waits_for or 'checks of model, data and plug-ins'}"
+                         if reading.phase is JobPhase.STARTING else "")
+                waits_for = reading.waits_for if reading.phase is JobPhase.RUNNING else ""
+            except (ElasticRLError, OSError) as e:
+                waits_for = f"how it goes cannot be read: {e}"
+        view.tick({**agent.waiting(), **({"run": waits_for} if waits_for else {})}, doing)
         time.sleep(_TICK_S)
 
 

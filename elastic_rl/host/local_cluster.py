@@ -129,7 +129,7 @@ class Cluster:
             known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
             supervised = bool(self.agents.running())
             try:
-                return self._up(set(before), resubmit)
+                return self._up(before | {r.name for r in self.singletons.running()}, resubmit)
             except BaseException:
                 if not supervised and not self.paths.info.exists():
                     self._stop_agents()
@@ -744,11 +744,10 @@ class Cluster:
     @property
     def jobs(self) -> list[str]:
         """The jobs that are on the cluster."""
-        return self._jobs_of(self.services.all())
-
-    def _jobs_of(self, records: Iterable[ServiceRecord]) -> list[str]:
-        """The jobs whose services the records are; on a cluster of a job's own that job, also before it has any."""
-        return sorted({job for r in records if (job := job_of_node(r.name))}) if self.named else [self.cfg.job]
+        if not self.named:
+            return [self.cfg.job]  # also before it has any service
+        return sorted({*(job_of_node(r.name) for r in self.services.all()),
+                       *(job_of_driver(unquote(r.name)) for r in self.singletons.running())} - {""})
 
     def of_job(self, job: str) -> Cluster:
         """The cluster with another job, by its location alone."""
