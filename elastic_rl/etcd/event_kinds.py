@@ -182,8 +182,8 @@ DRIVER_RESTARTED = EventKind("driver.restarted", "the driver ended before the jo
                              "what still runs", alert="driver.dead")
 RUN_GLOBAL_RESTART = EventKind("run.global_restart", "the whole compute plane is rebuilt", counted="job",
                                alert="run.global_restart")
-RUN_RESTARTED = EventKind("run.restarted", "the host agent has started the process of a run again, with whose "
-                          "end the driver's came", counted="job", alert="run.restarted", one_time=True)
+RUN_RESTARTED = EventKind("run.restarted", "the process of a run has ended, and the driver with it; the next one goes "
+                          "on with the run", counted="job", alert="run.restarted", one_time=True)
 RUN_CRASH_LOOP = EventKind("run.crash_loop", "several restarts made no progress, so the run is stopped; everything is "
                            "kept", alert="run.crash_loop")
 RUN_FINISHED = EventKind("run.finished", "the run has made its last step")
