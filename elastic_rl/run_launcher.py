@@ -2,7 +2,7 @@
 job's run, with the Python, the environment and the working folder that the job was submitted with.
 
 The host agent starts it, which may have another Python and environment, and must not wait for etcd. Code 1: it could
-not, and is to be started again.
+not, and is to be started again; 0: what was submitted cannot be read, which is how the run has ended.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_rl import config
-from elastic_rl.errors import ElasticRLError, PreflightFailed
-from elastic_rl.host import processes
+from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
+from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
+from elastic_rl.host import job_run, processes
+from elastic_rl.host.job_run import Submission
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
-from elastic_rl.host.service_files import SERVICE_FILE_ENV
+from elastic_rl.host.service_files import SERVICE_FILE_ENV, report_completed
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.telemetry import logs
 
@@ -35,19 +37,35 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: Sequence[str]) -> int:
     logs.setup("train")
-    _, location = arguments(argv)
+    args, location = arguments(argv)
     try:
-        _become(Cluster(config.load(None, location)), argv)
+        cluster = Cluster(config.load(None, location))
+        submission = _submission(cluster, args.submission, args.generation)
+        if submission is None:
+            report_completed()
+            return 0
+        _become(submission, cluster.cfg.job, argv)
     except (ElasticRLError, OSError) as e:
         log.error("%s", e)
     return 1
 
 
-def _become(cluster: Cluster, argv: Sequence[str]) -> None:
-    """Does not return. Raises ElasticRLError and OSError."""
-    job = cluster.cfg.job
+def _submission(cluster: Cluster, number: int, generation: int) -> Submission | None:
+    """What is to run; None where that cannot be read and never will, which is then how the run has ended. Raises
+    ElasticRLError."""
+    secret = ClusterSecret.read(cluster.paths.secret)
     with cluster.etcd(cluster.connect()) as etcd:
-        submission = cluster.run.submission(etcd, ClusterSecret.read(cluster.paths.secret))
+        try:
+            return cluster.run.submission(etcd, secret)
+        except ConfigError as e:
+            log.error("what was submitted is refused: %s", e)
+            status = RunStatus(submission=number, phase=JobPhase.STARTING)
+            cluster.run.save(etcd, job_run.failed(status, e, see=cluster.run.log), generation)
+            return None
+
+
+def _become(submission: Submission, job: str, argv: Sequence[str]) -> None:
+    """Does not return. Raises PreflightFailed and OSError."""
     if not Path(submission.folder).is_dir():
         raise PreflightFailed(f"the folder that job {job} was submitted in, {submission.folder}, is gone",
                               hint="make it again: its run then goes on")

@@ -12,7 +12,7 @@ import typer
 from elastic_rl.cli import completion, follow, tables
 from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, location, out, set_job
 from elastic_rl.cli.tables import Format
-from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 
 if TYPE_CHECKING:
     from elastic_rl.host.job_run import RunReading
@@ -34,7 +34,10 @@ def attach(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
     Ctrl-C asks whether to detach or to stop."""
     set_job(ctx, job)
     cluster = find_cluster(ctx, file, say=_say)
-    reading = cluster.run.read()
+    try:
+        reading = cluster.run.read()
+    except EtcdUnavailable:  # the view says what is away, until it is back
+        reading = cluster.run.last_seen()
     raise typer.Exit(follow.show_end(cluster, reading) if reading.over else
                      follow.follow(cluster, cluster.connect(), may_detach=True, attached=True))
 
@@ -54,7 +57,8 @@ def stop(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
 @app.command(context_settings=EXTRA)
 def jobs(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """List the jobs in run_dir: whether they run, how far they are, how they ended. It works without a cluster."""
-    rows = [row_of(cluster) for cluster in _clusters(location(ctx, file).run_dir)]
+    silent = set[Path]()
+    rows = [row_of(cluster, silent) for cluster in _clusters(location(ctx, file).run_dir)]
     if output is not Format.JSON:
         rows = [{**row, **{at: _when(row[f"{at}_at"]) for at in ("since", "submitted")}} for row in rows]
     tables.show(out, rows, _COLUMNS, output, wide=_WIDE)
@@ -71,22 +75,32 @@ def _clusters(run_dir: Path) -> Iterator[Cluster]:
             continue
 
 
-def row_of(cluster: Cluster) -> dict[str, Any]:
-    """A job, as ``jobs`` shows it."""
+def row_of(cluster: Cluster, silent: set[Path] | None = None) -> dict[str, Any]:
+    """A job, as ``jobs`` shows it. ``silent``: folders of clusters whose etcd did not answer: they are not asked again.
+    """
     from elastic_rl.host import kept_state
     from elastic_rl.host.paths import JobPaths
     paths = JobPaths.of(cluster.cfg)
     row: dict[str, Any] = {"job": cluster.cfg.job, "state": "", "step": None, "since_at": None,
                            "submitted_at": None, "pid": 0, "message": "", "folder": str(paths.folder)}
+    silent = silent if silent is not None else set()
     try:
         row["step"] = _last_step(paths.steps)
-        reading = cluster.run.read()
+        if cluster.dir not in silent:
+            try:
+                reading = cluster.run.read()
+            except EtcdUnavailable:
+                silent.add(cluster.dir)
+        if cluster.dir in silent:
+            reading = cluster.run.last_seen()
     except (ElasticRLError, OSError) as e:
         return {**row, "message": f"how it goes cannot be read: {e}"}
     row |= {"state": _state(reading), "pid": reading.pid, "since_at": reading.since or None,
             "submitted_at": reading.submitted_at or None,
             "message": reading.error.message if reading.error is not None else reading.waits_for}
-    if reading.wanted and not reading.alive and not cluster.agents.running():
+    if cluster.dir in silent:
+        row["message"] = "etcd does not answer: this is what was seen of it last"
+    elif reading.wanted and not reading.alive and not cluster.agents.running():
         row["message"] = ("its process and the host agent have ended; `elastic-rl up "
                           f"{kept_state.cluster_options(cluster.cfg)}` starts them again")
     return row

@@ -213,9 +213,13 @@ class JobRun:
         """Raises EtcdUnavailable where the cluster is up and its etcd does not answer, and ConfigError."""
         etcd = self._connect()
         if etcd is None:
-            return RunReading(self._copy(), down=self._is_down(), pid=self.pid)
+            return self.last_seen()
         with etcd:
             return self.read_from(etcd)
+
+    def last_seen(self) -> RunReading:
+        """As this host saw it last."""
+        return RunReading(self._copy(), down=self._is_down(), pid=self.pid)
 
     def read_from(self, etcd: EtcdClient) -> RunReading:
         """As ``read``, by a client of the cluster's etcd."""
@@ -241,6 +245,8 @@ class JobRun:
         if not etcd.txn([Compare.mod(key, "==", found.mod_revision if found is not None else 0)],
                         [Op.put(key, again.encode()), Op.put(self._keys.submission(self._job), sealed)]).succeeded:
             raise Conflict(f"another command changes job {self._job} at the same time", hint="try again")
+        self._save_copy(RunStatus(submission=again.submission, phase=JobPhase.QUEUED, at=again.submitted_at,
+                                  submitted_at=again.submitted_at))
 
     def submission(self, etcd: EtcdClient, secret: ClusterSecret) -> Submission:
         """What was submitted last. Raises ConfigError where there is none, or none that this cluster has sealed, and
@@ -255,10 +261,12 @@ class JobRun:
     def withdraw(self, etcd: EtcdClient) -> bool:
         """Has the run stopped: nobody starts it any more, and its process ends. Returns whether it was wanted. Raises
         EtcdUnavailable and Conflict."""
-        wanted = self.read_from(etcd).wanted
-        if wanted:
-            etcd.update(self._keys.job(self._job), lambda raw: self._submittable(raw).replace(stopped=True).encode())
-        return wanted
+        if not self.read_from(etcd).wanted:
+            return False
+        etcd.update(self._keys.job(self._job), lambda raw: self._submittable(raw).replace(stopped=True).encode())
+        if self.read_from(etcd).over and (copy := self._copy()) is not None:  # it was queued: no process will say so
+            self._save_copy(now(copy, JobPhase.STOPPED))
+        return True
 
     def _submittable(self, raw: bytes | None) -> JobRecord:
         record = decode_bytes(raw, JobRecord) if raw is not None else None
@@ -280,7 +288,11 @@ class JobRun:
 
         token = Compare.version(self._keys.assignment(self.name), "==", generation)
         etcd.update(self._keys.run_status(self._job), change, guards=[token])
-        with contextlib.suppress(OSError):  # etcd has it
+        self._save_copy(status)
+
+    def _save_copy(self, status: RunStatus) -> None:
+        """Keeps what ``last_seen`` says. A disk without room changes nothing that counts."""
+        with contextlib.suppress(OSError):
             self.save_copy(status)
 
     def save_copy(self, status: RunStatus) -> None:

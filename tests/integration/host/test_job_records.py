@@ -136,10 +136,11 @@ def cluster(own_etcd: EtcdClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return out
 
 
-def launch(cluster: Cluster) -> subprocess.CompletedProcess[str]:
+def launch(cluster: Cluster, service_file: str = "/file") -> subprocess.CompletedProcess[str]:
     options = ["--job=j", *cluster.location, "--submission=1", "--generation=3"]
+    environment = {**os.environ, "NOT_MINE": "of the agent", SERVICE_FILE_ENV: service_file, OWNER_ENV: "/c"}
     return subprocess.run([*processes.python("elastic_rl.run_launcher"), *options], capture_output=True, text=True,
-                          env={**os.environ, "NOT_MINE": "of the agent", SERVICE_FILE_ENV: "/file", OWNER_ENV: "/c"})
+                          env=environment)
 
 
 def test_run_uses_interpreter_environment_and_folder_of_its_submitter(cluster: Cluster, tmp_path: Path) -> None:
@@ -160,3 +161,23 @@ def test_run_whose_python_or_folder_is_gone_says_so_and_is_started_again(cluster
     (tmp_path / "moved").rename(tmp_path / "python")
     (tmp_path / "elsewhere").mkdir()
     assert launch(cluster).returncode == 0
+
+
+def test_submission_that_cannot_be_read_is_refused(cluster: Cluster, own_etcd: EtcdClient, tmp_path: Path) -> None:
+    for _ in range(3):
+        own_etcd.put(KEYS.assignment(cluster.run.name), Assignment(host="a").encode())
+    cluster.paths.secret.unlink()
+    cluster_secrets.write_secrets(cluster.paths, lambda line: None)
+    (file := tmp_path / "file").write_text('{"pid": 1, "url": "", "generation": 3}\n')
+    done = launch(cluster, str(file))
+    assert done.returncode == 0, done.stderr
+    reading = cluster.run.read()
+    assert reading.phase is JobPhase.FAILED and "were not sealed" in str(reading.error)
+    assert '{"completed": 3}' in file.read_text(), "it is not started again"
+
+
+def test_queued_run_is_known_on_its_host_while_etcd_is_not_up(run: JobRun, own_etcd: EtcdClient) -> None:
+    run.submit(own_etcd, submission(), SECRET)
+    assert run.last_seen().queued
+    assert run.withdraw(own_etcd)
+    assert run.last_seen().phase is JobPhase.STOPPED
