@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.driver.etcd_patience import Stopped, patiently
-from elastic_rl.errors import ElasticRLError
+from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
@@ -119,8 +119,8 @@ class RunService:
             return job_run.now(status, JobPhase.STOPPED)
         except Exception as e:
             self._interrupted = True
-            if status.phase is JobPhase.RUNNING:
-                raise
+            if status.phase is JobPhase.RUNNING or isinstance(e, EtcdUnavailable | Fenced | Conflict):
+                raise  # an outage refuses nothing
             log.exception("what was submitted is refused")
             return job_run.failed(status, e, see=self._run.log)
 

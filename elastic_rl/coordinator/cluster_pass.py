@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from elastic_rl.coordinator.assignments import state_machine as assignments
@@ -33,11 +34,13 @@ from elastic_rl.etcd.cluster_records import (
     HostSpec,
     HostState,
     HostStatus,
+    JobPhase,
     JobRecord,
     JobState,
     RunState,
     RunStatus,
     driver_of,
+    job_of_driver,
 )
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import ClusterKeys
@@ -97,6 +100,9 @@ class ClusterReading:
     movable: frozenset[str] = frozenset()
     """Singletons whose holders lose nothing when they move now."""
     keys: ClusterKeys = ClusterKeys()
+    untouched_jobs: frozenset[str] = frozenset()
+    """Jobs with a record that cannot be read, such as one of a later release: nothing of them is changed, and one
+    that has a driver keeps its place among those that run."""
 
     @classmethod
     def of(cls, keys: ClusterKeys, kvs: Sequence[KeyValue], revision: int, leader_s: float,
@@ -109,12 +115,15 @@ class ClusterReading:
             return {kv.key[len(prefix):]: Stored(record, kv.mod_revision, kv.version)
                     for kv, record in found if record is not None}
 
-        return cls(revision, leader_s, stored(keys.hosts_prefix(), Host),
+        found = cls(revision, leader_s, stored(keys.hosts_prefix(), Host),
                    stored(keys.host_registrations_prefix(), Host),
                    stored(keys.host_statuses_prefix(), HostStatus), stored(keys.host_specs_prefix(), HostSpec),
                    stored(keys.host_states_prefix(), HostState), stored(keys.assignments_prefix(), Assignment),
                    stored(keys.jobs_prefix(), JobRecord), stored(keys.job_states_prefix(), JobState),
                    stored(keys.run_statuses_prefix(), RunStatus), stored(keys.spec(), ClusterSpec).get(""), keys=keys)
+        of_jobs = (keys.jobs_prefix(), keys.job_states_prefix(), keys.run_statuses_prefix())
+        return replace(found, untouched_jobs=frozenset(
+            key.removeprefix(prefix) for prefix in of_jobs for key in unreadable if key.startswith(prefix)))
 
     @cached_property
     def seen_hosts(self) -> Mapping[str, SeenHost]:
@@ -134,20 +143,19 @@ class ClusterReading:
         """Number of singletons that each host holds."""
         return Counter(a.record.host for a in self.assignments.values() if a.record.host)
 
-    def driver(self, job: str, waits_for: str) -> Driver:
-        """The driver of a job, as assignments and agents have it. ``waits_for``: what its assignment waits for."""
+    def driver(self, job: str) -> Driver:
+        """The driver of a job, as assignments and agents have it."""
         name = driver_of(job)
         stored = self.assignments.get(name)
         if stored is None:
-            return Driver(waits_for=waits_for or "its driver is about to be assigned")
+            return Driver()
         now, where = stored.record, self.seen_hosts.get(stored.record.host)
         if not now.host:
-            return Driver(gone=all(self._is_gone(name, stored.mod_revision, host) for host in self.seen_hosts),
-                          waits_for=waits_for)
+            return Driver(gone=all(self._is_gone(name, stored.mod_revision, host) for host in self.seen_hosts))
         service = where.status.services.get(name) if where is not None and where.status is not None else None
         if service is None or service.generation != stored.version:
-            return Driver(gone=False, waits_for=waits_for or f"host {now.host} is about to start its driver")
-        return Driver(service.state is RunState.RUNNING, gone=False, waits_for=waits_for or service.reason)
+            return Driver(gone=False, waits_for=f"host {now.host} is about to start its driver")
+        return Driver(service.state is RunState.RUNNING, gone=False, waits_for=service.reason)
 
     def _is_gone(self, singleton: str, released_revision: int, host: str) -> bool:
         """Whether a host runs nothing of a singleton that was released, or is not heard for good."""
@@ -163,12 +171,10 @@ class ClusterReading:
 def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[ClusterWrite]:
     """What the leader is to write now; nothing while the cluster is as it is to be."""
     host_writes = {name: write for name in reading.seen_hosts if (write := _host_write(reading, name, limits))}
-    seen_jobs = {name: SeenJob(job.record, job.mod_revision, _record(reading.job_states, name),
-                               _record(reading.run_statuses, name), reading.driver(name, ""))
-                 for name, job in reading.jobs.items()}
+    seen_jobs = {name: _seen_job(reading, name) for name in reading.jobs if name not in reading.untouched_jobs}
     decisions = _decisions(reading, seen_jobs, host_writes.keys(), limits)
-    seen_jobs = {name: replace(job, driver=reading.driver(name, decisions.get(driver_of(name), Decision()).waits_for))
-                 for name, job in seen_jobs.items()}
+    seen_jobs = {name: replace(job, driver=replace(job.driver, waits_for=decisions.get(
+        driver_of(name), Decision()).waits_for or job.driver.waits_for)) for name, job in seen_jobs.items()}
     return [*host_writes.values(), *_job_writes(reading, seen_jobs, limits), *_assignment_writes(reading, decisions)]
 
 
@@ -180,17 +186,36 @@ def _host_write(reading: ClusterReading, name: str, limits: ClusterLimits) -> Cl
     return ClusterWrite(reading.keys.host_state(name), after, _host_unchanged(reading, name))
 
 
+def _seen_job(reading: ClusterReading, name: str) -> SeenJob:
+    job, state = reading.jobs[name], _record(reading.job_states, name)
+    live = state is not None and state.phase.live  # of other jobs no assignment is looked at: there may be many
+    return SeenJob(job.record, job.mod_revision, state, _record(reading.run_statuses, name),
+                   reading.driver(name) if live else Driver())
+
+
 def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limits: ClusterLimits
-                ) -> Iterable[ClusterWrite]:
-    parallel = reading.spec.record.parallel_jobs if reading.spec is not None else ClusterSpec().parallel_jobs
+                ) -> list[ClusterWrite]:
+    """First a job that starts, then other changes of a phase, then reasons: a start depends on the states of all jobs,
+    so that it is refused after any other write of the same pass."""
+    spec = reading.spec.record if reading.spec is not None else ClusterSpec()
+    untouched = sum(job_of_driver(name) in reading.untouched_jobs for name, a in reading.assignments.items()
+                    if a.record.host)
+    parallel = max(0, spec.parallel_jobs - untouched)
+    writes = []
     for name, after in jobs.advance(seen_jobs, parallel, reading.leader_s, limits.stop_run_s).items():
-        if after != _record(reading.job_states, name):
-            # Of all jobs, since each state depends on those of the others: which are live, and which come first.
-            yield ClusterWrite(reading.keys.job_state(name), after, (
-                _unchanged(reading.keys.job(name), reading.jobs.get(name)),
-                _unchanged(reading.keys.run_status(name), reading.run_statuses.get(name)),
-                _unchanged(reading.keys.spec(), reading.spec),
-                Compare.none_changed_since(reading.keys.job_states_prefix(), reading.revision)))
+        before = _record(reading.job_states, name)
+        if after == before:
+            continue
+        compares = [_unchanged(reading.keys.job(name), reading.jobs.get(name)),
+                    _unchanged(reading.keys.job_state(name), reading.job_states.get(name)),
+                    _unchanged(reading.keys.run_status(name), reading.run_statuses.get(name))]
+        starts, same = after.phase is JobPhase.STARTING, before is not None and before.phase is after.phase
+        if starts and not same:  # no more than may run at once, and none before its turn
+            compares += [_unchanged(reading.keys.spec(), reading.spec),
+                         Compare.none_changed_since(reading.keys.job_states_prefix(), reading.revision)]
+        writes.append((2 if same else 0 if starts else 1,
+                       ClusterWrite(reading.keys.job_state(name), after, tuple(compares))))
+    return [write for _, write in sorted(writes, key=itemgetter(0))]
 
 
 def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], changing: Collection[str],
@@ -209,7 +234,7 @@ def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], changi
             singleton = Singleton(name, wanted[name], movable=name in reading.movable)
             decisions[name] = assignments.decide(singleton, now, generation, _assignable(reading, name, changing),
                                                  reading.leader_s, limits.assignments)
-        elif now.host:
+        elif now.host and job_of_driver(name) not in reading.untouched_jobs:
             decisions[name] = Decision(assignments.released(now, "no job wants it"))
     return decisions
 

@@ -222,11 +222,15 @@ class JobRun:
         return RunReading(self._copy(), down=self._is_down(), pid=self.pid)
 
     def read_from(self, etcd: EtcdClient) -> RunReading:
-        """As ``read``, by a client of the cluster's etcd."""
+        """As ``read``, by a client of the cluster's etcd. Raises ConfigError also for a record that this release cannot
+        read."""
         record, state, status = (self._keys.job(self._job), self._keys.job_state(self._job),
                                  self._keys.run_status(self._job))
         found = etcd.txn([], [Op.get(record), Op.get(state), Op.get(status)])
         job = readable_one(found.get(record), JobRecord)
+        if job is None and found.get(record) is not None:
+            raise ConfigError(f"the record of job {self._job} in etcd cannot be read",
+                              hint="a later release may have written it: use that one")
         return RunReading(readable_one(found.get(status), RunStatus) if job is not None else None, job,
                           readable_one(found.get(state), JobState), pid=self.pid)
 
@@ -261,9 +265,16 @@ class JobRun:
     def withdraw(self, etcd: EtcdClient) -> bool:
         """Has the run stopped: nobody starts it any more, and its process ends. Returns whether it was wanted. Raises
         EtcdUnavailable and Conflict."""
-        if not self.read_from(etcd).wanted:
+        before = self.read_from(etcd)
+        if not before.wanted or before.record is None:
             return False
-        etcd.update(self._keys.job(self._job), lambda raw: self._submittable(raw).replace(stopped=True).encode())
+        number = before.record.submission
+
+        def stopped(raw: bytes | None) -> bytes:
+            record = self._submittable(raw)
+            return record.replace(stopped=record.stopped or record.submission == number).encode()
+
+        etcd.update(self._keys.job(self._job), stopped)
         if self.read_from(etcd).over and (copy := self._copy()) is not None:  # it was queued: no process will say so
             self._save_copy(now(copy, JobPhase.STOPPED))
         return True

@@ -184,7 +184,8 @@ class Cluster:
             found = etcd.get(keys.spec())
             if found is None or found.value != spec:
                 etcd.put(keys.spec(), spec)
-            if self.paths.stopped.exists() or self.abandoned or self._owns:
+            taken_down = self.paths.stopped.exists() and not self.paths.info.exists()
+            if taken_down or self.abandoned or self._owns:
                 all_stopped(etcd, keys)
 
     def admit(self, *, resubmit: bool = False) -> ClusterInfo:
@@ -678,12 +679,17 @@ class Cluster:
         kept_state.require_same_cluster(self.cfg)
         if self._info() is None:
             return self._end_run()
-        with self.etcd(self.connect()) as etcd:
-            wanted = self.run.withdraw(etcd)
-            if wanted or self.run.read_from(etcd).stopping:
-                self._say(f"stopping the run of job {self.cfg.job}")
-                with contextlib.suppress(DeadlineExceeded):
-                    wait_until(lambda: self.run.read_from(etcd).over, timeout_s=_STOP_RUN_S, what="the end of the run")
+        try:
+            with self.etcd(self.connect()) as etcd:
+                wanted = self.run.withdraw(etcd)
+                if wanted or self.run.read_from(etcd).stopping:
+                    self._say(f"stopping the run of job {self.cfg.job}")
+                    with contextlib.suppress(DeadlineExceeded):
+                        wait_until(lambda: self.run.read_from(etcd).over, timeout_s=_STOP_RUN_S,
+                                   what="the end of the run")
+        except EtcdUnavailable as e:
+            e.hint = f"{e.hint}; without etcd, `elastic-rl down {kept_state.cluster_options(self.cfg)}` ends the run"
+            raise
         return self._end_run() or wanted
 
     def _end_run(self, *, locked: bool = False) -> bool:
@@ -884,7 +890,9 @@ class Cluster:
         keys, job = ClusterKeys(self.cfg.cluster_name), self.cfg.job
         with EtcdClient.from_config(self.cfg.etcd, info.etcd_endpoints) as etcd:
             stopped = [self.run.name] if self.stop_run() else []
-            etcd.delete(keys.job(job))
+            # Not its assignment, which counts the generations of its driver.
+            etcd.txn([], [Op.delete(key) for key in (keys.job(job), keys.job_state(job), keys.run_status(job),
+                                                     keys.submission(job))])
             with self._locked(_LOCK_TIMEOUT_S):
                 stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
                 for record in self.services.all():
@@ -897,8 +905,6 @@ class Cluster:
                 remove_secret_files(self._job)
             self._await_closed(info)  # else its leader would write records of it again
             etcd.delete_prefix(Keys(job).root)
-            # Not its assignment, which counts the generations of its driver.
-            etcd.txn([], [Op.delete(key) for key in (keys.job_state(job), keys.run_status(job), keys.submission(job))])
         kept_state.delete(self.cfg)
         return stopped
 

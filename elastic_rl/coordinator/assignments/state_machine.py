@@ -4,7 +4,8 @@ A singleton that ends is restarted in place by the agent of its host. It moves, 
 
 - its host is lost, or has booted since: nothing of it runs there, or what does is cut off;
 - its host drains, and its holder agrees or the drain's deadline has passed;
-- it ended again after ``restarts_in_place`` restarts.
+- it ended again after ``restarts_in_place`` restarts;
+- it says that its work is done while it is wanted: what it has said of that was lost, as with an older copy of etcd.
 
 It moves only to a host that is *fit* (READY, by its agent's own word). Where there is none, the assignment stays as it
 is, with its generation, and says what it waits for: then the agent that returns adopts what runs. A host that is
@@ -94,6 +95,8 @@ def decide(wanted: Singleton, now: Assignment, generation: int, hosts: Mapping[s
         if leader_s < holder.state.drain_deadline_s and not wanted.movable:
             return Decision(waits_for=f"host {now.host} drains: waits for its holder to agree, or for the deadline")
         return _move(wanted, now, hosts, failed, f"host {now.host} drains")
+    if _of_generation(holder.service, generation) is RunState.COMPLETED:
+        return _move(wanted, now, hosts, failed, "it has completed, and is wanted")
     if _keeps_ending(holder.service, generation, limits):
         return _move_failed(wanted, now, hosts, failed, leader_s, limits)
     return Decision()
@@ -104,8 +107,13 @@ def released(now: Assignment, reason: str) -> Assignment:
     return Assignment(reason=reason, failed=now.failed)
 
 
+def _of_generation(service: ServiceStatus | None, generation: int) -> RunState | None:
+    """The state of a singleton's present generation, as its host reports it."""
+    return service.state if service is not None and service.generation == generation else None
+
+
 def _keeps_ending(service: ServiceStatus | None, generation: int, limits: AssignmentLimits) -> bool:
-    return (service is not None and service.generation == generation and service.state is RunState.ENDED
+    return (service is not None and _of_generation(service, generation) is RunState.ENDED
             and service.restarts >= limits.restarts_in_place)
 
 

@@ -101,7 +101,7 @@ def _advance(job: SeenJob, leader_s: float, stop_run_s: float) -> JobState:
     state, submission = job.state, job.record.submission
     if state is not None and not state.phase.known:  # a newer release's
         return state
-    if state is None or not state.phase.live and submission > state.submission:
+    if state is None or not state.phase.live and submission != state.submission:
         return JobState(phase=JobPhase.QUEUED, submission=submission, order=job.revision)
     if state.phase.ended:
         return state

@@ -13,11 +13,12 @@ from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.cluster_records import job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.host import processes
+from elastic_rl.host import leftovers, processes
 from elastic_rl.host.agent.host_facts import host_id, host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import CommandOf, Singletons
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.paths import JobPaths
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class AssignedWork:
         OSError."""
         host = host_record(host_id(), kept_incarnation(cluster.paths.incarnation))
         singletons = Singletons(host.id, host.incarnation, cluster.singletons, cluster.log_of,
-                                command_of or partial(_run_command, cluster), times, env={OWNER_ENV: str(cluster.dir)})
+                                command_of or partial(_run_command, cluster), times,
+                                on_released=partial(_end_compute_plane, cluster), env={OWNER_ENV: str(cluster.dir)})
         etcd = cluster.etcd(info, retry_budget_s=times.lease_ttl_s / 3)
         return cls(HostSession(etcd, ClusterKeys(cluster.cfg.cluster_name), host, times), singletons, times)
 
@@ -78,6 +80,12 @@ class AssignedWork:
                 if self._fault != (fault := f"its singletons cannot be looked after: {type(e).__name__}: {e}"):
                     log.exception("a look at the singletons of this host failed")
                 self._fault = fault
+
+
+def _end_compute_plane(cluster: Cluster, name: str) -> None:
+    """Ends what a job's driver has started, which outlives a driver that is only restarted."""
+    if job := job_of_driver(name):
+        leftovers.sweep(JobPaths.of(cluster.of_job(job).cfg))
 
 
 def _run_command(cluster: Cluster, name: str, arguments: Mapping[str, Any], generation: int) -> list[str]:

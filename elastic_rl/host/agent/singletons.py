@@ -43,12 +43,15 @@ class Singletons:
     """
 
     def __init__(self, host_id: str, incarnation: str, files: ServiceFiles, log_of: Callable[[str], Path],
-                 command_of: CommandOf, times: HostTimes, *, env: Mapping[str, str] | None = None,
-                 limits: RestartLimits = RestartLimits(), clock: Callable[[], float] = boottime_s) -> None:
-        """``files``: of singletons only. ``log_of``: the log of a service by the name of its file. ``env``: for each
-        singleton. ``clock``: that of the host's lease."""
+                 command_of: CommandOf, times: HostTimes, *, on_released: Callable[[str], None] = lambda name: None,
+                 env: Mapping[str, str] | None = None, limits: RestartLimits = RestartLimits(),
+                 clock: Callable[[], float] = boottime_s) -> None:
+        """``files``: of singletons only. ``log_of``: the log of a service by the name of its file. ``on_released``:
+        ends what a singleton has started to outlive it, by its name, when no host is to run it any more. ``env``: for
+        each singleton. ``clock``: that of the host's lease."""
         self._host_id, self._incarnation, self._files = host_id, incarnation, files
         self._log_of, self._command_of, self._env = log_of, command_of, dict(env or {})
+        self._on_released = on_released
         self._times, self._limits, self._clock = times, limits, clock
         self._states: dict[tuple[str, int], ServiceState] = {}
         self._stopped: set[tuple[str, int]] = set()
@@ -57,16 +60,20 @@ class Singletons:
         """Why a generation could not be started, by name and generation."""
         self._adopted: dict[str, int] = {}
         """Pid of each process that this object has started or adopted, by name."""
-        self._ending: dict[str, Future[None]] = {}
-        """Processes that are being ended with what they have started, by name."""
-        self._left_nothing: set[str] = set()
-        """Singletons that do not run and of which nothing is left."""
+        self._ending: dict[tuple[str, bool], Future[None]] = {}
+        """Processes that are being ended with what they have started, by name and whether it is released."""
+        self._left_nothing: set[tuple[str, bool]] = set()
+        """Singletons that do not run and of which nothing is left; and whether that is so after their release."""
+        self._released: set[str] = set()
+        """Those that no host is to run, and of which this host has run an older generation."""
         self._executor = ThreadPoolExecutor(_MAX_ENDED_AT_ONCE, thread_name_prefix="end-singleton")
 
     def look(self, view: HostView) -> HostStatus:
         """One pass: does what there is to be done now, and returns how the host is. It does not wait for a process that
         it ends, so that none can keep another one from its end. Raises OSError."""
         now, records = self._clock(), self._records()
+        self._released = {name for name, record in records.items() if (order := view.known.orders.get(name)) is not None
+                          and not order.assignment.host and order.generation > record.generation}
         for record in records.values():
             self._note(record, now)
         not_before = {key: state.start_at for key, state in self._states.items() if state.phase is Phase.ENDED}
@@ -101,15 +108,16 @@ class Singletons:
                 for name, record in records.items()]
 
     def _is_alive(self, name: str, record: ServiceRecord) -> bool:
-        """Whether something of a singleton may run."""
-        return record.running or name not in self._left_nothing
+        """Whether something of a singleton may run, or is being ended, so that no other may be started yet."""
+        return (record.running or self._end_of(name) not in self._left_nothing
+                or any(not end.done() for (ending, _), end in self._ending.items() if ending == name))
 
     def _note(self, record: ServiceRecord, now: float) -> None:
         """Takes notice of whether a process runs, and has what one that has ended left behind ended."""
         name = unquote(record.name)
         key = name, record.generation
         if record.running:
-            self._left_nothing.discard(name)
+            self._forget_end(name)
             self._states[key] = self._seen(key, record, now)
             self._faults.pop(key, None)
             return
@@ -117,19 +125,19 @@ class Singletons:
             self._states.pop(key, None)
         elif not record.completed:
             self._states[key] = self._seen(key, record, now)
-        if name not in self._left_nothing and self._ended(name):
-            self._left_nothing.add(name)
+        if self._end_of(name) not in self._left_nothing and self._ended(name):
+            self._left_nothing.add(self._end_of(name))
 
     def _seen(self, key: tuple[str, int], record: ServiceRecord, now: float) -> ServiceState:
         return restart_policy.on_seen(self._states.get(key), record.running, now, self._limits, jitter=random.random())
 
     def _ended(self, name: str) -> bool:
         """Whether nothing is left of a singleton whose process has ended; begins to end it where that is not known."""
-        ending = self._ending.get(name)
+        ending = self._ending.get(self._end_of(name))
         if ending is not None and not ending.done():
             return False
         if ending is not None and (error := ending.exception()) is None:
-            del self._ending[name]
+            del self._ending[self._end_of(name)]
             return True
         if ending is not None:
             log.warning("what %s has left cannot be ended: %s", name, error)
@@ -153,7 +161,7 @@ class Singletons:
             return
         log.info("started %s of generation %d (pid %d)", name, generation, pid)
         self._adopted[name] = pid
-        self._left_nothing.discard(name)
+        self._forget_end(name)
         self._stopped.discard(key)
         self._states[key] = (restart_policy.on_started(state, now, self._limits) if state is not None
                              else ServiceState.running(now, self._limits))
@@ -165,7 +173,7 @@ class Singletons:
 
     def _stop(self, record: ServiceRecord, generation: int, reason: str) -> None:
         name = unquote(record.name)
-        ending = self._ending.get(name)
+        ending = self._ending.get(self._end_of(name))
         if record.running and (ending is None or ending.done()):
             log.warning("ending %s of generation %d (pid %d): %s", name, generation, record.pid, reason)
             self._stopped.add((name, generation))
@@ -173,14 +181,23 @@ class Singletons:
 
     def _end(self, name: str, pid: int) -> None:
         """Begins to end a process and all that was started by it. ``pid`` 0: the process itself has ended."""
-        self._ending[name] = self._executor.submit(self._end_all, quote(name, safe=""), pid)
+        self._ending[self._end_of(name)] = self._executor.submit(
+            self._end_all, quote(name, safe=""), pid, name in self._released)
 
-    def _end_all(self, file_name: str, pid: int) -> None:
+    def _end_of(self, name: str) -> tuple[str, bool]:
+        return name, name in self._released
+
+    def _forget_end(self, name: str) -> None:
+        self._left_nothing -= {(name, False), (name, True)}
+
+    def _end_all(self, file_name: str, pid: int, released: bool) -> None:
         grace_s = self._times.stop_s / 2  # what ignores SIGTERM has ended within stop_s
         if pid:  # Not its descendants: what is its own has its mark, and a run may have started the host agent.
             processes.stop(pid, grace_s=grace_s, descendants=False)
         self._files.end_leftovers(file_name)
         processes.sweep(self._files.mark(file_name), SERVICE_FILE_ENV, grace_s=grace_s)
+        if released:
+            self._on_released(unquote(file_name))
 
     def _forget_older(self, records: dict[str, ServiceRecord], view: HostView) -> dict[str, ServiceRecord]:
         """Forgets what has ended and is followed by a later generation; returns the others."""
@@ -193,7 +210,7 @@ class Singletons:
                 kept[name] = record
             else:
                 self._files.forget(record.name)
-                self._left_nothing.discard(name)
+                self._forget_end(name)
                 self._adopted.pop(name, None)
         here = {(name, record.generation) for name, record in kept.items()}
         self._states = {key: state for key, state in self._states.items() if key in here or not over(*key)}

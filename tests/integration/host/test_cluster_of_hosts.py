@@ -100,6 +100,18 @@ def test_pass_assigns_what_the_cluster_runs_and_rests_then(own_etcd: EtcdClient,
         kv for kv in before if kv.key != KEYS.leader_clock()]
 
 
+def test_queue_of_many_jobs_is_settled_in_a_few_passes(own_etcd: EtcdClient, reconciler: ClusterReconciler) -> None:
+    register(own_etcd, "h1")
+    for i in range(40):
+        own_etcd.put(KEYS.job(f"j{i}"), JobRecord(submission=1, priority=i == 39).encode())
+    passes = 0
+    while reconciler.reconcile_once():
+        passes += 1
+    assert passes <= 5
+    states = {kv.key: JobState.decode(kv.value) for kv in own_etcd.range(KEYS.job_states_prefix())[0]}
+    assert [key for key, s in states.items() if s.phase is JobPhase.STARTING] == [KEYS.job_state("j39")]
+
+
 def test_write_is_refused_when_what_it_was_decided_by_has_changed(
         own_etcd: EtcdClient, reconciler: ClusterReconciler, monkeypatch: pytest.MonkeyPatch) -> None:
     register(own_etcd, "h1")

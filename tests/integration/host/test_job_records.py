@@ -11,12 +11,13 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ConfigError, Fenced
+from elastic_rl.errors import ConfigError, ElasticRLError, Fenced
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import Assignment, JobPhase, JobRecord, JobState, RunStatus
+from elastic_rl.etcd.cluster_records import Assignment, ClusterSpec, JobPhase, JobRecord, JobState, RunStatus
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host import cluster_secrets, job_run, processes
+from elastic_rl.host.agent import assigned_work
 from elastic_rl.host.job_run import JobRun, Submission
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
@@ -35,6 +36,26 @@ def run(own_etcd: EtcdClient, tmp_path: Path) -> JobRun:
 
 
 KEYS = ClusterKeys("lab")
+
+
+@pytest.fixture
+def cluster(own_etcd: EtcdClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster that is up by its files, with a job that was submitted in a folder, with a program for its Python."""
+    out = Cluster(config.parse({"job": "j", "run_dir": str(tmp_path / "runs"), "cluster": "lab"}))
+    out.dir.mkdir(parents=True)
+    ClusterInfo("", own_etcd.endpoints, [], "").save(out.paths.info)
+    cluster_secrets.write_secrets(out.paths, lambda line: None)
+    own_etcd.put(KEYS.job("j"), JobRecord().encode())
+    (program := tmp_path / "python").write_text(
+        f"#!/bin/sh\necho \"$PWD $MINE$NOT_MINE $* in $ELASTIC_RL_SERVICE_FILE\" > {tmp_path}/started\n")
+    program.chmod(0o755)
+    (folder := tmp_path / "elsewhere").mkdir()
+    with monkeypatch.context() as submitter:
+        submitter.setattr(sys, "executable", str(program))
+        submitter.setenv("MINE", "mine")
+        submitter.chdir(folder)
+        out.run.submit(own_etcd, Submission.of_this_process(out.cfg), ClusterSecret.read(out.paths.secret))
+    return out
 
 
 def submission(run_dir: Path = Path("runs")) -> Submission:
@@ -115,27 +136,59 @@ def test_cluster_that_was_taken_down_starts_no_run_again(run: JobRun, own_etcd: 
     assert found is not None and JobRecord.decode(found.value) == JobRecord(settings="s")
 
 
+def test_run_whose_record_cannot_be_read_is_not_taken_for_none(run: JobRun, own_etcd: EtcdClient) -> None:
+    run.submit(own_etcd, submission(), SECRET)
+    own_etcd.put(KEYS.job("j"), b"{")
+    with pytest.raises(ConfigError, match="the record of job j in etcd cannot be read"):
+        run.read()
+
+
+def test_stop_is_of_the_submission_that_was_seen(run: JobRun, own_etcd: EtcdClient, monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
+    run.submit(own_etcd, submission(), SECRET)
+    seen = run.read()
+    run.withdraw(own_etcd)
+    run.submit(own_etcd, submission(), SECRET)
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "read_from", lambda etcd: seen)
+        run.withdraw(own_etcd)
+    assert run.read().wanted, "that was the submission before"
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+def test_runs_of_a_cluster_that_was_taken_down_or_is_owned_are_stopped_by_its_start(
+        cluster: Cluster, own_etcd: EtcdClient) -> None:
+    def wanted_after_start() -> bool:
+        cluster._put_spec(own_etcd.endpoints)
+        record = own_etcd.get(KEYS.job("j"))
+        return record is not None and not JobRecord.decode(record.value).stopped
+
+    cluster.paths.stopped.touch()  # left by a start that was killed at its end
+    assert wanted_after_start()
+    cluster.paths.info.unlink()
+    assert not wanted_after_start()
+    cluster.paths.stopped.unlink()
+    cluster.run.submit(own_etcd, Submission.of_this_process(cluster.cfg), ClusterSecret.read(cluster.paths.secret))
+    assert wanted_after_start()
+    cluster._owns = True
+    assert not wanted_after_start()
+    found = own_etcd.get(KEYS.spec())
+    assert found is not None and ClusterSpec.decode(found.value).parallel_jobs == 1
+
+
+def test_no_run_is_started_while_the_cluster_is_taken_down(cluster: Cluster) -> None:
+    arguments = {"job": "j", "submission": 2}
+    command = assigned_work._run_command(cluster, "driver/j", arguments, 7)
+    assert command[1:4] == ["-m", "elastic_rl.run_launcher", "--job=j"] and command[-2:] == [
+        "--submission=2", "--generation=7"]
+    with pytest.raises(ElasticRLError, match="does not know the singleton x"):
+        assigned_work._run_command(cluster, "x", arguments, 7)
+    cluster.paths.info.rename(cluster.paths.stopped)
+    with pytest.raises(ElasticRLError, match="being taken down"):
+        assigned_work._run_command(cluster, "driver/j", arguments, 7)
+
+
 # -- the launcher ------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def cluster(own_etcd: EtcdClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """A cluster that is up by its files, with a job that was submitted in a folder, with a program for its Python."""
-    out = Cluster(config.parse({"job": "j", "run_dir": str(tmp_path / "runs"), "cluster": "lab"}))
-    out.dir.mkdir(parents=True)
-    ClusterInfo("", own_etcd.endpoints, [], "").save(out.paths.info)
-    cluster_secrets.write_secrets(out.paths, lambda line: None)
-    own_etcd.put(KEYS.job("j"), JobRecord().encode())
-    (program := tmp_path / "python").write_text(
-        f"#!/bin/sh\necho \"$PWD $MINE$NOT_MINE $* in $ELASTIC_RL_SERVICE_FILE\" > {tmp_path}/started\n")
-    program.chmod(0o755)
-    (folder := tmp_path / "elsewhere").mkdir()
-    with monkeypatch.context() as submitter:
-        submitter.setattr(sys, "executable", str(program))
-        submitter.setenv("MINE", "mine")
-        submitter.chdir(folder)
-        out.run.submit(own_etcd, Submission.of_this_process(out.cfg), ClusterSecret.read(out.paths.secret))
-    return out
-
-
 def launch(cluster: Cluster, service_file: str = "/file") -> subprocess.CompletedProcess[str]:
     options = ["--job=j", *cluster.location, "--submission=1", "--generation=3"]
     environment = {**os.environ, "NOT_MINE": "of the agent", SERVICE_FILE_ENV: service_file, OWNER_ENV: "/c"}

@@ -35,7 +35,7 @@ from elastic_rl.etcd.cluster_records import (
     driver_of,
 )
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.transaction import Compare
+from elastic_rl.etcd.transaction import Compare, KeyValue
 
 TIMES, LIMITS = HostTimes(), AssignmentLimits()
 READY = HostStatus(registration=1)
@@ -162,6 +162,9 @@ def test_singleton_that_keeps_ending_moves_and_each_further_move_waits_longer() 
     back = decide(second, 100.0 + LIMITS.move_backoff_initial_s, **crashed)
     assert moved_to(back) == "a" and moved_to(decide(second, 200.0, c=host(assigned=9), **crashed)) == "c"
     assert not moved_to(decide(HELD, 100.0, a=host(service=CRASHED.replace(generation=2)), b=host()))
+    completed = CRASHED.replace(state=RunState.COMPLETED)
+    assert moved_to(decide(HELD, 100.0, a=host(service=completed))) == "a", "what it said of its end is lost"
+    assert not moved_to(decide(HELD, 100.0, a=host(service=completed.replace(generation=2))))
     assert not moved_to(decide(HELD, 100.0, a=host(service=CRASHED.replace(restarts=2)), b=host()))
 
 
@@ -290,11 +293,48 @@ def test_pass_names_all_that_each_write_was_decided_by() -> None:
         "j": _stored(JobState(phase=JobPhase.STARTING, submission=1, order=5, reason="waits for its driver to run"))})
     [write] = [w for w in cluster_pass(starting, ClusterLimits()) if isinstance(w.record, Assignment)]
     assert write.key == keys.assignment(driver_of("j")) and Compare.version(write.key, "==", 0) in write.compares
-    held = replace(starting, assignments={driver_of("j"): Stored(write.record, 7, 1)}, jobs={
-        **starting.jobs, "k": _stored(JobRecord(submission=1))}, spec=_stored(ClusterSpec(parallel_jobs=2)))
-    by_key = {w.key: w for w in cluster_pass(held, ClusterLimits())}
-    assert {c.key for c in by_key[keys.job_state("k")].compares} == {
-        keys.job("k"), keys.run_status("k"), keys.spec(), keys.job_states_prefix()}
+    queued = replace(starting, assignments={driver_of("j"): Stored(write.record, 7, 1)}, jobs={
+        **starting.jobs, **{name: _stored(JobRecord(submission=1)) for name in "abk"}},
+        job_states={**starting.job_states, "k": _stored(JobState(phase=JobPhase.QUEUED, submission=1, order=1))},
+        spec=_stored(ClusterSpec(parallel_jobs=2)))
+    writes = [w for w in cluster_pass(queued, ClusterLimits()) if isinstance(w.record, JobState)]
+    assert [w.key for w in writes] == [keys.job_state(name) for name in "kabj"], "starts, phases, reasons"
+    own = [{keys.job(name), keys.job_state(name), keys.run_status(name)} for name in "kabj"]
+    assert [{c.key for c in w.compares} for w in writes] == [
+        own[0] | {keys.spec(), keys.job_states_prefix()}, *own[1:]]
+
+
+def test_driver_is_gone_once_its_host_has_seen_the_release() -> None:
+    name, registration = driver_of("j"), _stored(Host(id="a", incarnation="1"))
+
+    def gone(observed: int, service: ServiceStatus | None = None) -> bool:
+        status = HostStatus(registration=5, observed_revision=observed, services={name: service} if service else {})
+        return ClusterReading(9, 0.0, {"a": registration}, {"a": registration}, {"a": _stored(status)}, assignments={
+            name: Stored(Assignment(), 8, 2)}).driver("j").gone
+
+    assert gone(8) and not gone(7), "it may start the generation before"
+    assert not gone(8, ServiceStatus(state=RunState.RUNNING, generation=1))
+
+
+def _reading(*kvs: tuple[str, bytes]) -> ClusterReading:
+    return ClusterReading.of(ClusterKeys(), [KeyValue(key, value, 1, 5, 1, 0) for key, value in kvs], 9, 0.0, {})
+
+
+def test_job_with_a_record_that_cannot_be_read_is_left_as_it_is_with_its_place() -> None:
+    keys = ClusterKeys()
+    assigned = keys.assignment(driver_of("j")), Assignment(host="a", incarnation="1").encode()
+    other = keys.job("k"), JobRecord(submission=1).encode()
+    queued = keys.job_state("k"), JobState(phase=JobPhase.QUEUED, submission=1, order=5).encode()
+    for broken in (keys.job("j"), keys.job_state("j"), keys.run_status("j")):
+        kvs = [(keys.job("j"), JobRecord(submission=1).encode()), (broken, b"{")]
+        reading = _reading(*dict(kvs).items(), assigned, other, queued)
+        written = {w.key: w.record for w in cluster_pass(reading, ClusterLimits())}
+        assert written.keys() == {keys.job_state("k")}, "neither released nor started"
+        state = written[keys.job_state("k")]
+        assert isinstance(state, JobState) and state.phase is JobPhase.QUEUED
+    unassigned = _reading((keys.job("j"), b"{"), other, queued)
+    started = [w.record.phase for w in cluster_pass(unassigned, ClusterLimits()) if isinstance(w.record, JobState)]
+    assert started == [JobPhase.STARTING], "it takes no place"
 
 
 def test_status_of_an_earlier_registration_is_no_evidence() -> None:

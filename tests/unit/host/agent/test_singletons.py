@@ -98,6 +98,8 @@ class World:
         self.files, self.clock = Files(), Clock(100.0)
         self.known, self.generation = KnownOrders(), 0
         self.lost_at: float | None = None
+        self.swept: list[str] = []
+        """Singletons of which what they have started was ended, because no host is to run them."""
         patch.setattr(singletons.processes, "stop", self._stop)
         patch.setattr(singletons.processes, "sweep", lambda mark, variable, grace_s: self.files.left.discard(mark))
         patch.setattr(singletons, "ThreadPoolExecutor", lambda *_, **__: Executor())
@@ -106,7 +108,7 @@ class World:
     def restart_agent(self) -> None:
         self.granted_at = self.clock.now
         self.agent = Singletons(HOST, BOOT, self.files, Path, lambda *_: ["x"], TIMES,  # type: ignore[arg-type]
-                                limits=LIMITS, clock=self.clock)
+                                on_released=self.swept.append, limits=LIMITS, clock=self.clock)
 
     def _stop(self, pid: int, grace_s: float, descendants: bool) -> None:
         for name, record in list(self.files.records.items()):
@@ -228,6 +230,39 @@ def test_released_singleton_is_ended_and_then_no_longer_reported(world: World) -
     status = world.look()
     assert status.services[NAME].state is RunState.RUNNING and "generation 1" in status.not_ready
     assert world.settle().services == {} and not world.files.records
+    assert world.swept == [NAME]
+
+
+def test_what_a_singleton_has_started_is_ended_with_its_release_alone(world: World) -> None:
+    world.assign(HOST)
+    world.settle()
+    world.files.end(FILE)  # killed: it is restarted
+    world.settle()
+    world.assign("other")
+    world.settle()
+    assert world.swept == [] and not world.files.records
+    world.assign(HOST)
+    world.settle()
+    world.files.end(FILE, completed=True)
+    world.settle()
+    assert world.swept == [], "that it has ended by itself is no release"
+    world.assign("")
+    assert world.look().services[NAME].state is RunState.COMPLETED, "it is not gone before"
+    world.settle()
+    assert world.swept == [NAME] and not world.files.records
+
+
+def test_no_process_is_started_while_what_one_has_left_is_being_ended(world: World) -> None:
+    world.assign(HOST)
+    world.settle()
+    world.files.end(FILE, completed=True)
+    world.settle()
+    world.assign("")
+    world.look()  # the end begins
+    world.assign(HOST)
+    assert world.look().services[NAME].state is RunState.ENDED and len(world.files.started) == 1
+    world.settle()
+    assert len(world.files.started) == 2 and world.swept == [NAME]
 
 
 class SingletonMachine(RuleBasedStateMachine):
