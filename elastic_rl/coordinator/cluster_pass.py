@@ -42,7 +42,7 @@ from elastic_rl.etcd.cluster_records import (
     driver_of,
     job_of_driver,
 )
-from elastic_rl.etcd.decoding import decode
+from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.record import Record
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
@@ -106,14 +106,16 @@ class ClusterReading:
 
     @classmethod
     def of(cls, keys: ClusterKeys, kvs: Sequence[KeyValue], revision: int, leader_s: float,
-           unreadable: MutableMapping[str, str]) -> ClusterReading:
+           unreadable: MutableMapping[str, str], decoders: MutableMapping[str, RangeDecoder[Any]] | None = None
+           ) -> ClusterReading:
         """The reading of all keys of the cluster. A record that cannot be read is left out and reported in
-        ``unreadable``, by key."""
+        ``unreadable``, by key. ``decoders``: by prefix, kept for the next reading."""
+        decoders = decoders if decoders is not None else {}
 
         def stored(prefix: str, kind: type[R]) -> dict[str, Stored[R]]:
-            found = ((kv, decode(kv, kind, unreadable)) for kv in kvs if kv.key.startswith(prefix))
-            return {kv.key[len(prefix):]: Stored(record, kv.mod_revision, kv.version)
-                    for kv, record in found if record is not None}
+            decoder: RangeDecoder[R] = decoders.setdefault(prefix, RangeDecoder(kind))
+            found = decoder.decode_with_keys((kv for kv in kvs if kv.key.startswith(prefix)), unreadable)
+            return {kv.key[len(prefix):]: Stored(record, kv.mod_revision, kv.version) for record, kv in found}
 
         found = cls(revision, leader_s, stored(keys.hosts_prefix(), Host),
                    stored(keys.host_registrations_prefix(), Host),

@@ -11,12 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, cluster_pass
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_clock import LeaderClock
 from elastic_rl.errors import ElasticRLError, EtcdFull, Fenced
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Watch
+from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import ClusterKeys
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class ClusterReconciler:
         self._clock = LeaderClock(etcd, keys, election.writer, monotonic)
         self._term = self._revision = 0
         self._watch: Watch | None = None
+        self._decoders: dict[str, RangeDecoder[Any]] = {}
         self.unreadable: dict[str, str] = {}
         """Records that the last pass could not read, and why, by key."""
         self._error = ""
@@ -134,7 +137,11 @@ class ClusterReconciler:
         for prefix in self._read_prefixes:
             found, revision = self._etcd.range(prefix, revision=revision)
             kvs += found
-        self._revision, self.unreadable = revision, {}
+        self._revision, before, self.unreadable = revision, self.unreadable, {}
         if self._watch is None:
             self._watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
-        return ClusterReading.of(self._keys, kvs, revision, leader_s, self.unreadable)
+        reading = ClusterReading.of(self._keys, kvs, revision, leader_s, self.unreadable, self._decoders)
+        for key, why in self.unreadable.items():
+            if before.get(key) != why:
+                log.error("the record at %s cannot be read, and what it is about is left as it is: %s", key, why)
+        return reading

@@ -72,15 +72,20 @@ class RangeDecoder(Generic[R]):
 
     def decode(self, kvs: Iterable[KeyValue], unreadable: MutableMapping[str, str]) -> list[R]:
         """The records that can be read; the others are reported in ``unreadable``, by key."""
+        return [record for record, _ in self.decode_with_keys(kvs, unreadable)]
+
+    def decode_with_keys(self, kvs: Iterable[KeyValue], unreadable: MutableMapping[str, str]
+                         ) -> list[tuple[R, KeyValue]]:
+        """As ``decode``, with the key of each record."""
         known: dict[str, tuple[int, R | None, str]] = {}
-        found: list[R] = []
+        found: list[tuple[R, KeyValue]] = []
         for kv in kvs:
             entry = self._known.get(kv.key)
             if entry is None or entry[0] != kv.mod_revision:
                 entry = self._decode(kv)
             known[kv.key] = entry
             if entry[1] is not None:
-                found.append(entry[1])
+                found.append((entry[1], kv))
             else:
                 unreadable[kv.key] = entry[2]
         self._known = known  # keys that are gone are forgotten
