@@ -6,6 +6,7 @@ timeline and in ``steps_redone``.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,11 @@ def read_records(path: Path) -> list[Record]:
     if not path.exists():
         return []
     return list(parse_lines(path.read_text(errors="replace").splitlines()))
+
+
+def in_order(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """The records of two files by time, each file in its own order."""
+    return list(heapq.merge(records, others, key=lambda record: float(record.get("at") or 0.0)))
 
 
 def parse_lines(lines: Iterable[str]) -> Iterable[Record]:

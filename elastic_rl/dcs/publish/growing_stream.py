@@ -57,6 +57,10 @@ class GrowingStream:
         self._reader = ChunkReader(self._client)
         self._head: StreamHead | None = None
 
+    def require(self) -> None:
+        """Raises Fenced when the token no longer holds, and EtcdUnavailable."""
+        self._token.require()
+
     def head(self) -> StreamHead | None:
         """None where nothing was published. Raises as ``ChunkReader``."""
         version = reads.head(self._etcd, self._keys, self._stream)

@@ -127,7 +127,8 @@ class Spool(threading.Thread):
             return False
         kv = self._etcd.get(self._keys.run_log_head())
         if kv is not None and (sealed := reads.decode(RunLogHead, kv).sealed) > history.sealed:
-            history.seal(sealed)  # a commit whose answer was lost
+            self._stream.require()
+            history.seal(sealed)  # by a commit of this term whose answer was lost
             self._sealed.forget()
             return True
         head = self._head()

@@ -67,8 +67,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(etcd: Etcd, fault: Fault, path: Path) -> FaultInjector:
-    injector = FaultInjector(Context(etcd), RunLog(LineFile(path)), [(5, [fault])],
-                             path.with_name("steps.jsonl"))  # type: ignore[arg-type]
+    injector = FaultInjector(Context(etcd), RunLog(LineFile(path)), [(5, [fault])],  # type: ignore[arg-type]
+                             path.with_name("steps.jsonl"))
     injector.start()
     return injector
 

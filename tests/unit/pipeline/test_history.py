@@ -160,7 +160,8 @@ def test_segments_cover_what_is_sealed_without_holes(parts: Sequence[tuple[int, 
         assert segments_of(names, sealed) == segments, "a version that lists them is read as it was written"
     assert [s.entry for s in found if s.entry is not None] == tensors
     kept = [s for s in within(found, most) if s.entry is not None]
-    assert sum(s.end - s.start for s in kept) <= most and kept == [s for s in found if s.entry][len(tensors) - len(kept):]
+    assert sum(s.end - s.start for s in kept) <= most
+    assert kept == [s for s in found if s.entry][len(tensors) - len(kept):]
 
 
 def test_segment_knows_its_bytes() -> None:

@@ -1,4 +1,4 @@
-"""The copy of a job's history on a host: whatever is at its path, it becomes the history, and nothing is overwritten."""
+"""The copy of a job's history on a host: what is at its path becomes the history, and what was there is kept."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_full_disk_costs_no_record(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(WHOLE) + 10, limits[1]))
     try:
         for _ in range(2):
-            with pytest.raises(OSError):  # noqa: PT011 (any)
+            with pytest.raises(OSError):
                 found.settle()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
