@@ -45,7 +45,6 @@ _CLOSE_S = 3.0
 _DISK_SHARE, _ARENA_SHARE = 4, 8
 """Part of a node's disk, or of its arena where it has no disk, that the stream may take; what is older becomes a gap
 of the stream."""
-_LEAST_BYTES = 16 << 20
 
 
 class SealedSegments:
@@ -89,7 +88,7 @@ class Spool(threading.Thread):
         self._etcd, self._keys, self._history, self._stream = etcd, keys, history, stream
         self._sealed = SealedSegments(stream, history)
         self._copy = LocalCopy(path, lock, history, self._sealed)
-        self._most_bytes = max(_LEAST_BYTES, dcs.disk_bytes // _DISK_SHARE or dcs.arena_bytes // _ARENA_SHARE)
+        self._most_bytes = dcs.disk_bytes // _DISK_SHARE or dcs.arena_bytes // _ARENA_SHARE
         self._news = threading.Event()
         self._stopping = False
         history.on_commit = self._news.set
