@@ -313,16 +313,12 @@ def _records(ctx: RunContext, etcd_budget_s: float) -> list[report_build.Record]
     """The records of the job's steps and of its faults: of the file in its folder or, where that is not complete, of
     etcd and the checkpoint service. Raises OSError."""
     cfg, paths = ctx.config, JobPaths.of(ctx.config)
-    found: list[report_build.Record] | None = None
     try:
         with _connect(ctx, etcd_budget_s) as etcd, HistoryReader(
                 etcd, ctx.keys, io_timeout_s=cfg.dcs.io_timeout_s, security=dcs_security(cfg)) as reader:
-            if reader.begun and not reader.is_complete(paths.steps):
-                found = list(report_build.parse_lines(
-                    line for chunk in reader.chunks() for line in chunk.decode(errors="replace").splitlines()))
+            found = list(report_build.parse_parts(reader.parts(paths.steps)))
     except ElasticRLError as e:
         log.warning("the report is made from %s alone: %s", paths.steps, e)
-    if found is None:
         found = report_build.read_records(paths.steps)
     return report_build.in_order(found, report_build.read_records(paths.faults))
 

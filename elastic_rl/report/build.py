@@ -41,6 +41,15 @@ def parse_lines(lines: Iterable[str]) -> Iterable[Record]:
             yield record
 
 
+def parse_parts(parts: Iterable[bytes]) -> Iterable[Record]:
+    """Records of JSON lines that come in parts, which may end within a line."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from parse_lines(line.decode(errors="replace") for line in lines)
+    yield from parse_lines([rest.decode(errors="replace")])
+
+
 def effective_steps(records: Iterable[Record], kind: str = "step") -> list[Record]:
     """Records of one kind that were not undone by a later rewind, one a step, by step."""
     kept: dict[int, Record] = {}

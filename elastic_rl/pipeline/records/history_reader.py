@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -24,8 +25,10 @@ from elastic_rl.pipeline.records.tail_keys import read_tail
 log = logging.getLogger(__name__)
 
 _COMPARED_BYTES = 64 << 10
-"""Bytes at the end of a copy by which it counts as complete."""
+"""Bytes at the end of a copy with gaps by which it counts as complete."""
 _HEAD_BYTES = 4096
+"""Bytes in which the first record is looked for."""
+_PART_BYTES = 1 << 20
 
 
 class HistoryReader:
@@ -40,23 +43,41 @@ class HistoryReader:
         self._reader = ChunkReader(self._client)
         self._sealed: list[Segment] | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether the job has a history."""
-        return self._history is not None
-
-    def is_complete(self, copy: Path) -> bool:
-        """Whether a file has the history up to its end: it is of this job, and ends as the history does. What is before
-        that its writer has checked. Raises OSError."""
+    def parts(self, copy: Path) -> Iterator[bytes]:
+        """The history in parts: of the copy at this path, as far as that goes, and then of etcd; or, where the copy
+        does not have all that is sealed, of the stream. A line that a user has changed in the middle of a copy is not
+        noticed here; its writer notices it. What cannot be had now is a record of kind ``gap``. Raises OSError."""
         history = self._history
-        if history is None or not copy.exists():
-            return False
+        if history is None:
+            return
+        tail = history.read(history.sealed) or b""
+        if (there := self._bytes_of_tail(copy, tail)) is None:
+            yield from map(self._read, self._segments())
+            yield tail
+            return
+        with copy.open("rb") as file:
+            while part := file.read(_PART_BYTES):
+                yield part
+        yield tail[there:]
+
+    def _bytes_of_tail(self, copy: Path, tail: bytes) -> int | None:
+        """How much of the tail a file has; None for one that is not a copy of all that is sealed."""
+        assert self._history is not None
+        if not copy.exists():
+            return None
         with copy.open("rb") as file:
             first = _record(file.read(_HEAD_BYTES).partition(b"\n")[0])
-            end = self.end(_COMPARED_BYTES)
-            size = file.seek(0, 2)
+            if first.get("id") != self._history.identity and first.get("kind") != "gap":
+                return None
+            size = file.seek(0, os.SEEK_END)
+            if (there := size - self._history.sealed) >= 0:  # a copy without gaps
+                file.seek(self._history.sealed)
+                if tail.startswith(found := file.read(len(tail) + 1)):
+                    return len(found)
+            # Where lines stand for gaps, the file is shorter or longer than that.
+            end = self.end(_COMPARED_BYTES) if there < 0 or first.get("kind") == "gap" else b""
             file.seek(max(0, size - len(end)))
-            return file.read() == end and (first.get("id") == history.identity or first.get("kind") == "gap")
+            return len(tail) if end and file.read() == end else None
 
     def end(self, most_bytes: int) -> bytes:
         """The last bytes, which may begin within a line."""
@@ -69,15 +90,6 @@ class HistoryReader:
                 break
             found = self._read(segment) + found
         return found[-most_bytes:]
-
-    def chunks(self) -> Iterator[bytes]:
-        """The history in parts, of about a segment each. What cannot be had now is a record of kind ``gap``."""
-        history = self._history
-        if history is None:
-            return
-        for segment in self._segments():
-            yield self._read(segment)
-        yield history.read(history.sealed) or b""
 
     def _segments(self) -> list[Segment]:
         assert self._history is not None

@@ -10,6 +10,7 @@ One process writes a copy: the one with the lock. Nothing waits for that; withou
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import os
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from elastic_rl.errors import ChunkMissing
 from elastic_rl.host import file_lock, kept_state
 from elastic_rl.pipeline.records.history import TAIL_BYTES, History
 from elastic_rl.pipeline.records.segments import Segment, gap_in_file
@@ -32,7 +32,8 @@ _HEAD_BYTES = 256
 class SealedHistory(Protocol):
     """The sealed part of the history. Both raise ElasticRLError."""
 
-    def segments(self) -> Sequence[Segment]: ...
+    def segments(self) -> Sequence[Segment]:
+        """From 0 to where it is sealed, in order and without holes."""
 
     def read(self, segment: Segment) -> bytes: ...
 
@@ -155,13 +156,11 @@ class LocalCopy:
         return agrees
 
     def _segment(self) -> Segment | None:
-        """The sealed segment in which the next byte is; None for one of the tail. Raises ChunkMissing."""
+        """The sealed segment in which the next byte is; None for one of the tail. Raises ElasticRLError."""
         if self._at >= self._history.sealed:
             return None
-        found = next((s for s in self._sealed.segments() if s.start <= self._at < s.end), None)
-        if found is None:  # the next publish makes a gap of it
-            raise ChunkMissing(f"no version of the run's records has those at offset {self._at}")
-        return found
+        segments = self._sealed.segments()  # which cover what is sealed
+        return segments[bisect.bisect_right(segments, self._at, key=lambda s: s.start) - 1]
 
     def _advance(self, nbytes: int, in_file: int | None = None) -> None:
         self._at += nbytes

@@ -42,9 +42,9 @@ _LOCK_POLL_S = 5.0
 """Interval at which the lock of the copy is tried while another process has it, and the copy is looked at."""
 _CLOSE_S = 3.0
 """Longest wait, at the end of the actor, for what etcd has to be in the copy."""
-_DISK_SHARE, _ARENA_SHARE = 4, 8
-"""Part of a node's disk, or of its arena where it has no disk, that the stream may take; what is older becomes a gap
-of the stream."""
+_SHARE = 16
+"""The stream may take this part of a node's disk, or of its arena where it has no disk; what is older becomes a gap of
+the stream."""
 
 
 class SealedSegments:
@@ -88,7 +88,7 @@ class Spool(threading.Thread):
         self._etcd, self._keys, self._history, self._stream = etcd, keys, history, stream
         self._sealed = SealedSegments(stream, history)
         self._copy = LocalCopy(path, lock, history, self._sealed)
-        self._most_bytes = dcs.disk_bytes // _DISK_SHARE or dcs.arena_bytes // _ARENA_SHARE
+        self._most_bytes = (dcs.disk_bytes or dcs.arena_bytes) // _SHARE
         self._news = threading.Event()
         self._stopping = False
         history.on_commit = self._news.set

@@ -15,7 +15,7 @@ from support.run_log_terms import SEGMENT, TAIL, Term, use_small_segments
 from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import reads
-from elastic_rl.errors import ChunkMissing, ElasticRLError, Fenced, NodeUnavailable
+from elastic_rl.errors import ChunkMissing, Fenced, NodeUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
@@ -44,7 +44,7 @@ def term(dcs: DcsCluster, folder: str = "host", **settings: object) -> Term:
 def read(dcs: DcsCluster) -> bytes:
     """The history as anybody may read it, without a copy."""
     with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
-        return b"".join(reader.chunks())
+        return b"".join(reader.parts(dcs.folder / "none"))
 
 
 def records(data: bytes) -> list[Record]:
@@ -253,8 +253,7 @@ def test_file_of_a_job_that_was_purged_is_none_of_its_successor(dcs: DcsCluster)
 
 def test_oldest_records_are_a_gap_of_the_stream_once_it_has_its_share(dcs: DcsCluster) -> None:
     dcs.start("a")
-    one = term(dcs, disk_bytes=0, arena_bytes=1 << 20)
-    one.spool._most_bytes = 4 * SEGMENT
+    one = term(dcs, disk_bytes=16 * 4 * SEGMENT)
     for _ in range(8):
         one.steps(9)
         one.copy()
@@ -280,25 +279,42 @@ def test_thread_of_the_spool_does_it_all_and_survives_its_errors(dcs: DcsCluster
     assert steps(read(dcs)) == [(1, n) for n in range(1, 40)]
 
 
-def test_reader_takes_the_copy_for_complete_only_where_it_is(dcs: DcsCluster, tmp_path: Path) -> None:
+def test_reader_takes_a_copy_that_has_what_is_sealed_and_the_rest_from_etcd(dcs: DcsCluster) -> None:
     dcs.start("a")
     one = term(dcs)
     one.steps(30)
     one.seal()
     one.step()
     data = one.copy()
+    one.step()
+    whole = read(dcs)
+    dcs.kill("a")
 
-    def is_complete() -> bool:
+    def parts() -> bytes:
         with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
-            assert reader.end(100) == data[-100:] and reader.end(3 * SEGMENT) == data[-3 * SEGMENT:]
-            return reader.is_complete(one.path)
+            assert reader.end(100) == whole[-100:]
+            return b"".join(reader.parts(one.path))
 
-    assert is_complete()
-    one.path.write_bytes(data[:-5])
-    assert not is_complete()
-    one.path.write_bytes(data.replace(json.loads(data.splitlines()[0])["id"].encode(), b"another"))
-    assert not is_complete()
+    assert whole.startswith(data) and len(whole) > len(data)
+    for size in (len(data), one.history.sealed, len(data) - 5):
+        one.path.write_bytes(data[:size])
+        assert parts() == whole, "no node is needed"
+    identity = json.loads(data.splitlines()[0])["id"].encode()
+    for other in (data[:one.history.sealed - 1], data.replace(identity, b"another"), data + b"mine\n", b""):
+        one.path.write_bytes(other)
+        assert records(parts())[0]["kind"] == "gap", "it is not taken, and the stream is away"
+    dcs.start("a")
+
+
+def test_copy_with_gaps_is_taken_when_it_ends_as_the_history_does(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    one = term(dcs, disk_bytes=16 * 4 * SEGMENT)
+    for _ in range(8):
+        one.steps(9)
+        one.copy()
+        one.seal()
     one.path.unlink()
-    assert not is_complete()
-    with pytest.raises(ElasticRLError):
-        one.spool._sealed.read(one.spool._sealed.segments()[0].__class__(0, 5, None))
+    rebuilt = one.copy()
+    assert records(rebuilt)[0]["kind"] == "gap"
+    with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
+        assert b"".join(reader.parts(one.path)) == rebuilt == read(dcs)
