@@ -22,7 +22,6 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version
-from elastic_rl.runtime.sequences import batches
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,9 @@ class GrowingStream:
             return publisher.publish_part(write, meta=meta, also=also, kept=kept)
 
     def _put(self, local: NodeConnection, tensor: NewTensor, chunks: dict[str, int]) -> TensorEntry:
-        slices = []
-        for piece in batches(memoryview(tensor.data), self._dcs.chunk_bytes):
+        slices, data = [], memoryview(tensor.data)
+        for start in range(0, len(data), self._dcs.chunk_bytes):
+            piece = data[start:start + self._dcs.chunk_bytes]
             digest = local.put(piece, digest=self._dcs.digest)
             chunks[digest] = len(piece)
             slices.append(Slice(digest, 0, len(piece)))
