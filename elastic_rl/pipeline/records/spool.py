@@ -18,7 +18,7 @@ from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.manifest import TensorEntry
 from elastic_rl.dcs.publish.growing_stream import GrowingStream, NewTensor, StreamHead
-from elastic_rl.errors import ChunkMissing, ElasticRLError, EtcdUnavailable, Fenced
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ElasticRLError, Fenced
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import RunLogHead
@@ -42,6 +42,8 @@ _LOCK_POLL_S = 5.0
 """Interval at which the lock of the copy is tried while another process has it, and the copy is looked at."""
 _CLOSE_S = 3.0
 """Longest wait, at the end of the actor, for what etcd has to be in the copy."""
+_GIVE_UP_S = 600.0
+"""How long chunks of sealed segments must have been missing, on every node that answers, before they are given up."""
 _SHARE = 16
 """The stream may take this part of a node's disk, or of its arena where it has no disk; what is older becomes a gap of
 the stream."""
@@ -89,6 +91,8 @@ class Spool(threading.Thread):
         self._sealed = SealedSegments(stream, history)
         self._copy = LocalCopy(path, lock, history, self._sealed)
         self._most_bytes = (dcs.disk_bytes or dcs.arena_bytes) // _SHARE
+        self._missing_since = float("inf")
+        """Monotonic time since which chunks of sealed segments cannot be had."""
         self._news = threading.Event()
         self._stopping = False
         history.on_commit = self._news.set
@@ -99,6 +103,8 @@ class Spool(threading.Thread):
         try:
             while not self._stopping:
                 self._news.clear()
+                if self._stopping:
+                    break
                 if not any([publish.attempt(), copy.attempt()]):
                     self._news.wait(min(_LOCK_POLL_S, publish.left_s(), copy.left_s()))
             end = time.monotonic() + _CLOSE_S
@@ -140,24 +146,22 @@ class Spool(threading.Thread):
                   *(Op.delete_prefix(self._keys.run_log_segment_prefix(s.start)) for s in closed)])
         history.seal(closed[-1].end)
         self._sealed.forget()
+        self._missing_since = float("inf")
         return True
 
     def _head(self) -> StreamHead | None:
-        """The version to continue. Where its manifest cannot be had for so long that records are left out, the stream
-        begins again, with a gap."""
+        """The version to continue. Where its manifest is given up, the stream begins again, with a gap."""
         try:
             return self._sealed.head()
-        except (Fenced, EtcdUnavailable):
-            raise
-        except ElasticRLError as e:
-            if not self._history.full:
+        except (ChunkMissing, ChunkCorrupt) as e:
+            if not self._gives_up():
                 raise
             log.error("all records before offset %d are lost: %s", self._history.sealed, e)
             return None
 
     def _to_keep(self, head: StreamHead | None) -> list[Segment]:
         """The sealed segments, all with their chunks on this host's node. One that cannot be had is published from the
-        copy in the job's folder; or it is a gap from now on, once records are left out because of it."""
+        copy in the job's folder; or it is a gap from now on, where it is given up."""
         segments = self._sealed.of(head)
         if head is None:
             return segments
@@ -173,11 +177,18 @@ class Spool(threading.Thread):
         try:
             self._stream.bring(head, entry)
             return True
-        except ElasticRLError as e:
-            if not self._history.full:
+        except (ChunkMissing, ChunkCorrupt) as e:
+            if not self._gives_up():
                 raise
             log.error("the records from offset %d to %d are lost: %s", segment.start, segment.end, e)
             return False
+
+    def _gives_up(self) -> bool:
+        """Whether chunks that no node has are given up: new records are left out because of them, and have been missing
+        for a while. Until then a node that is away may come back with them."""
+        now = time.monotonic()
+        self._missing_since = min(self._missing_since, now)
+        return self._history.full and now - self._missing_since >= _GIVE_UP_S
 
 
 class _Duty:

@@ -19,6 +19,7 @@ from elastic_rl.errors import ChunkMissing, Fenced, NodeUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
+from elastic_rl.pipeline.records import spool
 from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.report.build import Record, parse_lines
 
@@ -175,7 +176,8 @@ def test_segments_that_no_node_has_are_published_again_from_the_copy(dcs: DcsClu
     assert new.copy() == read(dcs) and new.copy().startswith(before)
 
 
-def test_records_that_are_lost_for_good_are_a_gap_and_the_run_goes_on(dcs: DcsCluster) -> None:
+def test_records_that_are_lost_for_good_are_a_gap_and_the_run_goes_on(dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
     dcs.start("a")  # without a disk
     old = term(dcs)
     old.steps(30)
@@ -191,6 +193,9 @@ def test_records_that_are_lost_for_good_are_a_gap_and_the_run_goes_on(dcs: DcsCl
     while not new.history.full:
         new.step(2000)
     assert new.history.end - new.history.sealed <= TAIL
+    with pytest.raises(ChunkMissing):
+        new.seal()
+    monkeypatch.setattr(spool, "_GIVE_UP_S", 0.0)
     new.seal()
     new.steps(2)
     found = records(new.copy())
