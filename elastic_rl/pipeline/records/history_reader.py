@@ -46,12 +46,13 @@ class HistoryReader:
     def parts(self, copy: Path) -> Iterator[bytes]:
         """The history in parts: of the copy at this path, as far as that goes, and then of etcd; or, where the copy
         does not have all that is sealed, of the stream. A line that a user has changed in the middle of a copy is not
-        noticed here; its writer notices it. What cannot be had now is a record of kind ``gap``. Raises OSError."""
-        history = self._history
-        if history is None:
-            return
-        tail = history.read(history.sealed) or b""
-        if (there := self._bytes_of_tail(copy, tail)) is None:
+        noticed here; its writer notices it. What cannot be had now is a record of kind ``gap``. Of a job without a
+        history there is what the file has. Raises OSError."""
+        tail, there = b"", 0 if copy.exists() else None
+        if self._history is not None:
+            tail = self._history.read(self._history.sealed) or b""
+            there = self._bytes_of_tail(copy, tail)
+        if there is None:
             yield from map(self._read, self._segments())
             yield tail
             return
@@ -92,7 +93,8 @@ class HistoryReader:
         return found[-most_bytes:]
 
     def _segments(self) -> list[Segment]:
-        assert self._history is not None
+        if self._history is None:
+            return []
         if self._sealed is None:
             try:
                 version = reads.head(self._etcd, self._keys, Stream.RUN_LOG)
