@@ -40,11 +40,13 @@ from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftove
 from elastic_rl.host.address import own_address
 from elastic_rl.host.agent.status import AgentWatch
 from elastic_rl.host.compute_services import ray_epoch
+from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.job import check as job_check
+from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.pipeline.records.run_events import PRODUCER
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.runtime.files import preflight_writes
@@ -271,8 +273,9 @@ def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:
 
 def _start_injector(ctx: RunContext, etcd: EtcdClient, info: ClusterInfo, fault_plan: FaultPlan) -> FaultInjector:
     context = FaultContext(ctx.config, etcd, ctx.keys, AdminClient(info))
-    injector = FaultInjector(context, RunLog(JobPaths.of(ctx.config).steps),
-                             fault_plan(context, ctx.config.train.steps))
+    paths = JobPaths.of(ctx.config)
+    injector = FaultInjector(context, RunLog(LineFile(paths.faults)), fault_plan(context, ctx.config.train.steps),
+                             paths.steps)
     injector.start()
     return injector
 
@@ -299,11 +302,25 @@ def write_report(ctx: RunContext, code: int | None, *, wall_s: float) -> Path:
     """Writes report.json and report.html to the job's folder; returns the path of the page. Where etcd does not answer,
     the report is made from the run's own records, and says so. Raises OSError."""
     cfg, paths = ctx.config, JobPaths.of(ctx.config)
-    records = report_build.read_records(paths.steps)
+    records = _records(ctx, _INTERRUPTED_ETCD_BUDGET_S if code is None else _REPORT_ETCD_BUDGET_S)
     facts = _facts(ctx, records, code)
     report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=facts.audit, wall_s=wall_s,
                                 status=facts.status, versions=facts.versions, note=facts.note)
     return report_html.write(report, records, paths)
+
+
+def _records(ctx: RunContext, etcd_budget_s: float) -> list[report_build.Record]:
+    """The records of the job's steps and of its faults: of the file in its folder or, where that is not complete, of
+    etcd and the checkpoint service. Raises OSError."""
+    cfg, paths = ctx.config, JobPaths.of(ctx.config)
+    try:
+        with _connect(ctx, etcd_budget_s) as etcd, HistoryReader(
+                etcd, ctx.keys, io_timeout_s=cfg.dcs.io_timeout_s, security=dcs_security(cfg)) as reader:
+            found = list(report_build.parse_parts(reader.parts(paths.steps)))
+    except ElasticRLError as e:
+        log.warning("the report is made from %s alone: %s", paths.steps, e)
+        found = report_build.read_records(paths.steps)
+    return report_build.in_order(found, report_build.read_records(paths.faults))
 
 
 def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None) -> _Facts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -27,8 +28,12 @@ from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 if TYPE_CHECKING:
     from elastic_rl.cli.live_view import LiveView
     from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+    from elastic_rl.etcd.client import EtcdClient
     from elastic_rl.host.job_run import RunReading
     from elastic_rl.host.local_cluster import Cluster
+    from elastic_rl.report.build import Record
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _READ_EVERY_S = 1.0
@@ -37,6 +42,8 @@ _ANSWER_S = 15.0
 """Longest wait for the answer whether to detach or to stop."""
 _VIEW_ETCD_BUDGET_S = 1.0
 """Retries of the live view, which reads again anyway."""
+_PAST_BYTES, _PAST_TIMEOUT_S = 1 << 20, 5.0
+"""Most of what a job did before that is read where its file is not there yet, and the longest wait for a DCS node."""
 
 
 class Detached(KeyboardInterrupt):
@@ -76,12 +83,29 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
         reading = cluster.run.last_seen()
     etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
-                    started_at=reading.submitted_at or None, skip_past=attached)
+                    started_at=reading.submitted_at or None, skip_past=attached, faults_path=paths.faults,
+                    past=() if paths.steps.exists() else _past(cluster, etcd))
     try:
         return _await_end(cluster, view)
     finally:
         view.close()
         etcd.close()
+
+
+def _past(cluster: Cluster, etcd: EtcdClient) -> list[Record]:
+    """The newest records of a job whose file is not there yet. None where they cannot be had: the view goes on without.
+    """
+    from elastic_rl.etcd.keys import Keys
+    from elastic_rl.host.job_secrets import dcs_security
+    from elastic_rl.pipeline.records.history_reader import HistoryReader
+    from elastic_rl.report.build import parse_lines
+    cfg = cluster.cfg
+    try:
+        with HistoryReader(etcd, Keys(cfg.job), io_timeout_s=_PAST_TIMEOUT_S, security=dcs_security(cfg)) as reader:
+            return list(parse_lines(reader.end(_PAST_BYTES).decode(errors="replace").splitlines()))
+    except ElasticRLError as e:
+        log.warning("the records of before cannot be read: %s", e)
+        return []
 
 
 def _await_end(cluster: Cluster, view: LiveView) -> RunReading:

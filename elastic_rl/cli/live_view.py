@@ -1,12 +1,13 @@
 """The progress of a run for a person: a live view on a terminal, plain lines elsewhere.
 
-Reads the run's steps.jsonl and a few records of etcd, and changes nothing. When etcd does not answer, the view says so,
-and for how long. ``RunState`` is the pure part.
+Reads the end of the run's records and a few records of etcd, and changes nothing. When etcd does not answer, the view
+says so, and for how long. ``RunState`` is the pure part.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _READ_BYTES = 4 << 20
 """Most of steps.jsonl that is read at once."""
+_PAST_BYTES = 16 << 20
+"""Most of what is in a file already that is read: a year of steps has gigabytes, and the view shows its end."""
 _MAX_POINTS = 4000
 """Points of a series that are kept; beyond it every second one of the older half is dropped."""
 _MAX_NOTES = 3
@@ -87,6 +90,8 @@ def plain_line(record: Record, steps: int) -> str:
             start, end = record.get("injected_at"), record.get("healed_at")
             outcome = f"healed after {end - start:.1f} s" if start is not None and end is not None else "not healed yet"
             return f"fault {record['name']} at step {record.get('step')} on {record.get('target')}: {outcome}"
+        case "gap":
+            return "records are missing here" + (f": {reason}" if (reason := record.get("reason")) else "")
         case other:
             return f"{other}: {record}"
 
@@ -100,16 +105,24 @@ def _e(value: Any) -> str:
 
 
 class Tail:
-    """New complete lines of a file that another process appends to, in parts of a bounded size."""
+    """The last complete lines of a file that another process appends to, and the new ones, in parts of a bounded
+    size."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._incomplete = path, 0, b""
+        self._path, self._offset, self._incomplete = path, -1, b""
+
+    @property
+    def found(self) -> bool:
+        """Whether there was a file."""
+        return self._offset >= 0
 
     def records(self) -> list[Record]:
         """The next ones; empty when the end of the file is reached."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as f:
+            if not self.found:  # the first line may be cut, and is no record then
+                self._offset = max(0, f.seek(0, os.SEEK_END) - _PAST_BYTES)
             f.seek(self._offset)
             data = f.read(_READ_BYTES)
         self._offset += len(data)
@@ -277,15 +290,19 @@ class LiveView:
     """
 
     def __init__(self, *, job: str, steps: int, steps_path: Path, etcd: EtcdClient, console: Console | None = None,
-                 interval_s: float = 0.5, started_at: float | None = None, skip_past: bool = False) -> None:
+                 interval_s: float = 0.5, started_at: float | None = None, skip_past: bool = False,
+                 past: Iterable[Record] = (), faults_path: Path | None = None) -> None:
         """``started_at``: when the run was submitted, in unix seconds; now if it is not given. ``skip_past``: of the
-        records that are there already only the last one gets a line."""
+        records that are there already only the last one gets a line. ``past``: records of before, for while there is
+        no file at ``steps_path``. ``faults_path``: file of the faults that are injected."""
         self._job, self._reader = job, ClusterReader(etcd, Keys(job), interval_s=interval_s)
         self._tail, self.state = Tail(steps_path), RunState(steps)
+        self._faults, self._past = Tail(faults_path) if faults_path is not None else None, list(past)
         self._console = console or RunConsole()
         self._interval_s, self._next = interval_s, 0.0
         self._started_at = time.time() if started_at is None else started_at
-        self._skips, self._doing = skip_past, ""
+        self._awaits_file = bool(self._past)
+        self._skips, self._doing = skip_past or self._awaits_file, ""
         self._printed: deque[str] = deque(maxlen=_MAX_SEEN)
         self._outages: dict[str, str] = {}
         """What this process waited for at the last refresh, for the plain lines."""
@@ -319,7 +336,7 @@ class LiveView:
         if not self.state.steps and cluster.status is not None:
             self.state.steps = cluster.status.steps  # it follows from the data
         past: Record | None = None
-        while new := self._tail.records():
+        while new := self._next_records():
             for record in new:
                 self.state.add(record)
                 if self._skips:
@@ -332,7 +349,7 @@ class LiveView:
             return
         if past is not None:
             self._print(plain_line(past, self.state.steps))
-        self._skips = False
+        self._skips = self._awaits_file and not self._tail.found
         self._print_wait(cluster.status)
         self._print_outages({**({"etcd": _outage(cluster)} if cluster.error else {}),
                              **{name: f"{name} {why}" for name, why in self._waiting.items()}})
@@ -340,6 +357,11 @@ class LiveView:
             if event.id not in self._printed:
                 self._printed.append(event.id)
                 self._print(f"event {event.kind} {event.subject}: {event.message}")
+
+    def _next_records(self) -> list[Record]:
+        past, self._past = self._past, []
+        new = past or self._tail.records() or (self._faults.records() if self._faults is not None else [])
+        return [record for record in new if record["kind"] != "history"]
 
     def _print_wait(self, status: JobStatus | None) -> None:
         """A line when the run begins to wait for another part of the system, and one when it goes on."""

@@ -21,6 +21,8 @@ class Stream(StrEnum):
     """Weights of the value model, of a job that has one."""
     CRITIC_STATE = "critic_state"
     """What the critic's group resumes from."""
+    RUN_LOG = "run_log"
+    """The records of the run: a tensor of bytes for each sealed segment."""
 
 
 class DcsConfig(Section):
@@ -97,7 +99,7 @@ class DcsConfig(Section):
     durable_url: str = ""
     """Durable store that committed versions are copied to: an fsspec URL, such as s3://bucket/path or
     file:///mnt/ckpt. Empty: no version is copied."""
-    durable_streams: list[Stream] = [Stream.POLICY, Stream.TRAINER_STATE, Stream.CRITIC_STATE]
+    durable_streams: list[Stream] = [Stream.POLICY, Stream.TRAINER_STATE, Stream.CRITIC_STATE, Stream.RUN_LOG]
     """Streams that are copied to ``durable_url``, in turns. The states of policy and critic are copied in pairs."""
     durable_keep_versions: Positive = 3
     """Number of versions kept of each stream at ``durable_url``, besides the newest states of policy and critic that

@@ -133,6 +133,17 @@ class OutputState(Record):
     """The output is one file; no piece is needed any more."""
 
 
+class RunLogHead(Record):
+    """Where the history of a job's records stands. The actor writes it under its term, and with each commit of the
+    stream ``run_log`` in the transaction of that."""
+
+    id: str
+    """Random; made by the job's first start, so that the records of another job of this name are never taken for
+    this one's."""
+    sealed: int = 0
+    """Offset up to which the history is in the stream, in bytes. What follows is under ``Keys.run_log_prefix``."""
+
+
 class GroupLease(Record):
     """The prompt groups that a producer works on. It is void once a newer term of the actor has begun, or a newer
     epoch."""

@@ -171,6 +171,22 @@ class Keys(LeaderKeys):
     def step_metrics(self, step: int) -> str:
         return f"{self.steps_prefix()}{step:09d}"
 
+    def run_log_prefix(self) -> str:
+        """The records of the run, as far as they are not in the checkpoint service, and where they begin."""
+        return f"{self.root}run_log/"
+
+    def run_log_head(self) -> str:
+        """Identity of the history, and the offset up to which it is sealed in the stream ``run_log``."""
+        return f"{self.run_log_prefix()}head"
+
+    def run_log_segment_prefix(self, start: int) -> str:
+        """The bytes of the segment that begins at this offset, while it is not sealed."""
+        return f"{self.run_log_prefix()}tail/{start:016d}/"
+
+    def run_log_block(self, start: int, offset: int) -> str:
+        """A run of bytes of a segment; ``offset``: of the first one in the history."""
+        return f"{self.run_log_segment_prefix(start)}{offset:016d}"
+
     def samples_prefix(self) -> str:
         """Samples that were trained on, for people: a ring of a fixed number of slots."""
         return f"{self.root}samples/"

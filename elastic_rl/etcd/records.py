@@ -12,6 +12,7 @@ from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
     GroupLease,
     JobStatus,
     OutputState,
+    RunLogHead,
     SampleRecord,
     StepMetrics,
 )

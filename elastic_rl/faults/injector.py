@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -49,9 +50,11 @@ class FaultInjector(threading.Thread):
     """Plays the entries of a plan. Each waits for its step, and for the recovery from the faults before it. An etcd
     that is away makes it wait, however long."""
 
-    def __init__(self, context: FaultContext, run_log: RunLog, plan: list[tuple[int, Sequence[Fault]]]) -> None:
+    def __init__(self, context: FaultContext, run_log: RunLog, plan: list[tuple[int, Sequence[Fault]]], steps: Path
+                 ) -> None:
+        """``run_log``: for the records of the faults. ``steps``: the file with those of the run."""
         super().__init__(name="fault-injector", daemon=True)
-        self.context, self.run_log, self.plan = context, run_log, plan
+        self.context, self.run_log, self.plan, self.steps = context, run_log, plan, steps
         self.stopping = threading.Event()
 
     def run(self) -> None:
@@ -87,7 +90,7 @@ class FaultInjector(threading.Thread):
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
-        steps = [r for r in read_records(self.run_log.path)
+        steps = [r for r in read_records(self.steps)
                  if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         try:

@@ -230,7 +230,7 @@ class Cluster:
         keys = Keys(self.cfg.job)
         with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
             if etcd.get(keys.job_spec()) is None and etcd.get(keys.epoch()) is None:
-                self._set_aside(self._job.steps, self._job.model)
+                self._set_aside(self._job.steps, self._job.faults, self._job.model)
             lost = not kept_state.keeps_versions(self.cfg) and any(
                 etcd.get(keys.stream_head(stream)) is not None for stream in Stream)
         if lost:
@@ -402,7 +402,7 @@ class Cluster:
         self._set_aside(data)
         self.singletons.clear()
         if not self.named:
-            self._set_aside(self._job.steps, self._job.model)
+            self._set_aside(self._job.steps, self._job.faults, self._job.model)
         self._new_data = data
 
     def _set_aside(self, *paths: Path) -> None:

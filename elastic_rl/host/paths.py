@@ -141,8 +141,13 @@ class JobPaths:
 
     @property
     def steps(self) -> Path:
-        """Records of the run, a JSON object a line (``RunLog``)."""
+        """Records of the run, a JSON object a line: the copy of the job's history on this host (``LocalCopy``)."""
         return self.folder / "steps.jsonl"
+
+    @property
+    def faults(self) -> Path:
+        """Records of the faults that ``--faults`` has injected, in the same form. They are no part of the history."""
+        return self.folder / "faults.jsonl"
 
     @property
     def report(self) -> Path:
@@ -230,6 +235,11 @@ class JobPaths:
     def train_lock(self) -> Path:
         """Lock of the process that trains the job (``Cluster.training``)."""
         return self.private / "train.lock"
+
+    @property
+    def run_log_lock(self) -> Path:
+        """Lock of the process that writes ``steps``."""
+        return self.private / "run_log.lock"
 
     @property
     def engine_key(self) -> Path:

@@ -6,6 +6,7 @@ timeline and in ``steps_redone``.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +25,11 @@ def read_records(path: Path) -> list[Record]:
     return list(parse_lines(path.read_text(errors="replace").splitlines()))
 
 
+def in_order(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """The records of two files by time, each file in its own order."""
+    return list(heapq.merge(records, others, key=lambda record: float(record.get("at") or 0.0)))
+
+
 def parse_lines(lines: Iterable[str]) -> Iterable[Record]:
     """Records of JSON lines; what is not a whole JSON object is skipped."""
     for line in lines:
@@ -33,6 +39,15 @@ def parse_lines(lines: Iterable[str]) -> Iterable[Record]:
             continue
         if isinstance(record, dict) and "kind" in record:
             yield record
+
+
+def parse_parts(parts: Iterable[bytes]) -> Iterable[Record]:
+    """Records of JSON lines that come in parts, which may end within a line."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from parse_lines(line.decode(errors="replace") for line in lines)
+    yield from parse_lines([rest.decode(errors="replace")])
 
 
 def effective_steps(records: Iterable[Record], kind: str = "step") -> list[Record]:

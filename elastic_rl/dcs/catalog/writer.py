@@ -16,6 +16,7 @@ from elastic_rl.dcs.registered_nodes import RECOVER_HINT, read_nodes, registrati
 from elastic_rl.errors import CatalogMismatch, Conflict, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
 
@@ -53,8 +54,11 @@ class StreamWriter:
     state of it, or none while nodes hold versions of one.
     """
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, stream: str, *, epoch: int) -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, stream: str, *, epoch: int, token: FencedWriter | None = None
+                 ) -> None:
+        """``token``: a fencing token that holds in this epoch only, where not everybody of the epoch may publish."""
         self.etcd, self.keys, self.stream, self.epoch = etcd, keys, stream, epoch
+        self._token = token or FencedWriter.of_epoch(etcd, keys, epoch)
         self.identity: CatalogIdentity | None = None
         self._identity_revision = 0
         self._next = (0, 0)  # last number given out, mod revision of its key
@@ -74,7 +78,7 @@ class StreamWriter:
             version = Version(stream=self.stream, number=number, state=VersionState.STAGING, epoch=self.epoch,
                               created_at=time.time(), meta=dict(meta))
             done = self.etcd.txn(
-                [fencing.epoch_guard(keys, self.epoch), self._identity_guard(), Compare.mod(next_key, "==", revision)],
+                [*self._token.guards, self._identity_guard(), Compare.mod(next_key, "==", revision)],
                 [*create, Op.put(next_key, str(number).encode()),
                  Op.put(keys.version(self.stream, number), version.encode()),
                  Op.put(keys.staging_owner(self.stream, number), owner.encode(), lease)],
@@ -87,22 +91,24 @@ class StreamWriter:
             changed = [self._saw_identity(*decode_identity(done.get(keys.dcs_catalog()))),
                        self._saw_next(done.get(next_key)), self._saw_head(done.get(head_key))]
             if not any(changed[:2]):
-                self.require_epoch("begin")
+                self.require_token("begin")
         raise Conflict(f"other publishers of {self.stream} won each of {_TRIES} tries")
 
     def abort(self, staged: Staged) -> None:
-        """Aborts the version if it is still STAGING under this epoch; otherwise there is nothing to do."""
+        """Aborts the version if it is still STAGING under this token; otherwise there is nothing to do."""
         keys, number = self.keys, staged.version.number
         version_key = keys.version(self.stream, number)
         self.etcd.txn(
-            [fencing.epoch_guard(keys, self.epoch), Compare.mod(version_key, "==", staged.revision)],
+            [*self._token.guards, Compare.mod(version_key, "==", staged.revision)],
             [Op.put(version_key, transition(staged.version, VersionState.ABORTED).encode()),
              Op.delete(keys.staging_owner(self.stream, number))])
 
-    def require_epoch(self, what: str) -> None:
+    def require_token(self, what: str) -> None:
+        """Raises Fenced when the token no longer holds."""
         now = fencing.current_epoch(self.etcd, self.keys)
         if now != self.epoch:
             raise Fenced(f"{what} of a {self.stream} version refused: epoch {self.epoch} is over, the run is in {now}")
+        self._token.require()
 
     # -- what was last seen ------------------------------------------------------------------------------------------
     def _first_identity(self) -> CatalogIdentity:
@@ -152,7 +158,7 @@ class StreamWriter:
     def _commit_conditions(self, pending: PendingCommit) -> list[Compare]:
         version, owner, head = self._commit_keys(pending)
         revision = pending.staged.revision
-        return [Compare.mod(version, "==", revision), Compare.mod(owner, "==", revision),
+        return [*self._token.guards, Compare.mod(version, "==", revision), Compare.mod(owner, "==", revision),
                 Compare.mod(head, "==", self._head[1])]
 
     def _commit_writes(self, pending: PendingCommit, version: Version, as_of: int) -> list[Op]:
@@ -193,7 +199,7 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
         identity = first.identity.replace(commits=first.identity.commits + 1)
         registered, as_of = registration_guards(etcd, keys, acknowledged, first.identity)
         done = etcd.txn(
-            [fencing.epoch_guard(keys, first.epoch), first._identity_guard(), *registered,
+            [first._identity_guard(), *registered,
              *(c for p in pending for c in p.writer._commit_conditions(p))],
             [Op.put(keys.dcs_catalog(), identity.encode()),
              *(op for p, v in zip(pending, versions, strict=True) for op in p.writer._commit_writes(p, v, as_of)),
@@ -203,8 +209,8 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
             for p in pending:
                 p.writer._committed(p.staged.version.number, identity, done.revision)
             return versions
-        first.require_epoch("commit")
         for p in pending:
+            p.writer.require_token("commit")
             version, owner, head = (done.get(key) for key in p.writer._commit_keys(p))
             p.writer._saw_identity(*decode_identity(done.get(keys.dcs_catalog())))
             p.writer._saw_head(head)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from elastic_rl.dcs.connection import NodeConnection, Progress
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.publish import parts
+from elastic_rl.dcs.publish.kept_chunks import KeptChunks
 from elastic_rl.dcs.publish.part_writer import LocalArena, PartWriter
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.security import Security
@@ -41,6 +42,7 @@ from elastic_rl.errors import (
     OutcomeUnknown,
 )
 from elastic_rl.etcd.client import EtcdClient, KeptLease, Op
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import ReplicaSets, Version
 from elastic_rl.telemetry import traces
@@ -70,16 +72,16 @@ class Publisher:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, stream: str, *, epoch: int, owner: str, chunk_bytes: int,
                  replicas: int = 1, digest: str = XXH3, staging_ttl_s: int, io_timeout_s: float = 30.0,
-                 node: str = "", security: Security | None = None) -> None:
+                 node: str = "", security: Security | None = None, token: FencedWriter | None = None) -> None:
         """``replicas``: nodes that must hold every chunk before the commit. ``digest``: the kind that names chunks.
-        ``node``: id of the node to write to, where a host has several."""
+        ``node``: id of the node to write to, where a host has several. ``token``: see ``StreamWriter``."""
         self.stream = stream
         self._etcd, self._keys = etcd, keys
         self._owner, self._chunk_bytes, self._replicas = owner, chunk_bytes, replicas
         self._digest, self._staging_ttl_s = digest, staging_ttl_s
         self._client = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
         self._arena = LocalArena(self._client)
-        self._writer = StreamWriter(etcd, keys, stream, epoch=epoch)
+        self._writer = StreamWriter(etcd, keys, stream, epoch=epoch, token=token)
         self._lease: KeptLease | None = None
         self._last: Manifest | None = None
         self._lock = threading.Lock()
@@ -97,14 +99,22 @@ class Publisher:
         used again. Raises OutcomeUnknown when etcd went away during the commit: read the catalog before publishing
         again.
         """
+        def write() -> Part:
+            writer = PartWriter(self._arena, chunk_bytes=self._chunk_bytes, digest=self._digest, seal_early=True)
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+            return writer.seal()
+
+        return self.publish_part(write, meta=meta, also=also)
+
+    def publish_part(self, write: Callable[[], Part], *, meta: Mapping[str, Any], also: Sequence[Op] = (),
+                     kept: KeptChunks | None = None) -> Version:
+        """Publishes what ``write`` stores on the node of ``local``, as ``publish`` does. ``kept``: see ``store``."""
         with self._lock, traces.span("dcs.publish", stream=self.stream):
             staged: Staged | None = None
             try:
                 staged = self.begin(meta)
-                writer = PartWriter(self._arena, chunk_bytes=self._chunk_bytes, digest=self._digest, seal_early=True)
-                for name, tensor in tensors:
-                    writer.add(name, tensor)
-                stored = self.store(staged, [writer.seal()])
+                stored = self.store(staged, [write()], kept=kept)
                 version = commit([stored], also=also)[0]
             except OutcomeUnknown:
                 self.drop_lease()
@@ -114,6 +124,11 @@ class Publisher:
                 raise
             self.release_holds(stored, version)
             return version
+
+    def local(self) -> NodeConnection:
+        """The connection to this host's node; what is put or sealed on it is held for this publisher. Raises
+        NodeUnavailable and AccessDenied."""
+        return self._client.local()
 
     # -- step by step ------------------------------------------------------------------------------------------------
     def begin(self, meta: Mapping[str, Any]) -> Staged:
@@ -128,25 +143,28 @@ class Publisher:
         failpoints.reach("publish.begun")
         return staged
 
-    def store(self, staged: Staged, of: Sequence[Part], *, hold: bool = False, deadline: float = float("inf")
-              ) -> StoredVersion:
+    def store(self, staged: Staged, of: Sequence[Part], *, hold: bool = False, deadline: float = float("inf"),
+              kept: KeptChunks | None = None) -> StoredVersion:
         """Merges the parts, stores the manifest and has everything replicated.
 
         ``hold``: hold the parts' chunks for this publisher too, since their writer may die before the commit.
-        ``deadline``: monotonic time. Raises DeadlineExceeded, NodeUnavailable, Conflict (a node was restarted),
-        ChunkMissing, ArenaFull and DiskFull.
+        ``kept``: chunks of the parts that need no hold, since the head of the stream keeps them. ``deadline``:
+        monotonic time. Raises DeadlineExceeded, NodeUnavailable, Conflict (a node was restarted), ChunkMissing,
+        ArenaFull and DiskFull.
         """
         with traces.span("dcs.store", stream=self.stream, version=staged.version.number):
-            return self._store_parts(staged, of, hold, deadline)
+            return self._store_parts(staged, of, hold, deadline, kept)
 
-    def _store_parts(self, staged: Staged, of: Sequence[Part], hold: bool, deadline: float) -> StoredVersion:
+    def _store_parts(self, staged: Staged, of: Sequence[Part], hold: bool, deadline: float, kept: KeptChunks | None
+                     ) -> StoredVersion:
         manifest, writers = parts.merge(of)
         written = merge_acknowledged({part.node: part.incarnation} for part in of if part.chunks)
         local = self._client.local()
         digest = local.put(manifest.encode(), digest=self._digest)
         failpoints.reach("publish.manifest")
         replication = _Replication(self._client, self._writer, manifest, digest, local.node.id, self._replicas,
-                                   deadline, delta.bases(self._last, manifest) if self._last is not None else {})
+                                   deadline, delta.bases(self._last, manifest) if self._last is not None else {},
+                                   kept)
         sources = dict(zip(writers, manifest.part_digests(), strict=True))
         held = {n: [d for part in of if part.node == n for d in part.chunks] if hold else [] for n in writers}
         stored, failed = in_parallel(
@@ -217,10 +235,11 @@ class _Replication:
     """Copies the parts of one version from the nodes that wrote them to others. Thread-safe."""
 
     def __init__(self, client: DcsClient, writer: StreamWriter, manifest: Manifest, manifest_digest: str,
-                 manifest_node: str, replicas: int, deadline: float, bases: Mapping[str, str]) -> None:
+                 manifest_node: str, replicas: int, deadline: float, bases: Mapping[str, str],
+                 kept: KeptChunks | None) -> None:
         """``manifest_node``: where the manifest is. ``bases``: see ``NodeConnection.fetch``."""
         self._client, self._manifest, self._digest = client, manifest, manifest_digest
-        self._manifest_node, self._replicas, self._bases = manifest_node, replicas, bases
+        self._manifest_node, self._replicas, self._bases, self._kept = manifest_node, replicas, bases, kept
         self._in_time = _within(deadline)
         catalog = writer.identity.id if writer.identity is not None else ""
         self._ids = [i for i, n in client.registered().items() if n.belongs_to(catalog)] if replicas > 1 else []
@@ -258,6 +277,9 @@ class _Replication:
     def _copy(self, target: str, source: str, digests: Sequence[str]) -> str:
         """Has a node fetch a part; the incarnation that acknowledged."""
         connection = self._client.connect(target)
+        if self._kept is not None:
+            self._kept.bring(connection, prefer=[source], on_progress=self._in_time)
+            digests = [d for d in digests if d not in self._kept.chunks]
         connection.fetch(
             [self._digest, *digests], prefer=[source], hold=True, sizes={d: self._manifest.chunks[d] for d in digests},
             bases={d: self._bases[d] for d in digests if d in self._bases}, on_progress=self._in_time)

@@ -1,9 +1,8 @@
-"""Records of the run: one JSON object per line in ``steps.jsonl``; the job's status and its step metrics in etcd."""
+"""Records of the run: its log, one JSON object a line; the job's status and its step metrics in etcd."""
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -22,6 +21,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
+from elastic_rl.pipeline.records.history import Block, History, record_line
+from elastic_rl.pipeline.records.tail_keys import put_ops
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.runtime.files import open_for_readers
 from elastic_rl.telemetry.trackers import Trackers
@@ -35,20 +36,35 @@ _WAITING_FOR = 4000
 """Longest text of a wait, in characters."""
 
 
-class RunLog:
-    """Appends each record as a line of its own, also after one that was cut off, by a full disk or a crash, so that a
-    failed write costs one record and no other. Passes each record to ``trackers``."""
+class LineSink(Protocol):
+    """Takes the lines of a run's log, each with its newline. Raises nothing."""
 
-    def __init__(self, path: Path, trackers: Trackers | None = None) -> None:
+    def append(self, line: bytes) -> None: ...
+
+
+class LineFile:
+    """Appends each line to a file, also after one that was cut off, by a full disk or a crash, so that a failed write
+    costs one line and no other."""
+
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._trackers = path, trackers
+        self._path = path
+
+    def append(self, line: bytes) -> None:
+        try:
+            _append(self._path, line)
+        except OSError as e:  # a full disk must not end the run
+            log.error("%s cannot be written, so the report will lack a record: %s", self._path, e)
+
+
+class RunLog:
+    """The records of a run, for ``sink``, each as a line of its own. Passes them to ``trackers`` too."""
+
+    def __init__(self, sink: LineSink, trackers: Trackers | None = None) -> None:
+        self._sink, self._trackers = sink, trackers
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps({"kind": kind, "at": time.time(), **fields}) + "\n"
-        try:
-            _append(self.path, line.encode())
-        except OSError as e:  # a full disk must not end the run: etcd has what it needs
-            log.error("%s cannot be written, so the report will lack this %s: %s", self.path, kind, e)
+        self._sink.append(record_line(kind, **{"at": time.time(), **fields}))
         if self._trackers is not None:
             self._trackers.offer(kind, fields)
 
@@ -75,13 +91,16 @@ class JobStatusWriter:
     """Writes the job's status and step metrics. The record in etcd is the truth; memory has a copy for the next write.
     Thread-safe.
 
-    One transaction under the actor's fencing token writes a step's status together with its metrics, and a recovery's
-    status together with the deletion of the metrics that it undoes.
+    One transaction under the actor's fencing token writes a step's status together with its metrics and with what the
+    run's log has got since the last one, and a recovery's status together with the deletion of the metrics that it
+    undoes.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, *, steps: int, seed: int,
-                 clock: Callable[[], float] = time.time) -> None:
-        """``writer``: holds the fencing token of the actor. Raises EtcdUnavailable."""
+                 clock: Callable[[], float] = time.time, history: History | None = None) -> None:
+        """``writer``: holds the fencing token of the actor. ``history``: the run's log, if this writer is to write its
+        tail. Raises EtcdUnavailable."""
+        self._history = history
         self._etcd, self._keys, self._writer, self._clock = etcd, keys, writer, clock
         found = etcd.get(keys.job_status())
         self.latest = readable_one(found, JobStatus) or JobStatus(
@@ -166,9 +185,24 @@ class JobStatusWriter:
             self._activity.update(now, "")
         shown = self._activity.visible(now)
         new = self.latest.replace(**{"phase": phase, "updated_at": now, **asdict(shown), **changes})
-        self._writer.write(Op.put(self._keys.job_status(), new.encode()), *ops)
+        blocks = self._blocks()
+        self._writer.write(Op.put(self._keys.job_status(), new.encode()), *ops, *put_ops(self._keys, blocks))
         self.latest = new
         self._activity.written(shown)
+        if self._history is not None:
+            self._history.commit(blocks)
+
+    def _blocks(self) -> Sequence[Block]:
+        """What the run's log has got since the last write. What does not fit into one transaction with the status is
+        written before it."""
+        if self._history is None:
+            return ()
+        while True:
+            blocks, more = self._history.pending()
+            if not more:
+                return blocks
+            self._writer.write(*put_ops(self._keys, blocks))
+            self._history.commit(blocks)
 
     def _put(self, metrics: StepMetrics) -> Op:
         return Op.put(self._keys.step_metrics(metrics.step), metrics.encode())

@@ -9,8 +9,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_rl.config import Stream
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource, make_source
+from elastic_rl.dcs.publish.growing_stream import GrowingStream
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -20,10 +22,13 @@ from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.pipeline.records.history import History
 from elastic_rl.pipeline.records.reporting import SampleWriter
 from elastic_rl.pipeline.records.run_events import PRODUCER, RunEvents, emitter
 from elastic_rl.pipeline.records.run_log import JobStatusWriter, RunLog
 from elastic_rl.pipeline.records.sample_ring import SampleRing
+from elastic_rl.pipeline.records.spool import Spool
+from elastic_rl.pipeline.records.tail_keys import open_history
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.telemetry.trackers import Trackers
@@ -47,8 +52,9 @@ class ActorTerm:
     """One term of the actor; it is shared by the stages of a mode, in the loop's thread."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, number: int, writer: FencedWriter,
-                 status: JobStatusWriter, stopping: threading.Event) -> None:
-        """``writer``: holds the term's fencing token. ``stopping``: ends every wait with Fenced."""
+                 status: JobStatusWriter, history: History, stopping: threading.Event) -> None:
+        """``writer``: holds the term's fencing token. ``history``: whose tail ``status`` writes. ``stopping``: ends
+        every wait with Fenced."""
         self.ctx, self.cfg, self.etcd, self.keys, self.member = ctx, ctx.config, etcd, ctx.keys, member
         self.number, self.writer, self.status = number, writer, status
         self.phase, self.step = "starting", 0
@@ -59,11 +65,15 @@ class ActorTerm:
         self.emit = emitter(writer, self.waits)
         self.events = RunEvents(etcd, ctx.keys, self.emit)
         paths = JobPaths.of(self.cfg)
-        self.run_log = RunLog(paths.steps, Trackers.from_names(
+        self.run_log = RunLog(history, Trackers.from_names(
             self.cfg.telemetry.trackers, paths.folder, self.cfg.job, self._tracker_failed,
             wandb_mode=self.cfg.telemetry.wandb_mode))
         self.samples = SampleWriter(SampleRing(etcd, ctx.keys, writer), ctx.model_dir)
         self.security = dcs_security(self.cfg)
+        stream = GrowingStream(etcd, ctx.keys, Stream.RUN_LOG, self.cfg.dcs, epoch=ctx.epoch, token=writer,
+                               owner=f"actor-{number}", security=self.security)
+        self._spool = Spool(etcd, ctx.keys, history, stream, self.cfg.dcs, path=paths.steps, lock=paths.run_log_lock)
+        self._spool.start()
 
     @classmethod
     def begin(cls, ctx: RunContext, etcd: EtcdClient, member: Membership, stopping: threading.Event) -> ActorTerm:
@@ -73,13 +83,15 @@ class ActorTerm:
         waits.stage("starting")
         number = waits.retry("etcd", lambda: fencing.begin_term(etcd, ctx.keys, ctx.epoch, member.incarnation))
         writer = FencedWriter.of_term(etcd, ctx.keys, ctx.epoch, number)
+        history = waits.retry("etcd", lambda: open_history(etcd, ctx.keys, writer, ctx.job))
         status = waits.retry("etcd", lambda: JobStatusWriter(
-            etcd, ctx.keys, writer, steps=ctx.config.total_steps, seed=ctx.config.seed))
-        term = cls(ctx, etcd, member, number, writer, status, stopping)
+            etcd, ctx.keys, writer, steps=ctx.config.total_steps, seed=ctx.config.seed, history=history))
+        term = cls(ctx, etcd, member, number, writer, status, history, stopping)
         term.waits.stage("starting")
         return term
 
     def close(self) -> None:
+        self._spool.close()
         self.run_log.close()
 
     def open_source(self) -> tuple[CheckedSource, SourceReads]:

@@ -28,7 +28,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.report.build import read_records
+from elastic_rl.pipeline.records.history_reader import HistoryReader
+from elastic_rl.report.build import effective_steps, read_records
 from elastic_rl.trainer.progress import Progress
 
 MakeJob = Callable[..., SimulatedJob]
@@ -169,6 +170,20 @@ def test_each_evaluation_set_is_evaluated_and_shown_by_name(make_job: MakeJob, e
     assert last.eval_sets == {"small": 1.0, "large": 1.0}
     found = [r for r in read_records(JobPaths.of(job.cfg).steps) if r["kind"] == "eval"]
     assert [r["step"] for r in found] == [0, 3, 6] and all(len(r["eval_sets"]) == 2 for r in found)
+
+
+def test_records_of_actors_that_follow_one_another_are_one_history(job: SimulatedJob, tmp_path: Path) -> None:
+    job.start_actor()
+    job.wait_for(2)
+    job.start_actor()
+    job.finish()
+    with HistoryReader(job.etcd, job.keys, io_timeout_s=5, security=None) as reader:
+        shared = b"".join(reader.parts(tmp_path / "none"))
+    copy = JobPaths.of(job.cfg).steps
+    wait_until(lambda: copy.read_bytes() == shared, what="the copy of all records")
+    found = read_records(copy)
+    assert found[0]["kind"] == "history" and not [r for r in found if r["kind"] == "gap"]
+    assert [r["step"] for r in effective_steps(found)] == [*range(1, STEPS + 1)]
 
 
 def test_step_that_fails_after_an_update_waits_for_a_restarted_trainer(job: SimulatedJob) -> None:

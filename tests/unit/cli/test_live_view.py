@@ -152,6 +152,38 @@ def test_view_of_a_run_that_is_under_way_begins_with_its_last_record(tmp_path: P
     assert len(view.state.rewards) == 3 + (new[0]["kind"] == "step"), "the whole run is shown"
 
 
+def test_view_whose_file_is_not_there_yet_begins_with_the_records_that_it_is_given(tmp_path: Path) -> None:
+    path, text = tmp_path / "steps.jsonl", io.StringIO()
+    past, new = records(3, faults=False), {"kind": "step", "step": 4, "reward_mean": 0.5}
+    view = LiveView(job="j", steps=200, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=60), interval_s=0, past=past)
+    view.tick()
+    path.write_text("".join(json.dumps(r) + "\n" for r in [{"kind": "history", "id": "x"}, *past]))
+    view.tick()
+    with path.open("a") as file:
+        file.write(json.dumps(new) + "\n")
+    view.tick()
+    view.close()
+    lines = [line for line in text.getvalue().splitlines() if "waiting for etcd" not in line]
+    last = plain_line(past[-1], 200)
+    assert lines == [last, last, plain_line(new, 200)], "the whole file is no news"
+    assert len(view.state.rewards) == 4
+
+
+def test_view_reads_the_end_of_a_long_file_and_the_faults_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                    ) -> None:
+    monkeypatch.setattr(live_view, "_PAST_BYTES", 200)
+    path, faults = tmp_path / "steps.jsonl", tmp_path / "faults.jsonl"
+    path.write_text("".join(json.dumps({"kind": "step", "step": n, "reward_mean": 0.5}) + "\n" for n in range(1000)))
+    faults.write_text(json.dumps({"kind": "fault", "name": "engine_killed", "target": "e", "step": 9}) + "\n")
+    text = io.StringIO()
+    view = LiveView(job="j", steps=2000, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=60), interval_s=0, faults_path=faults)
+    view.tick()
+    view.close()
+    assert sorted(view.state.rewards) == [996, 997, 998, 999] and len(view.state.notes) == 1
+
+
 class _SlowStore:
     """A store that answers nothing until it is released, and is then gone."""
 

@@ -13,7 +13,7 @@ from support.waiting import wait_until
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.faults import injector as injectors
 from elastic_rl.faults.injector import FaultInjector
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 
 
 class Etcd:
@@ -67,13 +67,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(etcd: Etcd, fault: Fault, path: Path) -> FaultInjector:
-    injector = FaultInjector(Context(etcd), RunLog(path), [(5, [fault])])  # type: ignore[arg-type]
+    injector = FaultInjector(Context(etcd), RunLog(LineFile(path)), [(5, [fault])],  # type: ignore[arg-type]
+                             path.with_name("steps.jsonl"))
     injector.start()
     return injector
 
 
 def test_fault_is_injected_once_and_recorded_despite_a_flaky_etcd(tmp_path: Path) -> None:
-    etcd, path = Etcd(), tmp_path / "steps.jsonl"
+    etcd, path = Etcd(), tmp_path / "faults.jsonl"
     fault = Fault(etcd)
     play(etcd, fault, path).join(60)
     record = json.loads(path.read_text())
@@ -83,13 +84,13 @@ def test_fault_is_injected_once_and_recorded_despite_a_flaky_etcd(tmp_path: Path
 
 def test_time_without_etcd_does_not_count_against_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(injectors, "_DETECT_TIMEOUT_S", 1e-9)  # any answer that is no would be the last one
-    etcd, path = Etcd(), tmp_path / "steps.jsonl"
+    etcd, path = Etcd(), tmp_path / "faults.jsonl"
     play(etcd, Fault(etcd), path).join(60)
     assert json.loads(path.read_text())["healed_at"] is not None
 
 
 def test_injector_ends_with_the_run_and_records_faults_without_etcd(tmp_path: Path) -> None:
-    etcd, path = Etcd(), tmp_path / "steps.jsonl"
+    etcd, path = Etcd(), tmp_path / "faults.jsonl"
     fault = Fault(etcd, lambda: setattr(etcd, "gone", True))
     injector = play(etcd, fault, path)
     wait_until(lambda: fault.injected, what="the fault")

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 
 from elastic_rl.host.processes import spawn
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile
 from elastic_rl.runtime.files import UMASK_ENV, replace_file, user_umask
 
 _MAKES = """
 import pathlib, socket, subprocess, sys
 from elastic_rl.runtime.files import replace_file
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile
 where = pathlib.Path(sys.argv[1])
 socket.socket(socket.AF_UNIX).bind(str(where / "socket"))
 (where / "file").touch()
 (where / "folder").mkdir()
 subprocess.run(["touch", where / "grandchild"], check=True)
 replace_file(where / "output", "x")
-RunLog(where / "steps").write("step")
+LineFile(where / "steps").append(b"{}\\n")
 """
 
 
@@ -61,7 +61,7 @@ def test_artifacts_are_written_where_nobody_may_change_permissions(tmp_path: Pat
     monkeypatch.setattr(os, "fchmod", refuse)
     monkeypatch.setenv(UMASK_ENV, "000")  # another one than that of this process
     replace_file(tmp_path / "output", "x")
-    RunLog(tmp_path / "steps").write("step")
+    LineFile(tmp_path / "steps").append(b"{}\n")
     assert (tmp_path / "output").read_text() == "x" and (tmp_path / "steps").read_text()
 
 
@@ -77,7 +77,7 @@ def test_artifacts_follow_the_umask_of_the_first_process(tmp_path: Path, monkeyp
         (records := tmp_path / "steps").touch()
         records.chmod(0o600)
         replace_file(tmp_path / "output", "x")
-        RunLog(records).write("step")
+        LineFile(records).append(b"{}\n")
     finally:
         os.umask(before)
     assert _modes(tmp_path)["output"] == 0o664 and _modes(tmp_path)["steps"] == 0o600, "a mode that was set stays"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.pipeline import pool_sync
 from elastic_rl.pipeline.pool_sync import PoolSync, Republish
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollout_pool import describe, in_sync, serves
 from elastic_rl.pipeline.schedule import reached
@@ -90,17 +90,17 @@ def test_phases_of_a_step_add_up_to_its_total():
 
 
 def test_incomplete_last_line_of_the_run_log_is_skipped(tmp_path):
-    log = RunLog(tmp_path / "steps.jsonl")
-    log.write("step", step=1)
-    with log.path.open("a") as f:
+    path = tmp_path / "steps.jsonl"
+    RunLog(LineFile(path)).write("step", step=1)
+    with path.open("a") as f:
         f.write(json.dumps({"kind": "step", "step": 2})[:-3])
-    assert [r["step"] for r in read_records(log.path)] == [1]
+    assert [r["step"] for r in read_records(path)] == [1]
 
 
 def test_line_that_was_cut_off_costs_no_other_record(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text('{"kind": "step", "st')
-    log = RunLog(path)
+    log = RunLog(LineFile(path))
     log.write("step", step=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))  # the disk is full

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.waiting import wait_until
 
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import read_records
 from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, scalars
 
@@ -32,7 +32,7 @@ def run_with_a_recovery(folder: Path) -> dict[int, float]:
     def start() -> tuple[RunLog, Trackers]:
         trackers = Trackers.from_names(
             ["tensorboard", "wandb"], folder, "job", lambda name, why: failures.append(f"{name}: {why}"))
-        return RunLog(folder / "steps.jsonl", trackers), trackers
+        return RunLog(LineFile(folder / "steps.jsonl"), trackers), trackers
 
     def step(log: RunLog, number: int, loss: float) -> None:
         log.write("step", step=number, loss=loss, reward_mean=0.5, groups=[1, 2], seconds={"total": 1.0, "train": 0.5},
@@ -159,11 +159,11 @@ def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_pat
     reported: list[tuple[str, str]] = []
     trackers = Trackers({"failing": Failing, "hanging": Hanging, "absent": absent},
                         lambda name, why: reported.append((name, why)))
-    log = RunLog(tmp_path / "steps.jsonl", trackers)
+    log = RunLog(LineFile(path := tmp_path / "steps.jsonl"), trackers)
     for step in range(1, 3001):
         log.write("step", step=step, loss=0.5)
     trackers.close(timeout_s=0.1)
-    assert len(read_records(log.path)) == 3000
+    assert len(read_records(path)) == 3000
     wait_until(lambda: len(reported) == 3, what="three reports")
     assert {name: why.split(":")[0] for name, why in reported} == {
         "failing": "OSError", "absent": "ModuleNotFoundError", "hanging": "too slow"}

@@ -15,7 +15,7 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
-from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import read_records
 from elastic_rl.telemetry.training_metrics import PUBLISH, THROUGHPUT, UPDATE, of_throughput, of_update
 
@@ -70,9 +70,9 @@ def test_measured_step_has_the_rates_of_both_stages(tmp_path: Path) -> None:
     assert StepMetrics.decode(measured.encode()) == measured
     assert "generate_tokens_per_s" not in with_measured(metrics, ANSWER, {"generate": 0.0}).throughput
 
-    log = RunLog(tmp_path / "steps.jsonl")
+    log = RunLog(LineFile(path := tmp_path / "steps.jsonl"))
     log_step(log, measured, [0], [3], [], ANSWER)
-    [record] = read_records(log.path)
+    [record] = read_records(path)
     assert record["throughput"] == measured.throughput and record["kl"] == 0.001 and record["grad_norm"] is None
     assert record["algorithm"] == {"entropy": 1.25, "my_stat": 7.0}
 

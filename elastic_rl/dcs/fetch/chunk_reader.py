@@ -1,0 +1,62 @@
+"""Reading a few tensors of a large version, one after the other, without bringing all of it into the arena. Free of
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.codecs.digests import matches
+from elastic_rl.dcs.connection import NodeConnection
+from elastic_rl.dcs.manifest import Manifest, TensorEntry
+from elastic_rl.errors import ChunkCorrupt, NodeUnavailable
+from elastic_rl.etcd.records import Version
+
+_Connect = Callable[[], NodeConnection]
+
+
+class ChunkReader:
+    """Reads through this host's node or, where it has none, through any other one. The node fetches what it lacks.
+
+    It pins nothing: who reads a version that may be released meanwhile reads the head again after ChunkMissing. Every
+    method raises NodeUnavailable, ChunkMissing, ChunkCorrupt, AccessDenied and EtcdUnavailable. Thread-safe.
+    """
+
+    def __init__(self, client: DcsClient) -> None:
+        self._client = client
+
+    def manifest(self, version: Version) -> Manifest:
+        return Manifest.decode(self._chunk(version.manifest))
+
+    def tensor(self, entry: TensorEntry) -> bytes:
+        """The tensor's bytes, each chunk verified."""
+        found = []
+        for digest, offset, nbytes in entry.slices:
+            found.append(self._chunk(digest)[offset:offset + nbytes])
+        return b"".join(found)
+
+    def _chunk(self, digest: str) -> bytes:
+        connection = self._connection()
+        connection.fetch([digest])
+        data = bytes(connection.get(digest))
+        if not matches(data, digest):
+            raise ChunkCorrupt(f"node {connection.node.id} sent other bytes than those of chunk {digest}")
+        return data
+
+    def _connection(self) -> NodeConnection:
+        last = NodeUnavailable("no DCS node is registered", hint="is the cluster up? `elastic-rl status`")
+        for connect in self._candidates():
+            try:
+                return connect()
+            except NodeUnavailable as e:
+                last = e
+        raise last
+
+    def _candidates(self) -> Iterator[_Connect]:
+        yield self._client.local
+        for node_id in sorted(self._client.registered(), key=self._client.is_unreachable):
+            yield partial(self._client.connect, node_id)
+
+    def close(self) -> None:
+        self._client.close()

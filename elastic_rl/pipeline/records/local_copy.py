@@ -1,0 +1,218 @@
+"""The copy of a job's history on this host: ``steps.jsonl``, which people read.
+
+It only ever gets what etcd has, so each copy is the beginning of the one history, whoever wrote it. A file that is
+something else (a user has edited or replaced it, or it is that of another job of this name) is set aside once the
+history was written to a file beside it, which then takes its place. Where the history has a gap, the file has either
+the bytes, which an earlier actor wrote, or the record of the gap.
+
+One process writes a copy: the one with the lock. Nothing waits for that; without the lock there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from elastic_rl.host import file_lock, kept_state
+from elastic_rl.pipeline.records.history import TAIL_BYTES, History
+from elastic_rl.pipeline.records.segments import Segment, gap_in_file
+from elastic_rl.runtime.files import open_for_readers
+
+log = logging.getLogger(__name__)
+
+_HEAD_BYTES = 256
+"""Bytes in which the record of a gap is looked for."""
+
+
+class SealedHistory(Protocol):
+    """The sealed part of the history. Both raise ElasticRLError."""
+
+    def segments(self) -> Sequence[Segment]:
+        """From 0 to where it is sealed, in order and without holes."""
+
+    def read(self, segment: Segment) -> bytes: ...
+
+
+class LocalCopy:
+    """Checks, makes and continues the copy at a path. For one thread."""
+
+    def __init__(self, path: Path, lock: Path, history: History, sealed: SealedHistory) -> None:
+        """``lock``: the file with the lock."""
+        self._path, self._lock_path, self._history, self._sealed = path, lock, history, sealed
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._lock: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        """The file that is continued: the one at ``path``, or at ``_partial`` while that is being made."""
+        self._replaces = False
+        """Whether the file is at ``_partial``."""
+        self._at = self._file_at = 0
+        """How far the file was checked or written, in the history and in the file. They differ after a gap."""
+        self._seen: tuple[int, ...] = ()
+        """The file at ``path`` as this process left it."""
+
+    def step(self) -> bool:
+        """Does a part of what is to be done; returns whether there is more. Raises OSError, and ElasticRLError where
+        sealed bytes are needed and cannot be had. Then the next call goes on there."""
+        if not self._locked():
+            return False
+        if self._file is None:
+            return self._check()
+        if not self._replaces and self._stat() != self._seen:
+            self._forget()  # somebody else has changed it
+            return True
+        if data := self._next():
+            self._write(data)
+            return True
+        if self._replaces:
+            self._swap()
+        return self._at < self._history.committed
+
+    def intact(self, segment: Segment) -> bytes | None:
+        """The bytes of a segment, if the file at the path has them where they are in the history. Raises nothing."""
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            data = _read(file, segment.start, segment.end - segment.start)
+            return data if segment.has_bytes(data) else None
+        return None
+
+    def close(self) -> None:
+        self._forget()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _locked(self) -> bool:
+        if self._lock is None:
+            self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._lock_path.open("a")
+            if not file_lock.taken(file):
+                file.close()
+                return False
+            self._lock = file
+        return True
+
+    def _forget(self) -> None:
+        """What is at the path is to be checked from its beginning."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._replaces, self._at, self._file_at = None, False, 0, 0
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    # -- checking ------------------------------------------------------------------------------------------------------
+    def _check(self) -> bool:
+        """Compares the next segment of the file at the path with the history."""
+        before, self._seen = self._seen, self._stat()
+        if not self._seen:
+            self._begin_again()
+            return True
+        if self._at and self._seen != before:  # what was compared may be another file's
+            self._forget()
+        with self._path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            agrees = self._agrees(file, size)
+        if agrees is None:
+            return True
+        if not agrees:
+            self._begin_again()
+        elif self._file_at >= size:
+            self._file = self._path.open("ab", buffering=0)
+        return True
+
+    def _agrees(self, file: IO[bytes], size: int) -> bool | None:
+        """Whether what comes next in a file is the history's, which is skipped then. None: ask again."""
+        segment = self._segment()
+        if segment is None:
+            expected = self._history.read(self._at)
+            if expected is None:
+                return None
+            found = _read(file, self._file_at, TAIL_BYTES + 1)
+            self._advance(len(found))
+            return expected.startswith(found)
+        left = segment.end - self._at
+        if segment.entry is None:
+            gap = gap_in_file(_read(file, self._file_at, _HEAD_BYTES), self._at, segment.end)
+            if gap is not None:
+                self._advance(gap[1] - self._at, gap[0])
+                return True
+            self._advance(left)
+            return self._file_at <= size
+        found = _read(file, self._file_at, left)
+        if self._at > segment.start or len(found) < left:
+            expected = self._sealed.read(segment)[self._at - segment.start:] if found else b""
+            agrees = expected.startswith(found)
+        else:
+            agrees = segment.has_bytes(found)
+        self._advance(len(found))
+        return agrees
+
+    def _segment(self) -> Segment | None:
+        """The sealed segment in which the next byte is; None for one of the tail. Raises ElasticRLError."""
+        if self._at >= self._history.sealed:
+            return None
+        segments = self._sealed.segments()  # which cover what is sealed
+        return segments[bisect.bisect_right(segments, self._at, key=lambda s: s.start) - 1]
+
+    def _advance(self, nbytes: int, in_file: int | None = None) -> None:
+        self._at += nbytes
+        self._file_at += nbytes if in_file is None else in_file
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+    def _begin_again(self) -> None:
+        """What is at the path is not the history: it is written to another file, which then takes the place."""
+        self._forget()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._partial.unlink(missing_ok=True)
+        self._file = open(self._partial, "ab", buffering=0, opener=open_for_readers)  # noqa: SIM115
+        self._replaces = True
+
+    def _next(self) -> bytes:
+        """The next bytes of the file, of which there may be none now; ``_at`` and ``_file_at`` follow in ``_write``."""
+        segment = self._segment()
+        if segment is None:
+            return self._history.read(self._at) or b""
+        if segment.entry is None:
+            gap = Segment(self._at, segment.end, None)
+            return gap.gap_line()
+        data = self.intact(segment) if self._replaces else None
+        return (data or self._sealed.read(segment))[self._at - segment.start:]
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        segment = self._segment()
+        try:
+            written = self._file.write(data)
+            while written < len(data):
+                written += self._file.write(memoryview(data)[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._file_at)
+            if not self._replaces:
+                self._seen = self._stat()
+            raise
+        is_gap = segment is not None and segment.entry is None
+        self._advance(segment.end - self._at if segment is not None and is_gap else len(data), len(data))
+        if not self._replaces:
+            self._seen = self._stat()
+
+    def _swap(self) -> None:
+        """The file that was made takes the place of what is at the path."""
+        if aside := kept_state.set_aside(self._path):
+            log.warning("%s does not have the records of this job as they were written; it is now %s", self._path,
+                        aside)
+        self._partial.rename(self._path)
+        self._replaces, self._seen = False, self._stat()
+
+
+def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
+    file.seek(offset)
+    return file.read(nbytes)

@@ -1,0 +1,183 @@
+"""The copy of a job's history on a host: what is at its path becomes the history, and what was there is kept."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import resource
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.manifest import Slice, TensorEntry
+from elastic_rl.errors import NodeUnavailable
+from elastic_rl.pipeline.records.history import Block, History, record_line
+from elastic_rl.pipeline.records.local_copy import LocalCopy
+from elastic_rl.pipeline.records.segments import Segment, segment_name
+
+
+class Job:
+    """A job's history of sealed segments and a tail, and its copy in a folder."""
+
+    def __init__(self, folder: Path, sealed: Sequence[bytes], tail: bytes) -> None:
+        ends = [*itertools.accumulate(map(len, sealed))]
+        self.data = dict(zip([0, *ends], sealed, strict=False))
+        self.list = [Segment(start, start + len(data), TensorEntry(
+            segment_name(start, start + len(data)), "uint8", (len(data),), (Slice(digest_of(data), 0, len(data)),)))
+            for start, data in self.data.items()]
+        self.sealed_bytes = b"".join(sealed)
+        end = len(self.sealed_bytes)
+        self.history = History("h", end, [Block(end, end, tail)] if tail else [])
+        self.path, self.lock = folder / "steps.jsonl", folder / "lock"
+        self.reads: list[int] = []
+        self.away: set[int] = set()
+        self.copy = LocalCopy(self.path, self.lock, self.history, self)
+
+    def segments(self) -> Sequence[Segment]:
+        return self.list
+
+    def read(self, segment: Segment) -> bytes:
+        if segment.start in self.away:
+            raise NodeUnavailable("away")
+        self.reads.append(segment.start)
+        return self.data[segment.start]
+
+    @property
+    def bytes(self) -> bytes:
+        return self.sealed_bytes + (self.history.read(self.history.sealed) or b"")
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            if not self.copy.step():
+                return
+        raise AssertionError("the copy is never done")
+
+    def others(self) -> list[Path]:
+        return sorted(p for p in self.path.parent.glob("steps*") if p != self.path)
+
+
+LINES = [record_line("step", step=n, x="." * (n * 7 % 40)) for n in range(24)]
+SEALED = [b"".join(LINES[n:n + 4]) for n in range(0, 16, 4)]
+WHOLE = b"".join(LINES)
+
+
+def job(folder: Path) -> Job:
+    return Job(folder, SEALED, b"".join(LINES[16:]))
+
+
+def test_copy_in_an_empty_folder_is_the_history(tmp_path: Path) -> None:
+    found = job(tmp_path / "new")
+    found.settle()
+    assert found.path.read_bytes() == WHOLE and not found.others()
+    found.history.append(more := record_line("step", step=99))
+    found.settle()
+    assert found.path.read_bytes() == WHOLE, "what etcd does not have is not in the copy"
+    found.history.commit(found.history.pending()[0])
+    found.settle()
+    assert found.path.read_bytes() == WHOLE + more
+
+
+def _edit(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new):]
+
+
+@given(st.one_of(
+    st.integers(0, len(WHOLE)).map(lambda n: WHOLE[:n]), st.binary(max_size=len(WHOLE) + 9),
+    st.tuples(st.integers(0, len(WHOLE)), st.binary(min_size=1, max_size=5)).map(lambda e: _edit(WHOLE, *e)),
+    st.binary(min_size=1, max_size=9).map(lambda more: WHOLE + more)))
+def test_whatever_is_at_the_path_becomes_the_history_and_is_kept(before: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = job(Path(folder))
+        found.path.write_bytes(before)
+        found.settle()
+        assert found.path.read_bytes() == WHOLE
+        kept = [p.read_bytes() for p in found.others()]
+        assert kept == ([] if WHOLE.startswith(before) else [before])
+        found.copy.close()
+
+
+def test_intact_segments_of_an_edited_file_are_not_fetched(tmp_path: Path) -> None:
+    found = job(tmp_path)
+    start = found.list[2].start
+    found.path.write_bytes(_edit(WHOLE, start + 3, b"!"))
+    found.settle()
+    assert found.path.read_bytes() == WHOLE and found.reads == [start]
+
+
+@pytest.mark.parametrize("change", [
+    lambda path: path.unlink(), lambda path: path.write_bytes(b"mine\n"), lambda path: path.open("ab").write(b"more\n"),
+    lambda path: path.open("r+b").truncate(10), lambda path: path.replace(path.with_name("elsewhere"))],
+    ids=["deleted", "replaced", "appended", "truncated", "renamed"])
+def test_file_that_somebody_changes_meanwhile_becomes_the_history_again(
+        tmp_path: Path, change: Callable[[Path], object]) -> None:
+    found = job(tmp_path)
+    found.settle()
+    change(found.path)
+    found.history.append(more := record_line("step", step=99))
+    found.history.commit(found.history.pending()[0])
+    found.settle()
+    assert found.path.read_bytes() == WHOLE + more
+
+
+def test_copy_goes_on_once_a_segment_can_be_had(tmp_path: Path) -> None:
+    found = job(tmp_path)
+    found.away = {found.list[1].start}
+    for _ in range(3):
+        with pytest.raises(NodeUnavailable):
+            found.settle()
+    assert not found.path.exists(), "what is not complete is in a file of its own"
+    found.away.clear()
+    found.settle()
+    assert found.path.read_bytes() == WHOLE
+
+
+def test_full_disk_costs_no_record(tmp_path: Path) -> None:
+    found = job(tmp_path)
+    found.settle()
+    found.history.append(more := record_line("step", step=99))
+    found.history.commit(found.history.pending()[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(WHOLE) + 10, limits[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError):
+                found.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found.settle()
+    assert found.path.read_bytes() == WHOLE + more and not found.others()
+
+
+def test_only_the_holder_of_the_lock_writes_the_copy(tmp_path: Path) -> None:
+    found = job(tmp_path)
+    with found.lock.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not found.copy.step() and not found.path.exists()
+    found.settle()
+    assert found.path.read_bytes() == WHOLE
+
+
+def test_gap_of_the_stream_is_a_record_in_a_new_copy_and_costs_an_old_one_nothing(tmp_path: Path) -> None:
+    for folder in ("new", "old", "older"):
+        (tmp_path / folder).mkdir()
+        found = job(tmp_path / folder)
+        gap = Segment(0, found.list[2].end, None)
+        found.list = [gap, *found.list[3:]]
+        if folder == "old":
+            found.path.write_bytes(WHOLE[:-30])
+        if folder == "older":  # it was made when the gap was smaller
+            found.path.write_bytes(Segment(0, len(SEALED[0]), None).gap_line() + WHOLE[len(SEALED[0]):-30])
+        found.settle()
+        there = found.path.read_bytes()
+        assert not found.others()
+        if folder == "new":
+            assert there == gap.gap_line() + WHOLE[gap.end:]
+            assert json.loads(there.splitlines()[0]) == {"kind": "gap", "start": 0, "end": gap.end}
+        else:
+            assert there.endswith(WHOLE[len(SEALED[0]):]) and (folder == "older" or there == WHOLE)
