@@ -225,7 +225,7 @@ class Drivers:
                     or len(engines) != wanted or open_requests(etcd, self._plane.keys)):
                 return {}
             found = {name: str(pid) for name, pid in engines.items()}
-            for record in compute_services(self._job).running():
+            for record in filter(lambda r: r.named, compute_services(self._job).running()):  # else it is just starting
                 found |= {record.name: str(record.pid), f"address of {record.name}": record.url}
             found["trainer"] = (self._job.private / "trainers").read_text().split()[-1]
             return found if check(found) else {}
