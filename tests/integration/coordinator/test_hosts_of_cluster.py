@@ -20,17 +20,20 @@ from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, Page
 from elastic_rl.etcd.cluster_records import (
-    RAY_HEAD,
     Host,
     HostPhase,
     HostSpec,
     HostState,
     HostStatus,
+    JobRecord,
     RunState,
     ServiceStatus,
+    driver_of,
 )
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.transaction import Op
+
+DRIVER = driver_of("j")
 
 
 @dataclass
@@ -86,18 +89,19 @@ def test_host_is_shown_from_its_registration_until_it_is_lost(
         wait_until(lambda: election.is_leader, what="the leadership")
         agents.register("h1")
         assert (shown().phase, shown().phase_age_s, shown().assignments) == (HostPhase.JOINING, None, {})
+        etcd.put(cluster_keys.job("j"), JobRecord(submission=1).encode())
         ready = decide()
         assert (ready.phase, ready.reason, ready.registered) == (HostPhase.READY, "", True)
-        assert ready.services == agents.services and list(ready.assignments) == [RAY_HEAD]
-        held = etcd.get(cluster_keys.assignment(RAY_HEAD))
-        assert held is not None and ready.assignments[RAY_HEAD].generation == held.version
-        assert ready.assignments[RAY_HEAD].incarnation == ready.incarnation == "h1-1"
+        assert ready.services == agents.services and list(ready.assignments) == [DRIVER]
+        held = etcd.get(cluster_keys.assignment(DRIVER))
+        assert held is not None and ready.assignments[DRIVER].generation == held.version
+        assert ready.assignments[DRIVER].incarnation == ready.incarnation == "h1-1"
         now[0] = 100.0
         assert decide().phase_age_s == 100.0
         agents.leave("h1")
         suspected = decide()
         assert (suspected.phase, suspected.phase_age_s, suspected.registered) == (HostPhase.SUSPECTED, 0.0, False)
-        assert suspected.services == {} and list(suspected.assignments) == [RAY_HEAD]
+        assert suspected.services == {} and list(suspected.assignments) == [DRIVER]
         now[0] += limits.times.lost_s
         assert decide().phase is HostPhase.LOST
         now[0] += 50.0
@@ -121,9 +125,9 @@ def test_unknown_host_is_not_found(etcd: EtcdClient, cluster_keys: ClusterKeys, 
 def test_assignment_that_cannot_be_read_hides_no_host(
         etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, caplog: pytest.LogCaptureFixture) -> None:
     agents.register("h1")
-    etcd.put(cluster_keys.assignment(RAY_HEAD), b"{")
+    etcd.put(cluster_keys.assignment(DRIVER), b"{")
     assert [host.assignments for host in hosts.page(etcd, cluster_keys, 10)[0]] == [{}]
-    assert cluster_keys.assignment(RAY_HEAD) in caplog.text
+    assert cluster_keys.assignment(DRIVER) in caplog.text
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
