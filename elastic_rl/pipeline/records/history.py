@@ -96,10 +96,12 @@ class History:
     def _restore(self, block: Block) -> None:
         if block.end <= self._end:  # sealed by a commit that its writer did not see, or part of a longer block
             return
-        if block.offset > self._end:  # etcd was damaged
-            self._segments.append(_Segment(self._end, bytearray(_filler(block.offset - self._end))))
-        if not self._segments or self._segments[-1].start != block.segment:
+        if not self._segments or block.segment > self._segments[-1].start:
+            if block.segment > self._end:  # etcd was damaged, or restored
+                self._segments.append(_Segment(self._end, bytearray(_filler(block.segment - self._end))))
             self._segments.append(_Segment(self._end))
+        if block.offset > self._end:
+            self._segments[-1].data += _filler(block.offset - self._end)
         self._segments[-1].data += block.data[self._end - block.offset:]
 
     # -- appending and committing: the actor's loop ------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -36,8 +37,8 @@ class HistoryReader:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, *, io_timeout_s: float, security: Security | None) -> None:
         """Raises EtcdUnavailable and RecordUnreadable."""
-        head, blocks = read_tail(etcd, keys)
-        self._history = History(head.id, head.sealed, blocks) if head is not None else None
+        tail = read_tail(etcd, keys)
+        self._history = History(tail.head.id, tail.head.sealed, tail.blocks) if tail.head is not None else None
         self._etcd, self._keys = etcd, keys
         self._client = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, security=security)
         self._reader = ChunkReader(self._client)
@@ -48,21 +49,22 @@ class HistoryReader:
         does not have all that is sealed, of the stream. A line that a user has changed in the middle of a copy is not
         noticed here; its writer notices it. What cannot be had now is a record of kind ``gap``. Of a job without a
         history there is what the file has. Raises OSError."""
-        tail, there = b"", 0 if copy.exists() else None
-        if self._history is not None:
-            tail = self._history.read(self._history.sealed) or b""
-            there = self._bytes_of_tail(copy, tail)
-        if there is None:
+        if self._history is None:
+            if copy.exists():
+                yield from _parts(copy, sys.maxsize)
+            return
+        tail = self._history.read(self._history.sealed) or b""
+        if (found := self._of_copy(copy, tail)) is None:
             yield from map(self._read, self._segments())
             yield tail
             return
-        with copy.open("rb") as file:
-            while part := file.read(_PART_BYTES):
-                yield part
+        nbytes, there = found
+        yield from _parts(copy, nbytes)
         yield tail[there:]
 
-    def _bytes_of_tail(self, copy: Path, tail: bytes) -> int | None:
-        """How much of the tail a file has; None for one that is not a copy of all that is sealed."""
+    def _of_copy(self, copy: Path, tail: bytes) -> tuple[int, int] | None:
+        """How many bytes to take of a file, and how much of the tail these have: its writer may append more to it
+        meanwhile. None for one that is not a copy of all that is sealed."""
         assert self._history is not None
         if not copy.exists():
             return None
@@ -74,11 +76,11 @@ class HistoryReader:
             if (there := size - self._history.sealed) >= 0:  # a copy without gaps
                 file.seek(self._history.sealed)
                 if tail.startswith(found := file.read(len(tail) + 1)):
-                    return len(found)
+                    return self._history.sealed + len(found), len(found)
             # Where lines stand for gaps, the file is shorter or longer than that.
             end = self.end(_COMPARED_BYTES) if there < 0 or first.get("kind") == "gap" else b""
             file.seek(max(0, size - len(end)))
-            return len(tail) if end and file.read() == end else None
+            return (size, len(tail)) if end and file.read() == end else None
 
     def end(self, most_bytes: int) -> bytes:
         """The last bytes, which may begin within a line."""
@@ -122,6 +124,14 @@ class HistoryReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _parts(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """What a file begins with."""
+    with path.open("rb") as file:
+        while part := file.read(min(_PART_BYTES, most_bytes)):
+            yield part
+            most_bytes -= len(part)
 
 
 def _record(line: bytes) -> dict[str, Any]:

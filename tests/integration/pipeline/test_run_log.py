@@ -4,7 +4,7 @@ goes on, and is the same bytes for everybody."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,12 @@ from support.waiting import wait_until
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.errors import ChunkMissing, Fenced, NodeUnavailable
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.pipeline.records import spool
+from elastic_rl.pipeline.records import history_reader, spool
 from elastic_rl.pipeline.records.history_reader import HistoryReader
+from elastic_rl.pipeline.records.tail_keys import read_tail
 from elastic_rl.report.build import Record, parse_lines
 
 
@@ -256,6 +257,60 @@ def test_file_of_a_job_that_was_purged_is_none_of_its_successor(dcs: DcsCluster)
     assert [p.read_bytes() for p in aside] == [before]
 
 
+def restore(dcs: DcsCluster, kvs: Sequence[KeyValue]) -> None:
+    """etcd is what it was when it had these keys of the history. The catalog is recovered."""
+    dcs.etcd.txn([], [Op.delete_prefix(dcs.keys.run_log_prefix())])
+    for kv in kvs:
+        dcs.etcd.put(kv.key, kv.value)
+
+
+def test_history_goes_on_from_the_stream_when_etcd_was_restored_from_an_older_snapshot(dcs: DcsCluster) -> None:
+    dcs.start("a", disk_bytes=64 << 20)
+    old = term(dcs)
+    old.steps(20)
+    old.seal()
+    snapshot = dcs.etcd.range(dcs.keys.run_log_prefix())[0]
+    old.steps(40)
+    old.seal()
+    before, sealed = old.copy(), old.history.sealed
+    old.end()
+    restore(dcs, snapshot)
+    assert read(dcs) == before[:sealed], "a reader has it before an actor begins"
+    dcs.stop("a")
+
+    new = term(dcs)
+    new.step()
+    assert new.history.sealed == sealed, "no node is needed to begin"
+    dcs.start("a", disk_bytes=64 << 20)
+    new.steps(20)
+    new.seal()
+    dcs.collector(keep_versions=1).sweep([])
+    after = new.copy()
+    assert after == read(dcs) and after.startswith(before[:sealed])
+    assert steps(after) == [*steps(before[:sealed]), *((2, n) for n in range(1, 22))]
+    assert [r["start"] for r in records(after) if r["kind"] == "gap"] == [sealed]
+    assert [p.read_bytes() for p in new.path.parent.glob("steps.*.jsonl")] == [before]
+    assert min(tail_segments(dcs)) == new.history.sealed, "etcd has nothing of the older tail"
+
+
+def tail_segments(dcs: DcsCluster) -> set[int]:
+    return {block.segment for block in read_tail(dcs.etcd, dcs.keys).blocks}
+
+
+def test_gap_after_a_restored_snapshot_is_recorded_also_when_the_actor_is_killed_before_its_first_step(
+        dcs: DcsCluster) -> None:
+    dcs.start("a", disk_bytes=64 << 20)
+    old = term(dcs)
+    snapshot = dcs.etcd.range(dcs.keys.run_log_prefix())[0]
+    old.steps(20)
+    old.seal()
+    old.end()
+    restore(dcs, snapshot)
+    for _ in range(2):
+        term(dcs)
+    assert [r["start"] for r in records(read(dcs)) if r["kind"] == "gap"] == [old.history.sealed]
+
+
 def test_oldest_records_are_a_gap_of_the_stream_once_it_has_its_share(dcs: DcsCluster) -> None:
     dcs.start("a")
     one = term(dcs, disk_bytes=16 * 4 * SEGMENT)
@@ -309,6 +364,20 @@ def test_reader_takes_a_copy_that_has_what_is_sealed_and_the_rest_from_etcd(dcs:
         one.path.write_bytes(other)
         assert records(parts())[0]["kind"] == "gap", "it is not taken, and the stream is away"
     dcs.start("a")
+
+
+def test_reader_of_a_copy_that_grows_has_each_record_once(dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_reader, "_PART_BYTES", 100)
+    one = term(dcs)
+    one.step()
+    one.copy()
+    one.step()
+    whole = read(dcs)
+    with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
+        parts = reader.parts(one.path)
+        first = next(parts)
+        assert one.copy() == whole
+        assert first + b"".join(parts) == whole
 
 
 def test_copy_with_gaps_is_taken_when_it_ends_as_the_history_does(dcs: DcsCluster) -> None:

@@ -143,6 +143,28 @@ def test_line_that_an_earlier_actor_has_written_in_part_costs_no_other_one() -> 
     assert [json.loads(line) for line in (tail.read(0) or b"").splitlines()[1:]] == [{"kind": "step", "step": 1}]
 
 
+@pytest.mark.parametrize("lost", [{0}, {1}, {2, 3}, {0, 1, 2, 3, 4}, {6, 7, 8, 9, 10, 11}])
+def test_segment_of_which_etcd_has_lost_blocks_is_one_segment_still(lost: set[int], monkeypatch: pytest.MonkeyPatch
+                                                                    ) -> None:
+    monkeypatch.setattr(history, "SEGMENT_BYTES", 256)
+    tail, blocks, lines = History("h"), list[Block](), list[bytes]()
+    for step in range(14):
+        lines.append(record_line("step", step=step, x="." * 10))
+        tail.append(lines[-1])
+        found, _ = tail.pending()
+        tail.commit(found)
+        blocks += found
+    again = History("h", 0, [b for n, b in enumerate(blocks) if n not in lost])
+    assert again.end == tail.end
+    assert {s.start for s in tail.closed()} - {s.start for s in again.closed()} <= {blocks[min(lost)].segment}
+    whole = again.read(0) or b""
+    assert [line for line in whole.splitlines(keepends=True) if line in lines] == [
+        line for n, line in enumerate(lines) if n not in lost]
+    assert b'"gap"' in whole
+    starts = {s.start for s in again.closed()}
+    assert starts <= {b.segment for b in blocks} | {0}, "what etcd has of them is deleted once they are sealed"
+
+
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=12), st.integers(0, 60), st.integers(0, 400))
 def test_segments_cover_what_is_sealed_without_holes(parts: Sequence[tuple[int, bool]], more: int, most: int) -> None:
     tensors, at = [], 0
