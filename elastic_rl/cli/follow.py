@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_rl.cli.common import err, out
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import printable
-from elastic_rl.errors import ElasticRLError, EtcdUnavailable
+from elastic_rl.errors import ElasticRLError
 
 if TYPE_CHECKING:
     from elastic_rl.cli.live_view import LiveView
@@ -77,10 +77,7 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     cfg, paths = cluster.cfg, JobPaths.of(cluster.cfg)
     # On stderr, this process's log lines would tear the live view apart.
     logs.setup("follower", cfg.telemetry.log_level, file=paths.log("train"))
-    try:
-        reading = cluster.run.read()
-    except EtcdUnavailable:
-        reading = cluster.run.last_seen()
+    reading = cluster.run.look()
     etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
                     started_at=reading.submitted_at or None, skip_past=attached, faults_path=paths.faults,

@@ -34,10 +34,7 @@ def attach(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
     Ctrl-C asks whether to detach or to stop."""
     set_job(ctx, job)
     cluster = find_cluster(ctx, file, say=_say)
-    try:
-        reading = cluster.run.read()
-    except EtcdUnavailable:  # the view says what is away, until it is back
-        reading = cluster.run.last_seen()
+    reading = cluster.run.look()  # where etcd is away, the view says so until it is back
     raise typer.Exit(follow.show_end(cluster, reading) if reading.over else
                      follow.follow(cluster, cluster.connect(), may_detach=True, attached=True))
 
@@ -51,7 +48,7 @@ def stop(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
     cluster = find_cluster(ctx, file, stored=False, say=_say)
     stopped = cluster.stop_run()
     _say(f"stopped: {cluster.run.name}; `elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
-         f"job {cluster.cfg.job} does not run: {_state(cluster.run.read()) or 'it was never started'}")
+         f"job {cluster.cfg.job} does not run: {_state(cluster.run.look()) or 'it was never started'}")
 
 
 @app.command(context_settings=EXTRA)

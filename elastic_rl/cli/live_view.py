@@ -106,10 +106,13 @@ def _e(value: Any) -> str:
 
 class Tail:
     """The last complete lines of a file that another process appends to, and the new ones, in parts of a bounded
-    size."""
+    size. Where another file takes its place, such as one that was made again, its lines that are newer."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._incomplete = path, -1, b""
+        self._inode = 0
+        self._at = self._newer_than = 0.0
+        """Time of the last record, and that of the last one of the file before, unix seconds."""
 
     @property
     def found(self) -> bool:
@@ -121,13 +124,22 @@ class Tail:
         if not self._path.exists():
             return []
         with self._path.open("rb") as f:
-            if not self.found:  # the first line may be cut, and is no record then
-                self._offset = max(0, f.seek(0, os.SEEK_END) - _PAST_BYTES)
-            f.seek(self._offset)
-            data = f.read(_READ_BYTES)
-        self._offset += len(data)
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        return list(parse_lines(line.decode(errors="replace") for line in lines))
+            size, inode = f.seek(0, os.SEEK_END), os.fstat(f.fileno()).st_ino
+            if not self.found or inode != self._inode or size < self._offset:
+                # The first line may be cut, and is no record then.
+                self._offset, self._inode, self._incomplete = max(0, size - _PAST_BYTES), inode, b""
+                self._newer_than = self._at
+            found: list[Record] = []
+            while not found:
+                f.seek(self._offset)
+                if not (data := f.read(_READ_BYTES)):
+                    break
+                self._offset += len(data)
+                *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+                found = [record for record in parse_lines(line.decode(errors="replace") for line in lines)
+                         if not self._newer_than or float(record.get("at") or 0.0) > self._newer_than]
+        self._at = max([self._at, *(float(record.get("at") or 0.0) for record in found)])
+        return found
 
 
 @dataclass

@@ -56,7 +56,7 @@ def up(ctx: typer.Context, file: File = None) -> None:
     out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
     _print_access(cluster.cfg, info, with_job=names_job or not cluster.named)
     for job in map(cluster.of_job, cluster.jobs):
-        if job.run.read().wanted:
+        if job.run.look().wanted:
             follow.say_goes_on(job)
 
 

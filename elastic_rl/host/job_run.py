@@ -29,7 +29,7 @@ from pydantic import ValidationError
 
 from elastic_rl import errors
 from elastic_rl.config import Config
-from elastic_rl.errors import ConfigError, Conflict, ElasticRLError
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus, driver_of
@@ -216,6 +216,13 @@ class JobRun:
             return self.last_seen()
         with etcd:
             return self.read_from(etcd)
+
+    def look(self) -> RunReading:
+        """As ``read``; as this host saw it last while etcd does not answer. Raises ConfigError."""
+        try:
+            return self.read()
+        except EtcdUnavailable:
+            return self.last_seen()
 
     def last_seen(self) -> RunReading:
         """As this host saw it last."""

@@ -584,7 +584,7 @@ class Cluster:
                 was_up = self.up_before and not self.abandoned
                 # A run that is between two processes is one that goes on, as long as there is who starts it again.
                 if file_lock.is_held(path) or self.run.pid or (
-                        was_up and self.agents.running() and self.run.read().wanted):
+                        was_up and self.agents.running() and self.run.look().wanted):
                     raise self._trained_already()
                 # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
                 if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):

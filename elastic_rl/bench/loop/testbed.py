@@ -20,7 +20,7 @@ from elastic_rl.config import Config
 from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.host import inherited_model
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.report.build import Record, read_records
+from elastic_rl.report.build import Record, in_order, read_records
 
 T = TypeVar("T")
 
@@ -148,4 +148,5 @@ class Testbed:
 
 def _trained(cfg: Config, plan: FaultPlan | None) -> list[Record]:
     job.run(cfg, plan=plan)
-    return read_records(JobPaths.of(cfg).steps)
+    paths = JobPaths.of(cfg)
+    return in_order(read_records(paths.steps), read_records(paths.faults))

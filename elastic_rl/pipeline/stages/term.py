@@ -87,7 +87,11 @@ class ActorTerm:
         status = waits.retry("etcd", lambda: JobStatusWriter(
             etcd, ctx.keys, writer, steps=ctx.config.total_steps, seed=ctx.config.seed, history=history))
         term = cls(ctx, etcd, member, number, writer, status, history, stopping)
-        term.waits.stage("starting")
+        try:
+            term.waits.stage("starting")
+        except BaseException:
+            term.close()  # else its thread would keep the file of the records from the next term
+            raise
         return term
 
     def close(self) -> None:

@@ -86,6 +86,8 @@ class TrainerStages(Stages):
         self._waits.stage("resume")
         status = self._waits.retry("trainer", self._trainer.groups.wait_ready)
         rl_step = 0 if status.phase == "sft" else status.step
+        if effect.reason and status.phase == "rl":  # first: the same transaction then undoes the steps, and says so
+            term.run_log.write("rewind", from_step=effect.at_step, to_step=rl_step, reason=effect.reason)
         term.resume(status.phase, status.step, rl_step, status.policy_version)
         prompts = self._prompts.require_same(status.cursor, self._source.train)
         if (found := term.step_of_predecessor(status.cursor, rl_step, status.policy_version)) is not None:
@@ -93,8 +95,6 @@ class TrainerStages(Stages):
             log_step(term.run_log, metrics, groups, [], [], {})
             term.write(metrics=metrics, step=rl_step, reward=metrics.reward)
         term.events.resumed(status.step, status.consumed.groups, term.number)
-        if effect.reason and status.phase == "rl":
-            term.run_log.write("rewind", from_step=effect.at_step, to_step=rl_step, reason=effect.reason)
         term.events.trainers_recovered(self._trainer.groups.take_reformed(), effect.at_step, status.step,
                                        status.policy_version)
         return State(phase=status.phase, step=status.step, policy_version=status.policy_version,

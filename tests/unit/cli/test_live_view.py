@@ -95,6 +95,25 @@ def test_incomplete_last_line_is_read_later(tmp_path: Path) -> None:
     assert tail.records() == []
 
 
+def test_newer_lines_of_a_file_that_was_made_again_are_read(tmp_path: Path) -> None:
+    def write(name: str, *steps: int) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"kind": "eval", "step": n, "at": float(n)}) + "\n" for n in steps))
+        return path
+
+    path = write("steps.jsonl", 1, 2, 3)
+    tail = Tail(path)
+    assert [r["step"] for r in tail.records()] == [1, 2, 3]
+    write("again", 1, 2, 3, 4).rename(path)  # with what was there before
+    assert [r["step"] for r in tail.records()] == [4] and tail.records() == []
+    write("new", 5).rename(path)  # the file before was set aside
+    assert [r["step"] for r in tail.records()] == [5]
+    path.write_text("")  # cut off by somebody
+    assert tail.records() == []
+    path.write_text('{"kind": "eval", "step": 6, "at": 6.0}\n')
+    assert [r["step"] for r in tail.records()] == [6]
+
+
 def test_rewind_removes_the_undone_steps() -> None:
     state = RunState(200)
     for record in records():
