@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -27,6 +29,9 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 256
 """Bytes in which the record of a gap is looked for."""
+_RESERVE_BYTES = 256 << 20
+"""Bytes of the file system that the copy leaves free. The chunks of the weights and the logs are often on the same one:
+a run can do without the copy, not without those."""
 
 
 class SealedHistory(Protocol):
@@ -57,7 +62,8 @@ class LocalCopy:
 
     def step(self) -> bool:
         """Does a part of what is to be done; returns whether there is more. Raises OSError, and ElasticRLError where
-        sealed bytes are needed and cannot be had. Then the next call goes on there."""
+        sealed bytes are needed and cannot be had, or the file system has no room. Then the next call goes on there; a
+        file that takes the place of another one is given up for lack of room, and made from its beginning."""
         if not self._locked():
             return False
         if self._file is None:
@@ -65,9 +71,15 @@ class LocalCopy:
         if not self._replaces and self._stat() != self._seen:
             self._forget()  # somebody else has changed it
             return True
-        if data := self._next():
-            self._write(data)
-            return True
+        try:
+            self._require_room()
+            if data := self._next():
+                self._write(data)
+                return True
+        except OSError:
+            if self._replaces:
+                self._forget()
+            raise
         if self._replaces:
             self._swap()
         return self._at < self._history.committed
@@ -93,12 +105,17 @@ class LocalCopy:
                 file.close()
                 return False
             self._lock = file
+            with contextlib.suppress(OSError):
+                self._partial.unlink()  # of a process that was killed
         return True
 
     def _forget(self) -> None:
-        """What is at the path is to be checked from its beginning."""
+        """What is at the path is to be checked from its beginning. An unfinished file is deleted."""
         if self._file is not None:
             self._file.close()
+        if self._replaces:
+            with contextlib.suppress(OSError):
+                self._partial.unlink()
         self._file, self._replaces, self._at, self._file_at = None, False, 0, 0
 
     def _stat(self) -> tuple[int, ...]:
@@ -171,9 +188,23 @@ class LocalCopy:
         """What is at the path is not the history: it is written to another file, which then takes the place."""
         self._forget()
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._require_room()
         self._partial.unlink(missing_ok=True)
         self._file = open(self._partial, "ab", buffering=0, opener=open_for_readers)  # noqa: SIM115
         self._replaces = True
+
+    def _require_room(self) -> None:
+        """Raises OSError unless the file system has room for what the file lacks."""
+        at, sealed = self._at, self._history.sealed
+        lacking = self._history.committed - max(at, sealed)
+        if at < sealed:
+            lacking += sum(s.end - max(at, s.start) for s in self._sealed.segments()
+                           if s.entry is not None and s.end > at)
+        folder = self._path.parent
+        if lacking and (free := shutil.disk_usage(folder).free) < lacking + _RESERVE_BYTES:
+            raise OSError(errno.ENOSPC, f"it waits for {_mib(lacking + _RESERVE_BYTES)} MiB of free space, of which "
+                                        f"{_mib(_RESERVE_BYTES)} MiB are left free; {free >> 20} MiB are free",
+                          str(folder))
 
     def _next(self) -> bytes:
         """The next bytes of the file, of which there may be none now; ``_at`` and ``_file_at`` follow in ``_write``."""
@@ -211,6 +242,10 @@ class LocalCopy:
                         aside)
         self._partial.rename(self._path)
         self._replaces, self._seen = False, self._stat()
+
+
+def _mib(nbytes: int) -> int:
+    return -(-nbytes >> 20)
 
 
 def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:

@@ -6,9 +6,11 @@ import fcntl
 import itertools
 import json
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import Slice, TensorEntry
 from elastic_rl.errors import NodeUnavailable
+from elastic_rl.pipeline.records import local_copy
 from elastic_rl.pipeline.records.history import Block, History, record_line
 from elastic_rl.pipeline.records.local_copy import LocalCopy
 from elastic_rl.pipeline.records.segments import Segment, segment_name
@@ -152,6 +155,80 @@ def test_full_disk_costs_no_record(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     found.settle()
     assert found.path.read_bytes() == WHOLE + more and not found.others()
+
+
+class FileSystem:
+    """The free space of the file system of the copy, as the copy sees it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
+        self.folder, self.free = folder, free
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=self.free - sum(
+            path.stat().st_size for path in self.folder.iterdir())))
+
+
+RESERVE = local_copy._RESERVE_BYTES
+
+
+def test_copy_takes_no_space_that_would_be_lacking_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    disk = FileSystem(monkeypatch, tmp_path, RESERVE + len(WHOLE) - 1)
+    found = job(tmp_path)
+    with pytest.raises(OSError, match="waits for 257 MiB of free space"):
+        found.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"] and not found.reads
+    disk.free += 1
+    found.settle()
+    assert found.path.read_bytes() == WHOLE
+    found.history.append(more := record_line("step", step=99))
+    found.history.commit(found.history.pending()[0])
+    with pytest.raises(OSError):
+        found.settle()
+    assert found.path.read_bytes() == WHOLE
+    disk.free += len(more)
+    found.settle()
+    assert found.path.read_bytes() == WHOLE + more
+
+
+def test_space_of_a_file_that_is_being_made_is_given_back_when_it_is_needed(tmp_path: Path,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FileSystem(monkeypatch, tmp_path, 2 * RESERVE)
+    found = job(tmp_path)
+    found.path.write_bytes(b"mine\n")
+    while not found.reads:
+        found.copy.step()
+    assert [path.name for path in found.others()] == ["steps.jsonl.partial"]
+    disk.free = RESERVE
+    with pytest.raises(OSError):
+        found.settle()
+    assert not found.others() and found.path.read_bytes() == b"mine\n"
+    disk.free = 2 * RESERVE
+    found.settle()
+    assert found.path.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_unfinished_file_does_not_outlive_its_process(tmp_path: Path, killed: bool) -> None:
+    found = job(tmp_path)
+    while not found.reads:
+        found.copy.step()
+    assert found.others()
+    if killed:
+        assert found.copy._lock is not None
+        found.copy._lock.close()  # as the kernel does
+        found.path.write_bytes(WHOLE)
+        found = job(tmp_path)
+        found.settle()
+    else:
+        found.copy.close()
+    assert not found.others()
+
+
+def test_gap_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = job(tmp_path)
+    found.list = [Segment(0, found.list[2].end, None), *found.list[3:]]
+    FileSystem(monkeypatch, tmp_path, RESERVE + len(WHOLE) - found.list[0].end + 100)
+    found.settle()
+    assert found.path.read_bytes().endswith(WHOLE[found.list[0].end:])
 
 
 def test_only_the_holder_of_the_lock_writes_the_copy(tmp_path: Path) -> None:
