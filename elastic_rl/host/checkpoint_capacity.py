@@ -18,6 +18,10 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _HEADROOM = 1.25
 """What is suggested, over what is needed: space comes in chunks, and versions that are pulled stay a little longer."""
 _MIB = 1 << 20
+_RECORDS_SHARE = 16
+"""The records of the run may take this part of a node's disk, or of its arena where it has no disk."""
+_NEW_RECORDS_BYTES = 4 << 20
+"""Most bytes of records that a version of ``run_log`` has and the one before it has not."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,7 @@ def version_sizes(cfg: Config, arch: ModelArch) -> VersionSizes:
 def faults(cfg: Config, sizes: VersionSizes) -> Iterator[Fault]:
     """What has no room on a node that serves the whole job, and what to set."""
     dcs = cfg.dcs
-    published = max(sizes.policy, sizes.trainer_state) + sizes.reference + sizes.critic_state
-    pulled = sizes.policy if cfg.uses_engines and cfg.uses_trainer else 0
-    stored = published + _kept(cfg, sizes)
-    in_memory = published + pulled if dcs.disk_bytes else max(published + pulled, stored)
+    in_memory, stored = _needs(cfg, sizes)
     if dcs.arena_bytes < in_memory:
         what = ("of the largest version and of the policy that is pulled meanwhile" if dcs.disk_bytes
                 else "of all versions that are kept, and of the next one: there is no disk (dcs.disk_bytes=0)")
@@ -64,6 +65,23 @@ def faults(cfg: Config, sizes: VersionSizes) -> Iterator[Fault]:
         yield Fault(f"dcs.disk_bytes={dcs.disk_bytes} ({dcs.disk_bytes // _MIB} MiB) has no room for the "
                     f"{stored // _MIB} MiB of all versions that are kept, and of the next one",
                     f"set --dcs.disk_bytes={_suggested(stored)}, or a smaller --dcs.keep_versions")
+
+
+def records_bytes(cfg: Config, sizes: VersionSizes) -> int:
+    """Most bytes that the newest version of ``run_log`` may have: of the room for it and for the older ones that are
+    kept, none is lacking for weights. It may be 0."""
+    dcs = cfg.dcs
+    in_memory, stored = _needs(cfg, sizes)
+    limit, needed = (dcs.disk_bytes, stored) if dcs.disk_bytes else (dcs.arena_bytes, in_memory)
+    return max(0, min(limit // _RECORDS_SHARE, limit - needed - dcs.keep_versions * _NEW_RECORDS_BYTES))
+
+
+def _needs(cfg: Config, sizes: VersionSizes) -> tuple[int, int]:
+    """Bytes that versions take in the arena, and on the disk (without one, they are among those in the arena)."""
+    published = max(sizes.policy, sizes.trainer_state) + sizes.reference + sizes.critic_state
+    pulled = sizes.policy if cfg.uses_engines and cfg.uses_trainer else 0
+    stored = published + _kept(cfg, sizes)
+    return published + pulled if cfg.dcs.disk_bytes else max(published + pulled, stored), stored
 
 
 def _kept(cfg: Config, sizes: VersionSizes) -> int:

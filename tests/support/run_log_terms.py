@@ -30,7 +30,7 @@ def use_small_segments(setattr_: Any = setattr) -> None:
 class Term:
     """A term of the actor. Its spool's thread does not run, unless it is started: ``seal`` and ``copy`` do its work."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, folder: Path, **dcs: object) -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, folder: Path, most_bytes: int = 1 << 30, **dcs: object) -> None:
         epoch = fencing.current_epoch(etcd, keys)
         self.number = fencing.begin_term(etcd, keys, epoch, "actor")
         writer = FencedWriter.of_term(etcd, keys, epoch, self.number)
@@ -41,7 +41,8 @@ class Term:
         settings = config.parse({"dcs": {"io_timeout_s": 10, "staging_ttl_s": 10, **dcs}}).dcs
         stream = GrowingStream(etcd, keys, Stream.RUN_LOG, settings, epoch=epoch, token=writer,
                                owner=f"actor-{self.number}", security=None)
-        self.spool = Spool(etcd, keys, self.history, stream, settings, path=self.path, lock=folder / "lock")
+        self.spool = Spool(etcd, keys, self.history, stream, most_bytes=most_bytes, path=self.path,
+                           lock=folder / "lock")
         self._steps = itertools.count(1)
 
     def step(self, nbytes: int = 500) -> None:

@@ -4,6 +4,7 @@ HTTP; only the tensors behind them are left out. Engines are a function."""
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import threading
 import time
@@ -251,6 +252,13 @@ class Roles:
             np.zeros((len(s.token_ids) - s.first, top), dtype) for dtype in (np.int32, np.float32))) for s in sequences]
 
 
+_MODEL = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 50,
+          "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
+          "rope_theta": 10000.0}
+"""Of the policy only its size is asked for."""
+
+
 class SimulatedJob(ThreadedJob):
     """One job and its parts."""
 
@@ -263,8 +271,10 @@ class SimulatedJob(ThreadedJob):
                  "train.prompts_per_step": "8", "train.group_size": "2", "train.eval_every_steps": "3",
                  "rollout.groups_per_request": "3", "train.stop_eval_accuracy": "null"} | settings
         self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in given.items()])
+        (model := folder / "model").mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(_MODEL))
         ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch,
-                         model_dir="", host=LOOPBACK)
+                         model_dir=str(model), host=LOOPBACK)
         self.trainer = TrainerWithoutTensors(etcd, keys, epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
         super().__init__(etcd, ctx, Roles(self.trainer, etcd, keys))
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.manifest import TensorEntry
 from elastic_rl.dcs.publish.growing_stream import GrowingStream, NewTensor, StreamHead
@@ -44,9 +43,6 @@ _CLOSE_S = 3.0
 """Longest wait, at the end of the actor, for what etcd has to be in the copy."""
 _GIVE_UP_S = 600.0
 """How long chunks of sealed segments must have been missing, on every node that answers, before they are given up."""
-_SHARE = 16
-"""The stream may take this part of a node's disk, or of its arena where it has no disk; what is older becomes a gap of
-the stream."""
 
 
 class SealedSegments:
@@ -83,14 +79,15 @@ class SealedSegments:
 class Spool(threading.Thread):
     """The thread. ``close`` ends it."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, history: History, stream: GrowingStream, dcs: DcsConfig, *,
+    def __init__(self, etcd: EtcdClient, keys: Keys, history: History, stream: GrowingStream, *, most_bytes: int,
                  path: Path, lock: Path) -> None:
-        """``path``: of the copy; ``lock``: see ``LocalCopy``."""
+        """``most_bytes``: what a version of the stream may have; older records become a gap of it. ``path``: of the
+        copy; ``lock``: see ``LocalCopy``."""
         super().__init__(name="run-log", daemon=True)
         self._etcd, self._keys, self._history, self._stream = etcd, keys, history, stream
         self._sealed = SealedSegments(stream, history)
         self._copy = LocalCopy(path, lock, history, self._sealed)
-        self._most_bytes = (dcs.disk_bytes or dcs.arena_bytes) // _SHARE
+        self._most_bytes = most_bytes
         self._missing_since = float("inf")
         """Monotonic time since which chunks of sealed segments cannot be had."""
         self._news = threading.Event()
@@ -137,10 +134,13 @@ class Spool(threading.Thread):
             self._sealed.forget()
             return True
         head = self._head()
-        fresh = [NewTensor(segment_name(s.start, s.end), s.data) for s in closed]
-        old = within(self._to_keep(head), self._most_bytes - sum(len(t.data) for t in fresh))
+        fresh = [Segment(s.start, s.end, TensorEntry(segment_name(s.start, s.end), "uint8", (len(s.data),), ()))
+                 for s in closed]
+        data = {f.name: s.data for f, s in zip(fresh, closed, strict=True)}
+        segments = within([*self._to_keep(head), *fresh], self._most_bytes)
         self._stream.publish(
-            head, [*(s.entry or NewTensor(s.name, b"") for s in old), *fresh],
+            head, [NewTensor(s.name, data.get(s.name, b"")) if s.entry is None or s.name in data else s.entry
+                   for s in segments],
             meta={HISTORY_KEY: history.identity, END_KEY: closed[-1].end},
             also=[Op.put(self._keys.run_log_head(), RunLogHead(id=history.identity, sealed=closed[-1].end).encode()),
                   *(Op.delete_prefix(self._keys.run_log_segment_prefix(s.start)) for s in closed)])

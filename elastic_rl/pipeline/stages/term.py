@@ -20,8 +20,10 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import checkpoint_capacity
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.models.arch import ModelArch
 from elastic_rl.pipeline.records.history import History
 from elastic_rl.pipeline.records.reporting import SampleWriter
 from elastic_rl.pipeline.records.run_events import PRODUCER, RunEvents, emitter
@@ -72,7 +74,10 @@ class ActorTerm:
         self.security = dcs_security(self.cfg)
         stream = GrowingStream(etcd, ctx.keys, Stream.RUN_LOG, self.cfg.dcs, epoch=ctx.epoch, token=writer,
                                owner=f"actor-{number}", security=self.security)
-        self._spool = Spool(etcd, ctx.keys, history, stream, self.cfg.dcs, path=paths.steps, lock=paths.run_log_lock)
+        sizes = checkpoint_capacity.version_sizes(self.cfg, ModelArch.read(ctx.model_dir))
+        self._spool = Spool(etcd, ctx.keys, history, stream,
+                            most_bytes=checkpoint_capacity.records_bytes(self.cfg, sizes),
+                            path=paths.steps, lock=paths.run_log_lock)
         self._spool.start()
 
     @classmethod

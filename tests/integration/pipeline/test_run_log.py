@@ -36,9 +36,9 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_segments(monkeypatch.setattr)
 
 
-def term(dcs: DcsCluster, folder: str = "host", **settings: object) -> Term:
+def term(dcs: DcsCluster, folder: str = "host", *, most_bytes: int = 1 << 30, **settings: object) -> Term:
     (path := dcs.folder / folder).mkdir(exist_ok=True)
-    found = Term(dcs.etcd, dcs.keys, path, **settings)
+    found = Term(dcs.etcd, dcs.keys, path, most_bytes=most_bytes, **settings)
     dcs.stack.callback(found.end)
     return found
 
@@ -313,7 +313,7 @@ def test_gap_after_a_restored_snapshot_is_recorded_also_when_the_actor_is_killed
 
 def test_oldest_records_are_a_gap_of_the_stream_once_it_has_its_share(dcs: DcsCluster) -> None:
     dcs.start("a")
-    one = term(dcs, disk_bytes=16 * 4 * SEGMENT)
+    one = term(dcs, most_bytes=4 * SEGMENT)
     for _ in range(8):
         one.steps(9)
         one.copy()
@@ -323,6 +323,19 @@ def test_oldest_records_are_a_gap_of_the_stream_once_it_has_its_share(dcs: DcsCl
     gap = records(shared)[0]
     assert gap["kind"] == "gap" and whole[gap["end"]:] == shared.partition(b"\n")[2]
     assert len(shared) - 100 < 6 * SEGMENT
+
+
+def test_stream_without_room_stores_no_records_and_the_copy_has_all(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    one = term(dcs, most_bytes=0)
+    for _ in range(3):
+        one.steps(9)
+        one.copy()
+        one.seal()
+    assert dcs.stat()["chunks"] <= 3, "manifests alone"
+    assert steps(one.copy()) == [(1, n) for n in range(1, 28)]
+    found = records(read(dcs))
+    assert found[0] == {"kind": "gap", "start": 0, "end": one.history.sealed} and steps(read(dcs))[-1] == (1, 27)
 
 
 def test_thread_of_the_spool_does_it_all_and_survives_its_errors(dcs: DcsCluster) -> None:
@@ -382,7 +395,7 @@ def test_reader_of_a_copy_that_grows_has_each_record_once(dcs: DcsCluster, monke
 
 def test_copy_with_gaps_is_taken_when_it_ends_as_the_history_does(dcs: DcsCluster) -> None:
     dcs.start("a")
-    one = term(dcs, disk_bytes=16 * 4 * SEGMENT)
+    one = term(dcs, most_bytes=4 * SEGMENT)
     for _ in range(8):
         one.steps(9)
         one.copy()

@@ -10,8 +10,9 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.config import Config
-from elastic_rl.host.checkpoint_capacity import VersionSizes, faults, version_sizes
+from elastic_rl.host.checkpoint_capacity import VersionSizes, faults, records_bytes, version_sizes
 from elastic_rl.models.arch import ModelArch
+from elastic_rl.pipeline.records import history
 
 MIB = 1 << 20
 
@@ -72,6 +73,20 @@ def test_what_has_no_room_is_refused_and_fits_with_what_is_suggested(settings: d
     {**dcs(arena_bytes=400, disk_bytes=1500), "train__state_every_steps": 1}])
 def test_room_that_is_just_enough_is_enough(settings: dict[str, Any]) -> None:
     assert list(faults(of(**settings), SIZES)) == []
+
+
+NEW_RECORDS = 4 * history.TAIL_BYTES // MIB
+"""MiB: the records that the 4 versions that are kept have each of its own."""
+
+
+@pytest.mark.parametrize(("settings", "room"), [
+    (dcs(arena_bytes=400, disk_bytes=STORED), 0), (dcs(arena_bytes=STORED, disk_bytes=0), 0),
+    (dcs(arena_bytes=400, disk_bytes=STORED + NEW_RECORDS), 0), (dcs(arena_bytes=40, disk_bytes=10), 0),
+    (dcs(arena_bytes=400, disk_bytes=STORED + NEW_RECORDS + 5), 5),
+    (dcs(arena_bytes=STORED + NEW_RECORDS + 5, disk_bytes=0), 5),
+    (dcs(arena_bytes=400, disk_bytes=16 * STORED), STORED), (dcs(arena_bytes=16 * STORED, disk_bytes=0), STORED)])
+def test_records_of_the_run_take_a_sixteenth_and_no_room_that_weights_need(settings: dict[str, Any], room: int) -> None:
+    assert records_bytes(of(**settings), SIZES) == room * MIB
 
 
 @pytest.mark.parametrize(("every", "older"), [("null", 0), (100, 1), (20, 2), (10, 4), (1, 4)])
