@@ -59,6 +59,8 @@ class LocalCopy:
         """How far the file was checked or written, in the history and in the file. They differ after a gap."""
         self._seen: tuple[int, ...] = ()
         """The file at ``path`` as this process left it."""
+        self._foreign: tuple[int, ...] = ()
+        """The file at ``path`` as it was found to be something else than the history."""
 
     def step(self) -> bool:
         """Does a part of what is to be done; returns whether there is more. Raises OSError, and ElasticRLError where
@@ -129,7 +131,7 @@ class LocalCopy:
     def _check(self) -> bool:
         """Compares the next segment of the file at the path with the history."""
         before, self._seen = self._seen, self._stat()
-        if not self._seen:
+        if not self._seen or self._seen == self._foreign:
             self._begin_again()
             return True
         if self._at and self._seen != before:  # what was compared may be another file's
@@ -140,6 +142,7 @@ class LocalCopy:
         if agrees is None:
             return True
         if not agrees:
+            self._foreign = self._seen
             self._begin_again()
         elif self._file_at >= size:
             self._file = self._path.open("ab", buffering=0)

@@ -211,7 +211,8 @@ class _Duty:
         except Exception:  # the run goes on without
             log.exception("%s, which is tried again", self._failure)
         else:
-            self._backoff.reset()
+            if not more:  # a part that can be done again and again, before one that fails, is no success
+                self._backoff.reset()
             return more
         self._backoff.failed(time.monotonic())
         return False

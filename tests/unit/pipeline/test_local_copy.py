@@ -223,6 +223,23 @@ def test_unfinished_file_does_not_outlive_its_process(tmp_path: Path, killed: bo
     assert not found.others()
 
 
+def test_file_that_cannot_be_replaced_is_not_compared_again(tmp_path: Path) -> None:
+    found = job(tmp_path)
+    found.path.write_bytes(_edit(WHOLE, len(WHOLE) - 9, b"!")[:-3])
+    (blocker := found.path.with_name("steps.jsonl.partial")).mkdir()
+    with pytest.raises(OSError):
+        found.settle()
+    found.list = []  # with which nothing can be compared
+    for _ in range(2):
+        with pytest.raises(OSError):
+            found.copy.step()
+    found.path.write_bytes(WHOLE)
+    found.list = job(tmp_path).list
+    found.settle()
+    assert found.path.read_bytes() == WHOLE, "a file that has changed is compared"
+    blocker.rmdir()
+
+
 def test_gap_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = job(tmp_path)
     found.list = [Segment(0, found.list[2].end, None), *found.list[3:]]
