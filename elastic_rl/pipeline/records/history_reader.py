@@ -50,7 +50,7 @@ class HistoryReader:
         noticed here; its writer notices it. What cannot be had now is a record of kind ``gap``. Of a job without a
         history there is what the file has. Raises OSError."""
         if self._history is None:
-            if copy.exists():
+            if copy.is_file():
                 yield from _parts(copy, sys.maxsize)
             return
         tail = self._history.read(self._history.sealed) or b""
@@ -66,7 +66,7 @@ class HistoryReader:
         """How many bytes to take of a file, and how much of the tail these have: its writer may append more to it
         meanwhile. None for one that is not a copy of all that is sealed."""
         assert self._history is not None
-        if not copy.exists():
+        if not copy.is_file():
             return None
         with copy.open("rb") as file:
             first = _record(file.read(_HEAD_BYTES).partition(b"\n")[0])

@@ -88,9 +88,12 @@ class LocalCopy:
 
     def intact(self, segment: Segment) -> bytes | None:
         """The bytes of a segment, if the file at the path has them where they are in the history. Raises nothing."""
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            data = _read(file, segment.start, segment.end - segment.start)
-            return data if segment.has_bytes(data) else None
+        with contextlib.suppress(OSError):
+            if not self._path.is_file():  # opening a FIFO would wait for its writer
+                return None
+            with self._path.open("rb") as file:
+                data = _read(file, segment.start, segment.end - segment.start)
+                return data if segment.has_bytes(data) else None
         return None
 
     def close(self) -> None:
@@ -131,7 +134,7 @@ class LocalCopy:
     def _check(self) -> bool:
         """Compares the next segment of the file at the path with the history."""
         before, self._seen = self._seen, self._stat()
-        if not self._seen or self._seen == self._foreign:
+        if not self._path.is_file() or self._seen == self._foreign:
             self._begin_again()
             return True
         if self._at and self._seen != before:  # what was compared may be another file's

@@ -4,6 +4,7 @@ goes on, and is the same bytes for everybody."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -376,6 +377,10 @@ def test_reader_takes_a_copy_that_has_what_is_sealed_and_the_rest_from_etcd(dcs:
     for other in (data[:one.history.sealed - 1], data.replace(identity, b"another"), data + b"mine\n", b""):
         one.path.write_bytes(other)
         assert records(parts())[0]["kind"] == "gap", "it is not taken, and the stream is away"
+    for make in (Path.mkdir, os.mkfifo):
+        one.path.rename(one.path.with_name(make.__name__))
+        make(one.path)
+        assert records(parts())[0]["kind"] == "gap", "it is no file"
     dcs.start("a")
 
 

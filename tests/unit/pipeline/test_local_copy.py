@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import os
 import resource
 import shutil
+import socket
+import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -238,6 +241,28 @@ def test_file_that_cannot_be_replaced_is_not_compared_again(tmp_path: Path) -> N
     found.settle()
     assert found.path.read_bytes() == WHOLE, "a file that has changed is compared"
     blocker.rmdir()
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, _socket], ids=["folder", "fifo", "socket"])
+def test_what_is_no_file_is_set_aside(make: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # whose path is short enough for a socket
+        found = job(Path(folder))
+        make(found.path)
+        kind = stat.S_IFMT(found.path.stat().st_mode)
+        found.settle()
+        assert found.path.read_bytes() == WHOLE
+        assert [stat.S_IFMT(path.stat().st_mode) for path in found.others()] == [kind]
+        found.path.unlink()
+        make(found.path)  # in the place of the file that is continued
+        assert found.copy.intact(found.list[0]) is None
+        found.settle()
+        assert found.path.read_bytes() == WHOLE and len(found.others()) == 2
+        found.copy.close()
 
 
 def test_gap_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
