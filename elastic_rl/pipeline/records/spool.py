@@ -90,6 +90,8 @@ class Spool(threading.Thread):
         self._most_bytes = most_bytes
         self._missing_since = float("inf")
         """Monotonic time since which chunks of sealed segments cannot be had."""
+        self._given_up = False
+        """Whether some are given up in this attempt to publish."""
         self._news = threading.Event()
         self._stopping = False
         history.on_commit = self._news.set
@@ -133,11 +135,15 @@ class Spool(threading.Thread):
             history.seal(sealed)  # by a commit of this term whose answer was lost
             self._sealed.forget()
             return True
+        self._given_up = False
         head = self._head()
+        old = self._to_keep(head)
+        if not self._given_up:  # else what is given up stays so until a version without it is published
+            self._missing_since = float("inf")
         fresh = [Segment(s.start, s.end, TensorEntry(segment_name(s.start, s.end), "uint8", (len(s.data),), ()))
                  for s in closed]
         data = {f.name: s.data for f, s in zip(fresh, closed, strict=True)}
-        segments = within([*self._to_keep(head), *fresh], self._most_bytes)
+        segments = within([*old, *fresh], self._most_bytes)
         self._stream.publish(
             head, [NewTensor(s.name, data.get(s.name, b"")) if s.entry is None or s.name in data else s.entry
                    for s in segments],
@@ -188,7 +194,9 @@ class Spool(threading.Thread):
         for a while. Until then a node that is away may come back with them."""
         now = time.monotonic()
         self._missing_since = min(self._missing_since, now)
-        return self._history.full and now - self._missing_since >= _GIVE_UP_S
+        gives_up = self._history.full and now - self._missing_since >= _GIVE_UP_S
+        self._given_up |= gives_up
+        return gives_up
 
 
 class _Duty:

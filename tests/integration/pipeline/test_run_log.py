@@ -208,6 +208,31 @@ def test_records_that_are_lost_for_good_are_a_gap_and_the_run_goes_on(dcs: DcsCl
     assert last == sorted(last) and last[-2:] == [last[-1] - 1, last[-1]], "what came after it is there"
 
 
+def test_chunks_that_came_back_are_waited_for_anew_when_they_are_away_again(dcs: DcsCluster,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    dcs.start("a", disk_bytes=64 << 20)
+    old = term(dcs)
+    old.steps(30)
+    old.seal()
+    old.end()
+    dcs.stop("a")
+    dcs.start("b")
+    new = term(dcs, "other host")
+    new.steps(9)
+    with pytest.raises((NodeUnavailable, ChunkMissing)):
+        new.seal()
+    assert new.spool._missing_since < float("inf")
+    dcs.start("a", disk_bytes=64 << 20)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NodeUnavailable("another node")
+
+    with monkeypatch.context() as patch, pytest.raises(NodeUnavailable):
+        patch.setattr(new.spool._stream, "publish", refuse)
+        new.seal()
+    assert new.spool._missing_since == float("inf")
+
+
 def test_history_larger_than_the_arena_leaves_room_for_weights(dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch
                                                                ) -> None:
     use_small_segments(lambda module, name, value: monkeypatch.setattr(module, name, value * 64))
