@@ -113,12 +113,14 @@ def keeps_versions(cfg: Config) -> bool:
 
 def set_aside(path: Path) -> Path | None:
     """Renames a file or folder of an earlier run, by the time of its last change; None where there is none."""
-    if not path.exists():
-        return None
+    return path.rename(free_name(path)) if path.exists() else None
+
+
+def free_name(path: Path) -> Path:
+    """The name to set a file or folder aside under, by the time of its last change."""
     when = int(path.stat().st_mtime)
-    aside = next(name for n in range(when, when + 1000)
-                 if not (name := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
-    return path.rename(aside)
+    return next(name for n in range(when, when + 1000)
+                if not (name := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
 
 
 def delete(cfg: Config) -> list[KeptFolder]:

@@ -2,8 +2,8 @@
 
 It only ever gets what etcd has, so each copy is the beginning of the one history, whoever wrote it. A file that is
 something else (a user has edited or replaced it, or it is that of another job of this name) is set aside once the
-history was written to a file beside it, which then takes its place. Where the history has a gap, the file has either
-the bytes, which an earlier actor wrote, or the record of the gap.
+history was written to a file beside it, which then takes its place; of one that only ends otherwise, that end. Where
+the history has a gap, the file has either the bytes, which an earlier actor wrote, or the record of the gap.
 
 One process writes a copy: the one with the lock. Nothing waits for that; without the lock there is nothing to do.
 """
@@ -23,7 +23,7 @@ from typing import IO, Protocol
 from elastic_rl.host import file_lock, kept_state
 from elastic_rl.pipeline.records.history import TAIL_BYTES, History
 from elastic_rl.pipeline.records.segments import Segment, gap_in_file
-from elastic_rl.runtime.files import open_for_readers
+from elastic_rl.runtime.files import open_for_readers, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ _HEAD_BYTES = 256
 _RESERVE_BYTES = 256 << 20
 """Bytes of the file system that the copy leaves free. The chunks of the weights and the logs are often on the same one:
 a run can do without the copy, not without those."""
+_MOST_ASIDE = 8
+"""So often in a term something is set aside. Whoever changes the file still more often keeps what is at the path."""
 
 
 class SealedHistory(Protocol):
@@ -61,6 +63,9 @@ class LocalCopy:
         """The file at ``path`` as this process left it."""
         self._foreign: tuple[int, ...] = ()
         """The file at ``path`` as it was found to be something else than the history."""
+        self._set_aside = 0
+        """How often something was set aside."""
+        self._left_alone = False
 
     def step(self) -> bool:
         """Does a part of what is to be done; returns whether there is more. Raises OSError, and ElasticRLError where
@@ -134,6 +139,12 @@ class LocalCopy:
     def _check(self) -> bool:
         """Compares the next segment of the file at the path with the history."""
         before, self._seen = self._seen, self._stat()
+        if self._seen and self._set_aside >= _MOST_ASIDE:
+            if not self._left_alone:
+                log.error("%s was changed %d times in this term, and is left alone from now on", self._path,
+                          self._set_aside + 1)
+            self._left_alone = True
+            return False
         if not self._path.is_file() or self._seen == self._foreign:
             self._begin_again()
             return True
@@ -159,8 +170,15 @@ class LocalCopy:
             if expected is None:
                 return None
             found = _read(file, self._file_at, TAIL_BYTES + 1)
-            self._advance(len(found))
-            return expected.startswith(found)
+            if expected.startswith(found):
+                self._advance(len(found))
+                return True
+            same = expected.rfind(b"\n", 0, len(os.path.commonprefix([expected, found]))) + 1
+            if not self._file_at + same or len(found) > TAIL_BYTES:
+                return False
+            self._advance(same)
+            self._cut(found[same:])
+            return None
         left = segment.end - self._at
         if segment.entry is None:
             gap = gap_in_file(_read(file, self._file_at, _HEAD_BYTES), self._at, segment.end)
@@ -189,6 +207,21 @@ class LocalCopy:
         self._at += nbytes
         self._file_at += nbytes if in_file is None else in_file
 
+    def _cut(self, end: bytes) -> None:
+        """Sets the end of the file at the path aside, from ``_file_at`` on, unless somebody changes it just now."""
+        self._require_room(len(end))
+        with self._path.open("ab", buffering=0) as file:
+            aside = kept_state.free_name(self._path)
+            replace_file(aside, end)
+            if self._stat() != self._seen:
+                aside.unlink()
+                return
+            file.truncate(self._file_at)
+        self._set_aside += 1
+        self._seen = self._stat()
+        log.warning("the end of %s did not have the records of this job as they were written; it is now %s", self._path,
+                    aside)
+
     # -- writing -------------------------------------------------------------------------------------------------------
     def _begin_again(self) -> None:
         """What is at the path is not the history: it is written to another file, which then takes the place."""
@@ -199,10 +232,10 @@ class LocalCopy:
         self._file = open(self._partial, "ab", buffering=0, opener=open_for_readers)  # noqa: SIM115
         self._replaces = True
 
-    def _require_room(self) -> None:
-        """Raises OSError unless the file system has room for what the file lacks."""
+    def _require_room(self, more: int = 0) -> None:
+        """Raises OSError unless the file system has room for what the file lacks, and for so many bytes more."""
         at, sealed = self._at, self._history.sealed
-        lacking = self._history.committed - max(at, sealed)
+        lacking = more + self._history.committed - max(at, sealed)
         if at < sealed:
             lacking += sum(s.end - max(at, s.start) for s in self._sealed.segments()
                            if s.entry is not None and s.end > at)
@@ -244,6 +277,7 @@ class LocalCopy:
     def _swap(self) -> None:
         """The file that was made takes the place of what is at the path."""
         if aside := kept_state.set_aside(self._path):
+            self._set_aside += 1
             log.warning("%s does not have the records of this job as they were written; it is now %s", self._path,
                         aside)
         self._partial.rename(self._path)

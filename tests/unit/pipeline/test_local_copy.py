@@ -104,7 +104,13 @@ def test_whatever_is_at_the_path_becomes_the_history_and_is_kept(before: bytes) 
         found.settle()
         assert found.path.read_bytes() == WHOLE
         kept = [p.read_bytes() for p in found.others()]
-        assert kept == ([] if WHOLE.startswith(before) else [before])
+        if WHOLE.startswith(before):
+            assert not kept
+        else:
+            [aside] = kept
+            there = before.removesuffix(aside)
+            assert there + aside == before and WHOLE.startswith(there)
+            assert not there or len(there) >= len(found.sealed_bytes), "of what is sealed the whole file"
         found.copy.close()
 
 
@@ -228,7 +234,7 @@ def test_unfinished_file_does_not_outlive_its_process(tmp_path: Path, killed: bo
 
 def test_file_that_cannot_be_replaced_is_not_compared_again(tmp_path: Path) -> None:
     found = job(tmp_path)
-    found.path.write_bytes(_edit(WHOLE, len(WHOLE) - 9, b"!")[:-3])
+    found.path.write_bytes(_edit(WHOLE, found.list[-1].end - 9, b"!"))
     (blocker := found.path.with_name("steps.jsonl.partial")).mkdir()
     with pytest.raises(OSError):
         found.settle()
@@ -263,6 +269,34 @@ def test_what_is_no_file_is_set_aside(make: Callable[[Path], object]) -> None:
         found.settle()
         assert found.path.read_bytes() == WHOLE and len(found.others()) == 2
         found.copy.close()
+
+
+def test_of_a_copy_that_somebody_appends_to_only_that_is_set_aside(tmp_path: Path) -> None:
+    found = job(tmp_path)
+    found.settle()
+    before = found.path.stat().st_ino
+    with found.path.open("ab") as file:
+        file.write(b"mine\n")
+    found.history.append(more := record_line("step", step=99))  # the history goes on meanwhile
+    found.history.commit(found.history.pending()[0])
+    found.settle()
+    assert found.path.read_bytes() == WHOLE + more and found.path.stat().st_ino == before
+    assert [path.read_bytes() for path in found.others()] == [b"mine\n"]
+
+
+@pytest.mark.parametrize("new", [lambda data: data + b"mine\n", lambda data: b"mine\n" + data], ids=["end", "start"])
+def test_file_that_somebody_changes_again_and_again_is_left_alone_in_the_end(
+        tmp_path: Path, new: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture) -> None:
+    found = job(tmp_path)
+    for _ in range(12):
+        found.settle()
+        found.path.write_bytes(theirs := new(found.path.read_bytes()))
+    found.settle()
+    assert found.path.read_bytes() == theirs and len(found.others()) == local_copy._MOST_ASIDE
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+    found.path.unlink()
+    found.settle()
+    assert found.path.read_bytes() == WHOLE
 
 
 def test_gap_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
