@@ -3,7 +3,8 @@ published again: versions share its chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from elastic_rl.dcs.publish.kept_chunks import KeptChunks
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import Security
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Version
+from elastic_rl.etcd.records import Version, VersionState
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ class GrowingStream:
             self._head = StreamHead(version, self._reader.manifest(version))
         return StreamHead(version, self._head.manifest)
 
+    def before_head(self) -> Iterator[StreamHead]:
+        """The versions before the newest one that are still there, and whose manifests can be had, newest first. One
+        may be released while the stream is continued from it: what is lacking then is found by the next ``lacking``.
+        Raises as ``head``, but not for a manifest that no node has."""
+        versions = [v for v in reads.list_versions(self._etcd, self._keys, self._stream)
+                    if v.state is VersionState.COMMITTED]
+        for version in reversed(versions[:-1]):
+            with contextlib.suppress(ChunkMissing, ChunkCorrupt):
+                yield StreamHead(version, self._reader.manifest(version))
+
     def read(self, tensor: TensorEntry) -> bytes:
         """Raises as ``ChunkReader``."""
         return self._reader.tensor(tensor)
@@ -96,9 +108,9 @@ class GrowingStream:
 
     def publish(self, head: StreamHead | None, tensors: Sequence[TensorEntry | NewTensor], *, meta: Mapping[str, Any],
                 also: Sequence[Op] = ()) -> Version:
-        """Publishes a version of these tensors, in this order: those that are entries are of ``head``, and their chunks
-        are on this host's node (``lacking``). ``also`` are writes of the same transaction. Raises as
-        ``Publisher.publish``."""
+        """Publishes a version of these tensors, in this order: those that are entries are of ``head``, which is the
+        newest version or one before it, and their chunks are on this host's node (``lacking``). ``also`` are writes of
+        the same transaction. Raises as ``Publisher.publish``."""
         dcs = self._dcs
         old = [t for t in tensors if isinstance(t, TensorEntry)]
         kept = head.kept(old) if head is not None else None

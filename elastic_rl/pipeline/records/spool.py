@@ -61,7 +61,14 @@ class SealedSegments:
     def head(self) -> StreamHead | None:
         """The newest version, if it is of this history."""
         head = self._stream.head()
-        return head if head is not None and head.version.meta.get(HISTORY_KEY) == self._history.identity else None
+        return head if head is not None and self._is_of_history(head) else None
+
+    def before_head(self) -> StreamHead | None:
+        """The newest version before that whose manifest can be had, if it is of this history."""
+        return next(filter(self._is_of_history, self._stream.before_head()), None)
+
+    def _is_of_history(self, head: StreamHead) -> bool:
+        return head.version.meta.get(HISTORY_KEY) == self._history.identity
 
     def of(self, head: StreamHead | None) -> list[Segment]:
         return segments_of(head.manifest.tensors if head is not None else (), self._history.sealed)
@@ -156,14 +163,17 @@ class Spool(threading.Thread):
         return True
 
     def _head(self) -> StreamHead | None:
-        """The version to continue. Where its manifest is given up, the stream begins again, with a gap."""
+        """The version to continue. Where the manifest of the newest one is given up, it is one before that; without
+        one, the stream begins again, with a gap."""
         try:
             return self._sealed.head()
         except (ChunkMissing, ChunkCorrupt) as e:
             if not self._gives_up():
                 raise
-            log.error("all records before offset %d are lost: %s", self._history.sealed, e)
-            return None
+            head = self._sealed.before_head()
+            log.error("the records from offset %d to %d are lost: %s",
+                      head.version.meta[END_KEY] if head is not None else 0, self._history.sealed, e)
+            return head
 
     def _to_keep(self, head: StreamHead | None) -> list[Segment]:
         """The sealed segments, all with their chunks on this host's node. One that cannot be had is published from the

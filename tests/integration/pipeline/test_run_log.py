@@ -208,6 +208,34 @@ def test_records_that_are_lost_for_good_are_a_gap_and_the_run_goes_on(dcs: DcsCl
     assert last == sorted(last) and last[-2:] == [last[-1] - 1, last[-1]], "what came after it is there"
 
 
+def test_stream_whose_newest_manifest_is_lost_goes_on_from_the_version_before(
+        dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcs.start("a", disk_bytes=64 << 20)
+    old = term(dcs)
+    for _ in range(3):
+        old.steps(9)
+        old.seal()
+    whole = old.copy()
+    old.end()
+    head = reads.head(dcs.etcd, dcs.keys, "run_log")
+    before = reads.list_versions(dcs.etcd, dcs.keys, "run_log")[-2]
+    assert head is not None and head.number == before.number + 1
+    dcs.stop("a")
+    [path] = (dcs.folder / "disk" / "a").glob(f"??/{head.manifest}")
+    path.unlink()
+    dcs.start("a", disk_bytes=64 << 20)
+    new = term(dcs, "other host")
+    while not new.history.full:
+        new.step(2000)
+    with pytest.raises(ChunkMissing):
+        new.seal()
+    monkeypatch.setattr(spool, "_GIVE_UP_S", 0.0)
+    new.seal()
+    found, end = new.copy(), before.meta["end"]
+    assert found == read(dcs) and found[:end] == whole[:end]
+    assert json.loads(found[end:].splitlines()[0]) == {"kind": "gap", "start": end, "end": old.history.sealed}
+
+
 def test_chunks_that_came_back_are_waited_for_anew_when_they_are_away_again(dcs: DcsCluster,
                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     dcs.start("a", disk_bytes=64 << 20)
