@@ -12,11 +12,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from elastic_rl import config
 from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
 from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
+from elastic_rl.etcd.job_settings import OtherSecret
 from elastic_rl.host import job_run, processes
 from elastic_rl.host.job_run import Submission
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
@@ -51,29 +51,34 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _submission(cluster: Cluster, number: int, generation: int) -> Submission | None:
-    """What is to run; None where that cannot be read and never will, which is then how the run has ended. Raises
-    ElasticRLError."""
+    """What is to run; None where that cannot be read and never will, which is then how a run has ended that has not
+    begun. Raises ElasticRLError."""
     secret = ClusterSecret.read(cluster.paths.secret)
     with cluster.etcd(cluster.connect()) as etcd:
         try:
-            return cluster.run.submission(etcd, secret)
+            return cluster.run.submission(etcd, secret, number)
+        except OtherSecret:  # the right one may be put back
+            raise
         except ConfigError as e:
+            reading = cluster.run.read_from(etcd)
+            if reading.phase is JobPhase.RUNNING:
+                raise
             log.error("what was submitted is refused: %s", e)
-            status = RunStatus(submission=number, phase=JobPhase.STARTING)
+            status = RunStatus(submission=number, phase=JobPhase.STARTING, submitted_at=reading.submitted_at)
             cluster.run.save(etcd, job_run.failed(status, e, see=cluster.run.log), generation)
             return None
 
 
 def _become(submission: Submission, job: str, argv: Sequence[str]) -> None:
     """Does not return. Raises PreflightFailed and OSError."""
-    if not Path(submission.folder).is_dir():
-        raise PreflightFailed(f"the folder that job {job} was submitted in, {submission.folder}, is gone",
+    if not submission.working_folder.is_dir():
+        raise PreflightFailed(f"the folder that job {job} was submitted in, {submission.working_folder}, is gone",
                               hint="make it again: its run then goes on")
-    if not os.access(submission.python, os.X_OK):
-        raise PreflightFailed(f"the Python that job {job} was submitted with is gone: {submission.python}",
+    if not os.access(submission.interpreter, os.X_OK):
+        raise PreflightFailed(f"the Python that job {job} was submitted with is gone: {submission.interpreter}",
                               hint="make its environment again: the run then goes on; or `elastic-rl stop` it")
-    os.chdir(submission.folder)
-    command = processes.python("elastic_rl.run_service", *argv, interpreter=submission.python)
+    os.chdir(submission.working_folder)
+    command = processes.python("elastic_rl.run_service", *argv, interpreter=submission.interpreter)
     marks = {name.encode(): os.environb[name.encode()] for name in (SERVICE_FILE_ENV, OWNER_ENV)}
     os.execve(command[0], command, {**submission.process_environment(), **marks})
 

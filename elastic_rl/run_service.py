@@ -79,7 +79,8 @@ class RunService:
                     if reading.record.stopped:
                         self._withdrawn.set()
                     if not before.phase.ended:
-                        submission = self._run.submission(etcd, ClusterSecret.read(self._cluster.paths.secret))
+                        submission = self._run.submission(
+                            etcd, ClusterSecret.read(self._cluster.paths.secret), self._submission)
                         self._end(etcd, self._carry_out(etcd, info, submission, before))
             report_completed()
             return 0
@@ -129,7 +130,8 @@ class RunService:
         cfg = config.parse(submission.settings)
         logs.setup("train", cfg.telemetry.log_level)
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
-                         on_begun=begin, begun_at=begun_at, goes_on=goes_on)
+                         on_begun=begin, begun_at=begun_at, goes_on=goes_on,
+                         assignment=self._generation)
 
     def _end(self, etcd: EtcdClient, status: RunStatus) -> None:
         """Writes how the run has ended, as soon as etcd answers; without it where the cluster is taken down. Raises
@@ -146,8 +148,9 @@ class RunService:
     # -- whether it is to go on ----------------------------------------------------------------------------------------
     @property
     def _is_up(self) -> bool:
-        """Whether the cluster is not being taken down."""
-        return self._cluster.paths.info.exists()
+        """Whether the cluster is not being taken down. That a file is missing alone says nothing: its file system may
+        be away."""
+        return self._cluster.paths.info.exists() or not self._cluster.paths.stopped.exists()
 
     @property
     def _stopped(self) -> bool:

@@ -31,7 +31,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
@@ -78,14 +78,15 @@ OnBegun = Callable[[], None]
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
         on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
-        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> int:
+        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed. Always writes the report.
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
     its turn. ``on_tick`` is called four times a second. ``from_job``: begin with the newest committed policy of this
     job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
     ``goes_on``: asked when an error, or a signal, ends this process: whether another one goes on with the run. Then its
-    compute plane runs on.
+    compute plane runs on. ``assignment``: generation of the driver's assignment, if there is one: this process's
+    driver begins under it.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -101,9 +102,11 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
         if begun_at and (code := _end_without_us(cfg, info, begun_at)) is not None:
             return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
-        ctx = prepare(cfg, info, from_job=from_job, resumes=bool(begun_at))
+        ctx = prepare(cfg, info, from_job=from_job, resumes=bool(begun_at)).model_copy(
+            update={"assignment": assignment})
         # Not before: a run that is refused changes nothing. One that is started again finds settings that may be newer.
-        Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at)
+        Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at, token=fencing.assigned(
+            ClusterKeys(cfg.cluster_name), cfg.job, assignment))
         on_begun()
         return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
                     started=begun_at or time.time(), goes_on=goes_on)

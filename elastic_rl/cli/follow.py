@@ -64,7 +64,7 @@ def follow(cluster: Cluster, info: ClusterInfo, *, may_detach: bool, attached: b
                 say_goes_on(cluster)
                 return Exit.INTERRUPTED
             cluster.stop_run()
-            reading = cluster.run.read()
+            reading = cluster.run.look()
     return show_end(cluster, reading)
 
 
@@ -144,7 +144,7 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
     match reading.phase:
         case JobPhase.FINISHED:
             return Exit.OK
-        case JobPhase.STOPPED:
+        case _ if reading.phase is JobPhase.STOPPED or reading.stopping:
             _note(f"the run was stopped; `elastic-rl train {options}` resumes it")
             return Exit.INTERRUPTED
         case _:

@@ -18,7 +18,7 @@ from elastic_rl.config.model import ModelConfig
 from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.config.rollout import ENVIRONMENT, RolloutConfig
-from elastic_rl.config.root import Config, load, parse
+from elastic_rl.config.root import JOB_NAME, Config, load, parse
 from elastic_rl.config.section import Positive, Seconds, Section
 from elastic_rl.config.sft import SftConfig
 from elastic_rl.config.telemetry import TelemetryConfig
@@ -26,6 +26,7 @@ from elastic_rl.config.train import TrainConfig
 from elastic_rl.config.trainer import TrainerConfig
 
 __all__ = [
+    "JOB_NAME",
     "ENVIRONMENT",
     "AlertConfig",
     "AlertRoute",

@@ -32,6 +32,8 @@ from elastic_rl.config.telemetry import TelemetryConfig
 from elastic_rl.config.train import TrainConfig
 from elastic_rl.config.trainer import TrainerConfig
 
+JOB_NAME = "[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?"
+"""Regular expression of a job's name."""
 CLUSTER_SECTIONS = ("coordinator", "etcd")
 """Sections that a job takes from its cluster."""
 
@@ -39,7 +41,7 @@ CLUSTER_SECTIONS = ("coordinator", "etcd")
 class Config(Section):
     """The whole configuration of a job."""
 
-    job: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "quickstart"
+    job: Annotated[str, Field(pattern=f"^{JOB_NAME}$")] = "quickstart"
     """Name of the job, at most 40 lowercase letters, digits and hyphens. It prefixes the job's keys in etcd and its
     shared-memory segments."""
     cluster: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?)?$")] = ""

@@ -104,6 +104,11 @@ class ClusterReading:
     """Jobs with a record that cannot be read, such as one of a later release: nothing of them is changed, and one
     that has a driver keeps its place among those that run."""
 
+    damaged_assignments: frozenset[str] = frozenset()
+    """Those of them whose assignment is the record: they may have a driver."""
+    untouched_hosts: frozenset[str] = frozenset()
+    """Hosts with a record that cannot be read: they keep what they hold, and get nothing more."""
+
     @classmethod
     def of(cls, keys: ClusterKeys, kvs: Sequence[KeyValue], revision: int, leader_s: float,
            unreadable: MutableMapping[str, str], decoders: MutableMapping[str, RangeDecoder[Any]] | None = None
@@ -123,9 +128,16 @@ class ClusterReading:
                    stored(keys.host_states_prefix(), HostState), stored(keys.assignments_prefix(), Assignment),
                    stored(keys.jobs_prefix(), JobRecord), stored(keys.job_states_prefix(), JobState),
                    stored(keys.run_statuses_prefix(), RunStatus), stored(keys.spec(), ClusterSpec).get(""), keys=keys)
-        of_jobs = (keys.jobs_prefix(), keys.job_states_prefix(), keys.run_statuses_prefix())
-        return replace(found, untouched_jobs=frozenset(
-            key.removeprefix(prefix) for prefix in of_jobs for key in unreadable if key.startswith(prefix)))
+
+        def damaged(*prefixes: str) -> frozenset[str]:
+            return frozenset(key.removeprefix(prefix) for prefix in prefixes for key in unreadable
+                             if key.startswith(prefix))
+
+        assigned = frozenset(map(job_of_driver, damaged(keys.assignments_prefix())))
+        return replace(found, damaged_assignments=assigned, untouched_jobs=assigned | damaged(
+            keys.jobs_prefix(), keys.job_states_prefix(), keys.run_statuses_prefix()), untouched_hosts=damaged(
+            keys.hosts_prefix(), keys.host_registrations_prefix(), keys.host_statuses_prefix(),
+            keys.host_specs_prefix(), keys.host_states_prefix()))
 
     @cached_property
     def seen_hosts(self) -> Mapping[str, SeenHost]:
@@ -172,7 +184,8 @@ class ClusterReading:
 
 def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[ClusterWrite]:
     """What the leader is to write now; nothing while the cluster is as it is to be."""
-    host_writes = {name: write for name in reading.seen_hosts if (write := _host_write(reading, name, limits))}
+    host_writes = {name: write for name in reading.seen_hosts if name not in reading.untouched_hosts
+                   and (write := _host_write(reading, name, limits))}
     seen_jobs = {name: _seen_job(reading, name) for name in reading.jobs if name not in reading.untouched_jobs}
     decisions = _decisions(reading, seen_jobs, host_writes.keys(), limits)
     seen_jobs = {name: replace(job, driver=replace(job.driver, waits_for=decisions.get(
@@ -200,9 +213,9 @@ def _job_writes(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], limit
     """First a job that starts, then other changes of a phase, then reasons: a start depends on the states of all jobs,
     so that it is refused after any other write of the same pass."""
     spec = reading.spec.record if reading.spec is not None else ClusterSpec()
-    untouched = sum(job_of_driver(name) in reading.untouched_jobs for name, a in reading.assignments.items()
-                    if a.record.host)
-    parallel = max(0, spec.parallel_jobs - untouched)
+    untouched = {job for name, a in reading.assignments.items()
+                 if a.record.host and (job := job_of_driver(name)) in reading.untouched_jobs}
+    parallel = max(0, spec.parallel_jobs - len(untouched | reading.damaged_assignments))
     writes = []
     for name, after in jobs.advance(seen_jobs, parallel, reading.leader_s, limits.stop_run_s).items():
         before = _record(reading.job_states, name)
@@ -258,7 +271,8 @@ def _assignable(reading: ClusterReading, singleton: str, changing: Collection[st
     for name, stored in reading.host_states.items():
         seen = reading.seen_hosts[name]
         service = seen.status.services.get(singleton) if seen.status is not None else None
-        found[name] = AssignableHost(stored.record, hosts.is_fit(stored.record, seen), name in changing,
+        found[name] = AssignableHost(stored.record, hosts.is_fit(stored.record, seen),
+                                     name in changing or name in reading.untouched_hosts,
                                      reading.assigned[name], service)
     return found
 

@@ -27,6 +27,7 @@ from elastic_rl.errors import ComputePlaneLost, Conflict, ElasticRLError, EtcdUn
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
@@ -97,14 +98,15 @@ def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
 
 def _begin(etcd: EtcdClient, ctx: RunContext, driver_id: str) -> tuple[int, int, bool]:
     """Begins as the driver of the job; returns epoch and generation, and whether another driver has begun this epoch.
-    Raises EtcdUnavailable and Conflict."""
+    Raises EtcdUnavailable, Conflict, and Fenced where the job is assigned anew."""
+    token = fencing.assigned(ClusterKeys(ctx.config.cluster_name), ctx.job, ctx.assignment)
     epoch = fencing.current_epoch(etcd, ctx.keys)
     if epoch and ray_epoch(JobPaths.of(ctx.config)) == epoch:
         with contextlib.suppress(Fenced):  # it was ended meanwhile, for a global restart
-            return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, holder=driver_id), True
-    epoch = fencing.raise_epoch(etcd, ctx.keys, holder=driver_id).number
+            return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, driver_id, token), True
+    epoch = fencing.raise_epoch(etcd, ctx.keys, driver_id, token).number
     try:
-        return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, holder=driver_id), False
+        return epoch, fencing.begin_driver(etcd, ctx.keys, epoch, driver_id, token), False
     except Fenced as e:
         raise Conflict(f"epoch {epoch} was ended while a driver began it") from e  # try once more
 

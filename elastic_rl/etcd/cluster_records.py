@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from elastic_rl.config import JOB_NAME
 from elastic_rl.etcd.record import OpenEnum, Record
 
 _DRIVER = "driver/"
@@ -15,8 +17,9 @@ def driver_of(job: str) -> str:
 
 
 def job_of_driver(singleton: str) -> str:
-    """The job that a singleton carries out; empty for another singleton."""
-    return singleton.removeprefix(_DRIVER) if singleton.startswith(_DRIVER) else ""
+    """The job that a singleton carries out; empty for another singleton, and for what no job can be called."""
+    job = singleton.removeprefix(_DRIVER)
+    return job if singleton.startswith(_DRIVER) and re.fullmatch(JOB_NAME, job) else ""
 
 
 class ClusterSpec(Record):

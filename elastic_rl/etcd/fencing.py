@@ -17,8 +17,9 @@ from typing import Any, Self
 from elastic_rl.errors import Conflict, Fenced
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.etcd.event_kinds import EventKind
-from elastic_rl.etcd.keys import Keys, LeaderKeys
+from elastic_rl.etcd.keys import ClusterKeys, Keys, LeaderKeys
 from elastic_rl.etcd.records import Epoch, Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op, TxnResult
 
@@ -93,14 +94,21 @@ class FencedWriter:
         return self([absent, *compares], [*ops, events.put_op(self._keys, event)])
 
 
-def raise_epoch(etcd: EtcdClient, keys: Keys, holder: str) -> Epoch:
-    """Begins the next epoch for ``holder``; every later write of an earlier one fails. The first is 1."""
-    key = keys.epoch()
+def assigned(keys: ClusterKeys, job: str, generation: int) -> list[Compare]:
+    """The fencing token of who carries a job out: the driver's assignment is of this generation. None for 0, which is
+    for a driver that was started without an assignment."""
+    return [Compare.version(keys.assignment(driver_of(job)), "==", generation)] if generation else []
+
+
+def raise_epoch(etcd: EtcdClient, keys: Keys, holder: str, token: Sequence[Compare] = ()) -> Epoch:
+    """Begins the next epoch for ``holder``; every later write of an earlier one fails. The first is 1. Raises Fenced
+    where the token does not hold under which ``holder`` may begin one (``assigned``)."""
+    key, writer = keys.epoch(), FencedWriter(etcd, keys, lambda: token, holder)
     version = current_epoch(etcd, keys)
     for _ in range(_TRIES):
         # Guarded, although a lower number could never win: two drivers that start at once get two epochs.
         guard, put = next_epoch(keys, version, holder)
-        outcome = etcd.txn([guard], [put], [Op.get(key)])
+        outcome = writer.txn([guard], [put], [Op.get(key)])
         if outcome.succeeded:
             return Epoch.decode(put.data)
         found = outcome.get(key)
@@ -120,10 +128,11 @@ def current_epoch(etcd: EtcdClient, keys: Keys) -> int:
     return kv.version if kv else 0
 
 
-def begin_driver(etcd: EtcdClient, keys: Keys, epoch: int, holder: str) -> int:
+def begin_driver(etcd: EtcdClient, keys: Keys, epoch: int, holder: str, token: Sequence[Compare] = ()) -> int:
     """Begins the next generation of the job's driver for ``holder``, under the run's epoch; every later write of an
-    earlier one fails. Generations count over the whole run. Raises Fenced when the epoch is over."""
-    return _begin(etcd, keys, keys.driver(), epoch, holder)
+    earlier one fails. Generations count over the whole run. Raises Fenced when the epoch is over, and as
+    ``raise_epoch``."""
+    return _begin(etcd, keys, keys.driver(), epoch, holder, token)
 
 
 def begin_term(etcd: EtcdClient, keys: Keys, epoch: int, holder: str) -> int:
@@ -132,9 +141,9 @@ def begin_term(etcd: EtcdClient, keys: Keys, epoch: int, holder: str) -> int:
     return _begin(etcd, keys, keys.actor_term(), epoch, holder)
 
 
-def _begin(etcd: EtcdClient, keys: Keys, key: str, epoch: int, holder: str) -> int:
+def _begin(etcd: EtcdClient, keys: Keys, key: str, epoch: int, holder: str, token: Sequence[Compare] = ()) -> int:
     """Puts the next version of ``key``, which is the fencing number of ``holder``, and returns it."""
-    writer = FencedWriter.of_epoch(etcd, keys, epoch)
+    writer = FencedWriter(etcd, keys, lambda: [epoch_guard(keys, epoch), *token], f"epoch {epoch} of job {keys.job}")
     found = etcd.get(key)
     number = found.version if found else 0
     for _ in range(_TRIES):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from collections.abc import Sequence
 
 from cryptography.fernet import Fernet, InvalidToken
 
@@ -21,6 +22,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobRecord
 from elastic_rl.etcd.decoding import decode_bytes
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.transaction import Compare
 from elastic_rl.net.cluster_secret import ClusterSecret
 
 _OF_THE_CLUSTER = frozenset({*CLUSTER_SECTIONS, "run_dir"})
@@ -47,12 +49,12 @@ def opened(settings: str, job: str, secret: ClusterSecret, cluster: Config) -> C
 
 
 def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecret, *, resubmit: bool = True,
-           reseal: bool = True) -> None:
+           reseal: bool = True, token: Sequence[Compare] = ()) -> None:
     """Writes the record of ``cfg.job``, or the settings in the one that is there unless they are these. ``resubmit``:
     also where it has others. ``reseal``: also where they were sealed with another secret, which the coordinators that
-    run must then not have.
+    run must then not have. ``token``: the fencing token of a writer that may be stale.
 
-    Raises OtherSecret, ConfigError for a record that this release cannot read, and EtcdUnavailable.
+    Raises Fenced, OtherSecret, ConfigError for a record that this release cannot read, and EtcdUnavailable.
     """
     found = etcd.get(keys.job(cfg.job))
     if found is not None:
@@ -70,7 +72,7 @@ def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecr
         before = _record(raw, cfg.job) if raw is not None else JobRecord(submitted_at=time.time())
         return before.replace(settings=sealed(cfg, secret)).encode()
 
-    etcd.update(keys.job(cfg.job), change)
+    etcd.update(keys.job(cfg.job), change, guards=token)
 
 
 def seal(raw: bytes, job: str, secret: ClusterSecret) -> bytes:

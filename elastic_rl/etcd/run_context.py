@@ -32,6 +32,8 @@ class RunContext(BaseModel):
     generation: int = 0
     """Fencing generation of the driver that uses the context; its parts write under the epoch alone. 0: of no driver.
     """
+    assignment: int = 0
+    """Generation of the driver's assignment, under which a driver begins; 0: it was started without one."""
     model_dir: str
     """Folder of the HF model with the initial weights, the architecture and the tokenizer."""
     router_urls: dict[str, str] = {}

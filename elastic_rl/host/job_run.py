@@ -7,7 +7,7 @@ it was started for.
 
 The transitions that must NOT exist:
 
-- from an end (finished, failed, refused, stopped) to a start: the run would do its work again, or be refused for ever.
+- from an end (finished, failed, stopped) to a start: the run would do its work again, or be refused for ever.
   So the end is in the status before the process ends;
 - from a stop to a start: a process that is started for a run which was stopped ends it, and does nothing else;
 - from wanted to ended because a process was killed, whichever: only the run itself and its operator end it.
@@ -44,34 +44,55 @@ from elastic_rl.runtime.files import UMASK_ENV, os_error_text, replace_file, use
 
 _MAX_SUBMISSION_BYTES = 1 << 20
 """Longest sealed submission: etcd refuses requests of more than 1.5 MiB."""
+_MAX_TEXT = 4000
+"""Longest text of an error, in characters."""
 
 
 class Submission(Record):
     """What a job is to do, with all that another process needs to do it as the first one did."""
 
+    number: int = 0
+    """Number of the submission in the job's record: an older one, which a writer to etcd may put back, is refused."""
     settings: dict[str, Any]
     faults: bool = False
     """Whether faults are injected."""
     from_job: str = ""
     """The job whose policy this one begins with; empty for one that begins with a model of its own."""
     python: str
-    """Interpreter of that command: another one may have another release, or not the job's plug-ins."""
+    """Interpreter of that command: another one may have another release, or not the job's plug-ins. In this and the
+    next two each character stands for a byte, since paths and values need not be valid UTF-8."""
     folder: str
     """Working folder of the command that has submitted it: settings may name files relative to it."""
     environment: dict[str, str]
     """Environment of that command, such as the user's tokens and CUDA_VISIBLE_DEVICES, which the host agent's need not
-    have. Each character stands for a byte, which need not be valid UTF-8."""
+    have."""
 
     @classmethod
     def of_this_process(cls, cfg: Config, *, faults: bool = False, from_job: str = "") -> Self:
         environment = {**os.environb, UMASK_ENV.encode(): f"{user_umask():03o}".encode()}
-        return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job, python=sys.executable,
-                   folder=os.getcwd(),
-                   environment={k.decode("latin-1"): v.decode("latin-1") for k, v in environment.items()})
+        return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job,
+                   python=_as_text(os.fsencode(sys.executable)), folder=_as_text(os.getcwdb()),
+                   environment={_as_text(k): _as_text(v) for k, v in environment.items()})
+
+    @property
+    def interpreter(self) -> str:
+        return os.fsdecode(_as_bytes(self.python))
+
+    @property
+    def working_folder(self) -> Path:
+        return Path(os.fsdecode(_as_bytes(self.folder)))
 
     def process_environment(self) -> dict[bytes, bytes]:
         """The environment, as ``os.execve`` takes it."""
-        return {k.encode("latin-1"): v.encode("latin-1") for k, v in self.environment.items()}
+        return {_as_bytes(k): _as_bytes(v) for k, v in self.environment.items()}
+
+
+def _as_text(raw: bytes) -> str:
+    return raw.decode("latin-1")
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode("latin-1")
 
 
 def failed(status: RunStatus, error: Exception, *, see: Path) -> RunStatus:
@@ -84,7 +105,12 @@ def failed(status: RunStatus, error: Exception, *, see: Path) -> RunStatus:
         case _:
             found = {"error": ElasticRLError.__name__, "message": f"{type(error).__name__}: {error}",
                      "hint": f"this is a defect of elastic-rl; its traceback is in {see}"}
-    return now(status, JobPhase.FAILED).replace(**found)
+    return now(status, JobPhase.FAILED).replace(**{name: _shortened(text) for name, text in found.items()})
+
+
+def _shortened(text: str) -> str:
+    """A text that etcd takes: an error may quote a whole batch, and the name of a file need not be valid UTF-8."""
+    return text[:_MAX_TEXT].encode(errors="backslashreplace").decode()
 
 
 def now(status: RunStatus, phase: JobPhase) -> RunStatus:
@@ -93,8 +119,11 @@ def now(status: RunStatus, phase: JobPhase) -> RunStatus:
 
 def as_error(status: RunStatus) -> ElasticRLError | None:
     """The error that ended a run, for the command that shows it."""
-    kind = getattr(errors, status.error, ElasticRLError) if status.error else None
-    return kind(status.message, hint=status.hint) if kind is not None else None
+    if not status.error:
+        return None
+    found = getattr(errors, status.error, None)  # None: of a later release
+    kind = found if isinstance(found, type) and issubclass(found, ElasticRLError) else ElasticRLError
+    return kind(status.message, hint=status.hint)
 
 
 @dataclass(frozen=True)
@@ -245,28 +274,30 @@ class JobRun:
         """Has the run wanted: once more, if it has ended. Raises ConfigError for a submission that is too large for
         etcd, or a job that is not on the cluster, Conflict where another command changes the job, and EtcdUnavailable.
         """
-        sealed = job_settings.seal(submission.encode(), self._job, secret)
-        if len(sealed) > _MAX_SUBMISSION_BYTES:
-            raise ConfigError(f"settings and environment of this command take {len(sealed) >> 10} KiB, and etcd takes "
-                              f"{_MAX_SUBMISSION_BYTES >> 10}", hint="unset large environment variables")
         key = self._keys.job(self._job)
         found = etcd.get(key)
         record = self._submittable(found.value if found is not None else None)
         again = record.replace(submission=record.submission + 1, stopped=False, submitted_at=time.time())
+        sealed = job_settings.seal(submission.replace(number=again.submission).encode(), self._job, secret)
+        if len(sealed) > _MAX_SUBMISSION_BYTES:
+            raise ConfigError(f"settings and environment of this command take {len(sealed) >> 10} KiB of etcd, and may "
+                              f"take {_MAX_SUBMISSION_BYTES >> 10}", hint="unset large environment variables")
         if not etcd.txn([Compare.mod(key, "==", found.mod_revision if found is not None else 0)],
                         [Op.put(key, again.encode()), Op.put(self._keys.submission(self._job), sealed)]).succeeded:
             raise Conflict(f"another command changes job {self._job} at the same time", hint="try again")
         self._save_copy(RunStatus(submission=again.submission, phase=JobPhase.QUEUED, at=again.submitted_at,
                                   submitted_at=again.submitted_at))
 
-    def submission(self, etcd: EtcdClient, secret: ClusterSecret) -> Submission:
-        """What was submitted last. Raises ConfigError where there is none, or none that this cluster has sealed, and
-        EtcdUnavailable."""
+    def submission(self, etcd: EtcdClient, secret: ClusterSecret, number: int) -> Submission:
+        """What was submitted under a number. Raises ConfigError where there is nothing that can be read, OtherSecret
+        for what was not sealed with this secret, Conflict where there is another submission, and EtcdUnavailable."""
         found = etcd.get(self._keys.submission(self._job))
         raw = job_settings.unseal(found.value, self._job, secret) if found is not None else b""
         if (submission := decode_bytes(raw, Submission)) is None:
             raise ConfigError(f"what was submitted of job {self._job} cannot be read",
                               hint="`elastic-rl stop`, then `elastic-rl train` resumes the job")
+        if submission.number != number:
+            raise Conflict(f"etcd has submission {submission.number} of job {self._job}, and not {number}")
         return submission
 
     def withdraw(self, etcd: EtcdClient) -> bool:

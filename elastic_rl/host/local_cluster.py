@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.cluster_records import ClusterSpec, job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.transaction import Compare
 from elastic_rl.host import (
     cluster_secrets,
     cluster_settings,
@@ -505,15 +506,17 @@ class Cluster:
         if not self.named:
             engine_key_file(self.cfg)
 
-    def put_job_record(self, endpoints: list[str], *, resubmit: bool = True, reseal: bool = False) -> None:
+    def put_job_record(self, endpoints: list[str], *, resubmit: bool = True, reseal: bool = False,
+                       token: Sequence[Compare] = ()) -> None:
         """Writes the record of the job, with which the coordinators take it up. ``resubmit``: also where there is one
-        with other settings; ``reseal``: also where these were sealed with another secret than the cluster has now.
-        Raises PreflightFailed where they were and coordinators run, ConfigError and EtcdUnavailable."""
+        with other settings; ``reseal``: also where these were sealed with another secret than the cluster has now;
+        ``token``: the fencing token of a writer that may be stale. Raises Fenced, PreflightFailed where the settings
+        were sealed with another secret and coordinators run, ConfigError and EtcdUnavailable."""
         keys = ClusterKeys(self.cfg.cluster_name)
         with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
             try:
                 job_settings.submit(etcd, keys, self.cfg, ClusterSecret.read(self.paths.secret), resubmit=resubmit,
-                                    reseal=reseal)
+                                    reseal=reseal, token=token)
             except job_settings.OtherSecret as e:
                 raise PreflightFailed(f"{self.paths.secret} is not the secret that the cluster's services run with",
                                       hint=f"put that one back, or {self._restart_hint}") from e
@@ -905,6 +908,7 @@ class Cluster:
                 remove_secret_files(self._job)
             self._await_closed(info)  # else its leader would write records of it again
             etcd.delete_prefix(Keys(job).root)
+            etcd.delete(keys.run_status(job))  # a run that was just ending may have written it again
         kept_state.delete(self.cfg)
         return stopped
 

@@ -26,7 +26,6 @@ from elastic_rl.host.agent import duties, restart_policy
 from elastic_rl.host.agent.duties import Adopt, LocalSingleton, Start, Stop, Wait
 from elastic_rl.host.agent.host_session import HostView
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
-from elastic_rl.host.local_cluster import last_message
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles, ServiceRecord
 from elastic_rl.runtime.clock import boottime_s
 
@@ -62,6 +61,8 @@ class Singletons:
         """Pid of each process that this object has started or adopted, by name."""
         self._ending: dict[tuple[str, bool], Future[None]] = {}
         """Processes that are being ended with what they have started, by name and whether it is released."""
+        self._end_faults: dict[str, str] = {}
+        """Why what a singleton has left could not be ended, by name, as it was logged last."""
         self._left_nothing: set[tuple[str, bool]] = set()
         """Singletons that do not run and of which nothing is left; and whether that is so after their release."""
         self._released: set[str] = set()
@@ -139,8 +140,9 @@ class Singletons:
         if ending is not None and (error := ending.exception()) is None:
             del self._ending[self._end_of(name)]
             return True
-        if ending is not None:
-            log.warning("what %s has left cannot be ended: %s", name, error)
+        if ending is not None and self._end_faults.get(name) != str(error):
+            log.warning("what %s has left cannot be ended, which is tried again: %s", name, error)
+            self._end_faults[name] = str(error)
         self._end(name, 0)
         return False
 
@@ -247,4 +249,5 @@ class Singletons:
         if state is None or state.ends <= 1:
             return waits_for
         log_file = self._log_of(quote(key[0], safe=""))
-        return f"has ended {state.ends} times in a row ({last_message(log_file)}; see {log_file}); {waits_for}"
+        # Not what its log says: that is for the owner of this host alone.
+        return f"has ended {state.ends} times in a row (see {log_file}); {waits_for}"

@@ -11,11 +11,13 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ConfigError, ElasticRLError, Fenced
-from elastic_rl.etcd import job_settings
+from elastic_rl.driver import __main__ as driver
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced
+from elastic_rl.etcd import fencing, job_settings
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import Assignment, ClusterSpec, JobPhase, JobRecord, JobState, RunStatus
+from elastic_rl.etcd.cluster_records import Assignment, ClusterSpec, JobPhase, JobRecord, JobState, RunStatus, driver_of
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import cluster_secrets, job_run, processes
 from elastic_rl.host.agent import assigned_work
 from elastic_rl.host.job_run import JobRun, Submission
@@ -67,10 +69,20 @@ def test_submission_is_read_back_and_leaves_the_rest_of_the_record(run: JobRun, 
     run.submit(own_etcd, submission(), SECRET)
     reading = run.read()
     assert reading.record is not None and (reading.record.settings, reading.record.priority) == ("s", 3)
-    assert reading.queued and reading.wanted and run.submission(own_etcd, SECRET) == submission()
+    assert reading.queued and reading.wanted and run.submission(own_etcd, SECRET, 1) == submission().replace(number=1)
     assert submission().python.encode() not in own_etcd.range(KEYS.submission("j"))[0][0].value, "it is sealed"
     with pytest.raises(job_settings.OtherSecret):
-        run.submission(own_etcd, ClusterSecret.generate())
+        run.submission(own_etcd, ClusterSecret.generate(), 1)
+
+
+def test_older_submission_that_somebody_puts_back_is_refused(run: JobRun, own_etcd: EtcdClient) -> None:
+    run.submit(own_etcd, submission(), SECRET)
+    old = own_etcd.get(KEYS.submission("j"))
+    run.submit(own_etcd, submission(), SECRET)
+    assert old is not None
+    own_etcd.put(KEYS.submission("j"), old.value)
+    with pytest.raises(Conflict, match="submission 1 of job j, and not 2"):
+        run.submission(own_etcd, SECRET, 2)
 
 
 def test_stopped_run_is_wanted_again_by_its_next_submission_alone(run: JobRun, own_etcd: EtcdClient) -> None:
@@ -155,6 +167,26 @@ def test_stop_is_of_the_submission_that_was_seen(run: JobRun, own_etcd: EtcdClie
     assert run.read().wanted, "that was the submission before"
 
 
+def test_driver_of_an_older_assignment_begins_nothing(own_etcd: EtcdClient, tmp_path: Path) -> None:
+    """Its host may have slept while the job was assigned elsewhere: it must not fence off who carries it out now."""
+    cfg = config.parse({"job": "j", "run_dir": str(tmp_path), "cluster": "lab"})
+    ctx = RunContext(config=cfg, etcd_endpoints=own_etcd.endpoints, job="j", epoch=0, assignment=1, model_dir="", host="h")
+    keys = ctx.keys
+    own_etcd.put(KEYS.assignment(driver_of("j")), Assignment(host="a").encode())
+    assert driver._begin(own_etcd, ctx, "d1") == (1, 1, False)
+    own_etcd.put(KEYS.assignment(driver_of("j")), Assignment(host="b").encode())
+    with pytest.raises(Fenced):
+        driver._begin(own_etcd, ctx, "d2")
+    with pytest.raises(Fenced):
+        fencing.begin_driver(own_etcd, keys, 1, "d2", fencing.assigned(KEYS, "j", 1))
+    own_etcd.put(KEYS.job("j"), JobRecord(settings="of the newer one").encode())
+    with pytest.raises(Fenced):
+        job_settings.submit(own_etcd, KEYS, cfg, SECRET, token=fencing.assigned(KEYS, "j", 1))
+    assert (fencing.current_epoch(own_etcd, keys), fencing.current_driver(own_etcd, keys)) == (1, 1)
+    assert driver._begin(own_etcd, ctx.model_copy(update={"assignment": 2}), "d3") == (2, 2, False)
+    assert driver._begin(own_etcd, ctx.model_copy(update={"assignment": 0}), "without one") == (3, 3, False)
+
+
 # -- the cluster -------------------------------------------------------------------------------------------------------
 def test_runs_of_a_cluster_that_was_taken_down_or_is_owned_are_stopped_by_its_start(
         cluster: Cluster, own_etcd: EtcdClient) -> None:
@@ -181,8 +213,9 @@ def test_no_run_is_started_while_the_cluster_is_taken_down(cluster: Cluster) -> 
     command = assigned_work._run_command(cluster, "driver/j", arguments, 7)
     assert command[1:4] == ["-m", "elastic_rl.run_launcher", "--job=j"] and command[-2:] == [
         "--submission=2", "--generation=7"]
-    with pytest.raises(ElasticRLError, match="does not know the singleton x"):
-        assigned_work._run_command(cluster, "x", arguments, 7)
+    for odd in ("x", "driver/../../x", "driver/A", "driver/"):
+        with pytest.raises(ElasticRLError, match="does not know the singleton"):
+            assigned_work._run_command(cluster, odd, arguments, 7)
     cluster.paths.info.rename(cluster.paths.stopped)
     with pytest.raises(ElasticRLError, match="being taken down"):
         assigned_work._run_command(cluster, "driver/j", arguments, 7)
@@ -219,13 +252,22 @@ def test_run_whose_python_or_folder_is_gone_says_so_and_is_started_again(cluster
 def test_submission_that_cannot_be_read_is_refused(cluster: Cluster, own_etcd: EtcdClient, tmp_path: Path) -> None:
     for _ in range(3):
         own_etcd.put(KEYS.assignment(cluster.run.name), Assignment(host="a").encode())
+    (file := tmp_path / "file").write_text('{"pid": 1, "url": "", "generation": 3}\n')
+    secret = cluster.paths.secret.read_bytes()
     cluster.paths.secret.unlink()
     cluster_secrets.write_secrets(cluster.paths, lambda line: None)
-    (file := tmp_path / "file").write_text('{"pid": 1, "url": "", "generation": 3}\n')
+    done = launch(cluster, str(file))
+    assert done.returncode == 1 and "were not sealed" in done.stderr, "the secret may be put back"
+    cluster.paths.secret.write_bytes(secret)
+    own_etcd.put(KEYS.submission("j"), job_settings.seal(b"{", "j", ClusterSecret.read(cluster.paths.secret)))
+    cluster.run.save(own_etcd, RunStatus(submission=1, phase=JobPhase.RUNNING), 3)
+    done = launch(cluster, str(file))
+    assert done.returncode == 1 and cluster.run.read().phase is JobPhase.RUNNING, "nothing refuses what has begun"
+    cluster.run.save(own_etcd, RunStatus(submission=1, phase=JobPhase.STARTING), 3)
     done = launch(cluster, str(file))
     assert done.returncode == 0, done.stderr
     reading = cluster.run.read()
-    assert reading.phase is JobPhase.FAILED and "were not sealed" in str(reading.error)
+    assert reading.phase is JobPhase.FAILED and "cannot be read" in str(reading.error) and reading.submitted_at
     assert '{"completed": 3}' in file.read_text(), "it is not started again"
 
 

@@ -280,6 +280,35 @@ def _stored(record: Any, revision: int = 5) -> Any:
     return Stored(record, revision, 1)
 
 
+def test_job_whose_assignment_cannot_be_read_may_have_a_driver() -> None:
+    keys = ClusterKeys()
+    reading = _reading(
+        (keys.job("j"), JobRecord(submission=1, stopped=True).encode()), (keys.assignment(driver_of("j")), b"{"),
+        (keys.job_state("j"), JobState(phase=JobPhase.RUNNING, submission=1, order=1).encode()),
+        (keys.job("k"), JobRecord(submission=1).encode()),
+        (keys.job_state("k"), JobState(phase=JobPhase.QUEUED, submission=1, order=5).encode()))
+    written = {w.key: w.record for w in cluster_pass(reading, ClusterLimits())}
+    assert written.keys() == {keys.job_state("k")} and isinstance(written[keys.job_state("k")], JobState)
+    assert written[keys.job_state("k")].phase is JobPhase.QUEUED, "its place is taken"
+
+
+def test_host_with_a_record_that_cannot_be_read_gets_nothing_more() -> None:
+    keys = ClusterKeys()
+    hosts_of = [(key, value) for name in "ab" for key, value in (
+        (keys.host(name), Host(id=name, incarnation="1").encode()),
+        (keys.host_registration(name), Host(id=name, incarnation="1").encode()),
+        (keys.host_status(name), HostStatus(registration=5).encode()),
+        (keys.host_state(name), HostState(phase=HostPhase.READY, incarnation="1", since_s=0.0).encode()))]
+    job = [(keys.job("j"), JobRecord(submission=1).encode()), (keys.job_state("j"), JobState(
+        phase=JobPhase.STARTING, submission=1, order=1).encode())]
+
+    def given_to(*more: tuple[str, bytes]) -> set[str]:
+        return {w.record.host for w in cluster_pass(_reading(*hosts_of, *job, *more), ClusterLimits())
+                if isinstance(w.record, Assignment)}
+
+    assert given_to() == {"a"} and given_to((keys.host_spec("a"), b"{")) == {"b"}
+
+
 def test_pass_names_all_that_each_write_was_decided_by() -> None:
     registration, keys = _stored(Host(id="a", incarnation="1")), ClusterKeys()
     new = ClusterReading(9, 0.0, {"a": registration}, {"a": registration})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_run_gets_the_environment_that_it_was_submitted_with(tmp_path: Path, mon
     assert b"ELASTIC_RL_UMASK" in found
 
 
+def test_folder_and_interpreter_need_not_be_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xe4"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", f"{folder}/python")
+    submission = Submission.decode(Submission.of_this_process(config.parse({"run_dir": str(tmp_path)})).encode())
+    assert submission.working_folder == folder and submission.interpreter == f"{folder}/python"
+
+
 @pytest.mark.parametrize("error", [ConfigError("no such model", hint="name one"), PreflightFailed("no room")],
                          ids=lambda e: type(e).__name__)
 def test_error_of_a_run_is_the_error_of_the_command_that_follows_it(error: ElasticRLError, tmp_path: Path) -> None:
@@ -96,3 +106,10 @@ def test_unexpected_error_of_a_run_names_its_log(tmp_path: Path) -> None:
     full = job_run.failed(_STARTING, OSError(28, "No space left on device", "f"), see=tmp_path)
     assert str(job_run.as_error(full)) == "f: No space left on device"
     assert job_run.as_error(job_run.now(_STARTING, JobPhase.FAILED)) is None, "a crash loop"
+
+
+def test_any_error_of_a_run_can_be_written_and_read(tmp_path: Path) -> None:
+    long = job_run.failed(_STARTING, ValueError("\udcff" * 100_000), see=tmp_path)
+    assert len(RunStatus.decode(long.encode()).message) < 40_000 and "\\udcff" in long.message
+    for name in ("Sequence", "annotations", "OfALaterRelease"):
+        assert type(job_run.as_error(_STARTING.replace(error=name, message="x"))) is ElasticRLError
