@@ -103,7 +103,7 @@ class Drain(Record):
 
 
 class HostSpec(Record):
-    """What operators want of a host; written through the API."""
+    """What operators want of a host."""
 
     cordoned: bool = False
     """The host is given nothing more and keeps what it has."""

@@ -170,7 +170,8 @@ def test_stop_is_of_the_submission_that_was_seen(run: JobRun, own_etcd: EtcdClie
 def test_driver_of_an_older_assignment_begins_nothing(own_etcd: EtcdClient, tmp_path: Path) -> None:
     """Its host may have slept while the job was assigned elsewhere: it must not fence off who carries it out now."""
     cfg = config.parse({"job": "j", "run_dir": str(tmp_path), "cluster": "lab"})
-    ctx = RunContext(config=cfg, etcd_endpoints=own_etcd.endpoints, job="j", epoch=0, assignment=1, model_dir="", host="h")
+    ctx = RunContext(config=cfg, etcd_endpoints=own_etcd.endpoints, job="j", epoch=0, assignment=1, model_dir="",
+                     host="h")
     keys = ctx.keys
     own_etcd.put(KEYS.assignment(driver_of("j")), Assignment(host="a").encode())
     assert driver._begin(own_etcd, ctx, "d1") == (1, 1, False)
