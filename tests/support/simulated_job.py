@@ -253,7 +253,7 @@ class Roles:
 
 
 _MODEL = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 1,
-          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 50,
+          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 1024,
           "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
           "rope_theta": 10000.0}
 """Of the policy only its size is asked for."""
