@@ -138,7 +138,7 @@ class RunService:
         Fenced where another process carries the job out."""
         def pause(seconds: float) -> bool:
             time.sleep(seconds)
-            return not self._is_up
+            return self._cluster.taken_down
 
         try:
             patiently(lambda: self._run.save(etcd, status, self._generation), pause=pause)
@@ -147,15 +147,9 @@ class RunService:
 
     # -- whether it is to go on ----------------------------------------------------------------------------------------
     @property
-    def _is_up(self) -> bool:
-        """Whether the cluster is not being taken down. That a file is missing alone says nothing: its file system may
-        be away."""
-        return self._cluster.paths.info.exists() or not self._cluster.paths.stopped.exists()
-
-    @property
     def _stopped(self) -> bool:
         """Whether its operator has stopped the run, or the cluster."""
-        return self._withdrawn.is_set() or not self._is_up
+        return self._withdrawn.is_set() or self._cluster.taken_down
 
     @contextmanager
     def _following(self, info: ClusterInfo) -> Iterator[None]:

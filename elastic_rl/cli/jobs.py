@@ -83,13 +83,10 @@ def row_of(cluster: Cluster, silent: set[Path] | None = None) -> dict[str, Any]:
     silent = silent if silent is not None else set()
     try:
         row["step"] = _last_step(paths.steps)
-        if cluster.dir not in silent:
-            try:
-                reading = cluster.run.read()
-            except EtcdUnavailable:
-                silent.add(cluster.dir)
-        if cluster.dir in silent:
-            reading = cluster.run.last_seen()
+        reading = cluster.run.last_seen() if cluster.dir in silent else cluster.run.read()
+    except EtcdUnavailable:
+        silent.add(cluster.dir)
+        reading = cluster.run.last_seen()
     except (ElasticRLError, OSError) as e:
         return {**row, "message": f"how it goes cannot be read: {e}"}
     row |= {"state": _state(reading), "pid": reading.pid, "since_at": reading.since or None,

@@ -63,8 +63,8 @@ class Stored(Generic[R]):
 class ClusterLimits:
     times: HostTimes = HostTimes()
     assignments: AssignmentLimits = AssignmentLimits()
-    stop_run_s: float = 60.0
-    """Longest time for a run that was stopped to end in order, by the leader clock."""
+    stop_run_s: float = jobs.STOP_RUN_S
+    """Longest time for a run that was stopped to end in order, in seconds of the leader clock."""
 
 
 @dataclass(frozen=True)

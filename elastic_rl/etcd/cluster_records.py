@@ -232,7 +232,7 @@ class RunStatus(Record):
     at: float = 0.0
     """When the phase began, unix seconds."""
     submitted_at: float = 0.0
-    """As in the job's record."""
+    """When the job was submitted, as its record has it, unix seconds."""
     error: str = ""
     """Kind of the error that ended the run; empty where it has ended otherwise, as in a crash loop."""
     message: str = ""

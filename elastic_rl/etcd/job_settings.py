@@ -58,7 +58,7 @@ def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecr
     """
     found = etcd.get(keys.job(cfg.job))
     if found is not None:
-        record = _record(found.value, cfg.job)
+        record = read_record(found.value, cfg.job)
         try:
             if opened(record.settings, cfg.job, secret, cfg) == cfg or not resubmit:
                 return
@@ -69,7 +69,7 @@ def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecr
             pass
 
     def change(raw: bytes | None) -> bytes:
-        before = _record(raw, cfg.job) if raw is not None else JobRecord(submitted_at=time.time())
+        before = read_record(raw, cfg.job) if raw is not None else JobRecord(submitted_at=time.time())
         return before.replace(settings=sealed(cfg, secret)).encode()
 
     etcd.update(keys.job(cfg.job), change, guards=token)
@@ -89,7 +89,8 @@ def unseal(token: bytes, job: str, secret: ClusterSecret) -> bytes:
                           hint="submit the job again, and restart what still runs with an older secret") from e
 
 
-def _record(raw: bytes, job: str) -> JobRecord:
+def read_record(raw: bytes, job: str) -> JobRecord:
+    """The record of a job. Raises ConfigError for one that this release cannot read."""
     found = decode_bytes(raw, JobRecord)
     if found is None:
         raise ConfigError(f"the record of job {job} in etcd cannot be read",

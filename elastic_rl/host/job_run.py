@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from elastic_rl import errors
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd import job_settings
+from elastic_rl.etcd import fencing, job_settings
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus, driver_of
 from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
@@ -76,10 +76,12 @@ class Submission(Record):
 
     @property
     def interpreter(self) -> str:
+        """Path of ``python``."""
         return os.fsdecode(_as_bytes(self.python))
 
     @property
     def working_folder(self) -> Path:
+        """Path of ``folder``."""
         return Path(os.fsdecode(_as_bytes(self.folder)))
 
     def process_environment(self) -> dict[bytes, bytes]:
@@ -133,7 +135,7 @@ class RunReading:
     status: RunStatus | None
     """What its process wrote last, of any submission."""
     record: JobRecord | None = None
-    """None while the cluster is down, and for a job that is not on it."""
+    """Record of the job; None while the cluster is down, and for a job that is not on it."""
     state: JobState | None = None
     down: bool = False
     """Whether the cluster was taken down, and its runs with it."""
@@ -239,7 +241,8 @@ class JobRun:
         return record.pid if record is not None and record.running else 0
 
     def read(self) -> RunReading:
-        """Raises EtcdUnavailable where the cluster is up and its etcd does not answer, and ConfigError."""
+        """The run as etcd has it; as this host saw it last while the cluster is not up. Raises EtcdUnavailable where
+        the cluster is up and its etcd does not answer, and ConfigError."""
         etcd = self._connect()
         if etcd is None:
             return self.last_seen()
@@ -247,26 +250,24 @@ class JobRun:
             return self.read_from(etcd)
 
     def look(self) -> RunReading:
-        """As ``read``; as this host saw it last while etcd does not answer. Raises ConfigError."""
+        """The run as etcd has it; as this host saw it last while etcd does not answer. Raises ConfigError."""
         try:
             return self.read()
         except EtcdUnavailable:
             return self.last_seen()
 
     def last_seen(self) -> RunReading:
-        """As this host saw it last."""
+        """The run as this host saw it last, without asking etcd."""
         return RunReading(self._copy(), down=self._is_down(), pid=self.pid)
 
     def read_from(self, etcd: EtcdClient) -> RunReading:
-        """As ``read``, by a client of the cluster's etcd. Raises ConfigError also for a record that this release cannot
-        read."""
+        """The run as etcd has it, by a client of the cluster's etcd. Raises EtcdUnavailable, and ConfigError for a
+        record that this release cannot read."""
         record, state, status = (self._keys.job(self._job), self._keys.job_state(self._job),
                                  self._keys.run_status(self._job))
         found = etcd.txn([], [Op.get(record), Op.get(state), Op.get(status)])
-        job = readable_one(found.get(record), JobRecord)
-        if job is None and found.get(record) is not None:
-            raise ConfigError(f"the record of job {self._job} in etcd cannot be read",
-                              hint="a later release may have written it: use that one")
+        kv = found.get(record)
+        job = job_settings.read_record(kv.value, self._job) if kv is not None else None
         return RunReading(readable_one(found.get(status), RunStatus) if job is not None else None, job,
                           readable_one(found.get(state), JobState), pid=self.pid)
 
@@ -285,7 +286,7 @@ class JobRun:
         if not etcd.txn([Compare.mod(key, "==", found.mod_revision if found is not None else 0)],
                         [Op.put(key, again.encode()), Op.put(self._keys.submission(self._job), sealed)]).succeeded:
             raise Conflict(f"another command changes job {self._job} at the same time", hint="try again")
-        self._save_copy(RunStatus(submission=again.submission, phase=JobPhase.QUEUED, at=again.submitted_at,
+        self.save_copy(RunStatus(submission=again.submission, phase=JobPhase.QUEUED, at=again.submitted_at,
                                   submitted_at=again.submitted_at))
 
     def submission(self, etcd: EtcdClient, secret: ClusterSecret, number: int) -> Submission:
@@ -314,15 +315,15 @@ class JobRun:
 
         etcd.update(self._keys.job(self._job), stopped)
         if self.read_from(etcd).over and (copy := self._copy()) is not None:  # it was queued: no process will say so
-            self._save_copy(now(copy, JobPhase.STOPPED))
+            self.save_copy(now(copy, JobPhase.STOPPED))
         return True
 
     def _submittable(self, raw: bytes | None) -> JobRecord:
-        record = decode_bytes(raw, JobRecord) if raw is not None else None
-        if record is None:
+        """The record of a job that is on the cluster. Raises ConfigError."""
+        if raw is None:
             raise ConfigError(f"job {self._job} is not on cluster {self._keys.cluster}",
                               hint="another command has taken it off; try again")
-        return record
+        return job_settings.read_record(raw, self._job)
 
     # -- for its process -----------------------------------------------------------------------------------------------
     def save(self, etcd: EtcdClient, status: RunStatus, generation: int) -> None:
@@ -335,18 +336,14 @@ class JobRun:
                 return raw or b""
             return status.encode()
 
-        token = Compare.version(self._keys.assignment(self.name), "==", generation)
-        etcd.update(self._keys.run_status(self._job), change, guards=[token])
-        self._save_copy(status)
-
-    def _save_copy(self, status: RunStatus) -> None:
-        """Keeps what ``last_seen`` says. A disk without room changes nothing that counts."""
-        with contextlib.suppress(OSError):
-            self.save_copy(status)
+        etcd.update(self._keys.run_status(self._job), change,
+                    guards=fencing.assigned(self._keys, self._job, generation))
+        self.save_copy(status)
 
     def save_copy(self, status: RunStatus) -> None:
-        """Raises OSError."""
-        replace_file(self._paths.run_status, status.encode(), private=True, durable=True)
+        """Keeps what ``last_seen`` says. A disk without room changes nothing that counts."""
+        with contextlib.suppress(OSError):
+            replace_file(self._paths.run_status, status.encode(), private=True, durable=True)
 
     def _copy(self) -> RunStatus | None:
         """None where there is none, or a damaged one."""

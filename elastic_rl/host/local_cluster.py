@@ -36,6 +36,7 @@ from elastic_rl.coordinator.api.listening import advertised
 from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.client.credentials import read_token
+from elastic_rl.coordinator.jobs.state_machine import STOP_RUN_S
 from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import job_settings
@@ -80,8 +81,8 @@ _LOCK_TIMEOUT_S = 180.0
 """Longest wait of ``up`` for another command that starts or stops the cluster, which itself waits for services."""
 _DOWN_LOCK_TIMEOUT_S = 15.0
 """Longest wait of ``down`` for such a command. It then goes on without the lock, to end an ``up`` that hangs."""
-_STOP_RUN_S = 60.0
-"""Longest wait for a run to end: it takes its processes down, one after the other, and writes its report."""
+_STOP_RUN_S = STOP_RUN_S
+"""Longest wait for a run to end."""
 _READ_BUDGET_S = 1.0
 """Retries of a reading of a run, which is made again and again."""
 SAVE_GRACE_S = 90.0
@@ -107,7 +108,7 @@ class Cluster:
         self.services, self.agents = ServiceFiles(self.paths.services), ServiceFiles(self.paths.agents)
         self.singletons = ServiceFiles(self.paths.singletons)
         """What the leader has assigned to this host; the agent starts and ends it."""
-        self.run = JobRun(self.cfg, self.singletons, self._etcd_if_up, self.paths.stopped.exists)
+        self.run = JobRun(self.cfg, self.singletons, self._etcd_if_up, lambda: self.taken_down)
         self._say = say
         self._new_data: Path | None = None
         """Folder of an etcd that this start has begun."""
@@ -185,8 +186,7 @@ class Cluster:
             found = etcd.get(keys.spec())
             if found is None or found.value != spec:
                 etcd.put(keys.spec(), spec)
-            taken_down = self.paths.stopped.exists() and not self.paths.info.exists()
-            if taken_down or self.abandoned or self._owns:
+            if self.taken_down or self.abandoned or self._owns:
                 all_stopped(etcd, keys)
 
     def admit(self, *, resubmit: bool = False) -> ClusterInfo:
@@ -284,6 +284,12 @@ class Cluster:
         return self.paths.info.exists() or bool(self.services.running())
 
     @property
+    def taken_down(self) -> bool:
+        """Whether a command has taken the cluster down, or is doing so. That a file is missing alone says nothing: its
+        file system may be away."""
+        return self.paths.stopped.exists() and not self.paths.info.exists()
+
+    @property
     def known(self) -> bool:
         """Whether the cluster was started once and its state not purged: its settings hold."""
         return self.up_before or self.paths.stopped.exists()
@@ -313,19 +319,21 @@ class Cluster:
         self._require_here()
 
         def strays() -> list[int]:
-            known = [r.pid for files in (self.services, self.agents, self.singletons) for r in files.running()]
-            return processes.marked_outside(known, str(self.dir), OWNER_ENV)
+            return processes.marked_outside([r.pid for r in self._running()], str(self.dir), OWNER_ENV)
         try:
             wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
         except DeadlineExceeded as e:
             raise PreflightFailed(f"processes {', '.join(map(str, strays()))} of this cluster run without a record in "
                                   f"{self.services.folder}", hint=self._restart_hint) from e
 
+    def _running(self) -> list[ServiceRecord]:
+        """All processes of the cluster that run and have a file."""
+        return [r for files in (self.services, self.agents, self.singletons) for r in files.running()]
+
     def _require_here(self) -> None:
         """Raises PreflightFailed when services of this cluster run where this process cannot see them."""
         def elsewhere() -> list[str]:
-            return [r.name for files in (self.services, self.agents, self.singletons) for r in files.running()
-                    if r.elsewhere]
+            return [r.name for r in self._running() if r.elsewhere]
         try:  # one that starts or ends now is between two states for a moment
             wait_until(lambda: not elsewhere(), timeout_s=_EXIT_GRACE_S, what="the services here")
         except DeadlineExceeded as e:
@@ -618,8 +626,7 @@ class Cluster:
             return False
         try:
             with self._locked(0.0):
-                halfway = self.paths.stopped.exists() and not self.paths.info.exists()
-                if self.abandoned or (halfway and self.services.running()):
+                if self.abandoned or (self.taken_down and self.services.running()):
                     self._say("the process that owned the cluster, or the one that stopped it, has ended")
                     self._down(purge=False)
                 return not self.paths.info.exists() and not self.services.running()

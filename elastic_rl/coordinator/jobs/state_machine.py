@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus
 
+STOP_RUN_S = 60.0
+"""Longest time for a run that was stopped to end in order: it takes its processes down, one after the other, and writes
+its report."""
 _BY_OPERATOR = (JobPhase.STOPPED, "stopped by its operator")
 
 
@@ -76,7 +79,7 @@ class SeenJob:
                 and (self.ending is None or self.ends_in_order(leader_s)))
 
 
-def advance(jobs: Mapping[str, SeenJob], parallel: int, leader_s: float, stop_run_s: float = 60.0
+def advance(jobs: Mapping[str, SeenJob], parallel: int, leader_s: float, stop_run_s: float = STOP_RUN_S
             ) -> dict[str, JobState]:
     """The jobs that were submitted as they are now, by name; a state equal to the one before where nothing has changed.
     ``stop_run_s``: longest time for a run that was stopped to end in order, by the leader clock."""

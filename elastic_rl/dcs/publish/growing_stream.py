@@ -63,7 +63,7 @@ class GrowingStream:
         self._token.require()
 
     def head(self) -> StreamHead | None:
-        """None where nothing was published. Raises as ``ChunkReader``."""
+        """The newest version of the stream; None where nothing was published. Raises as ``ChunkReader``."""
         version = reads.head(self._etcd, self._keys, self._stream)
         if version is None:
             return None
@@ -82,7 +82,7 @@ class GrowingStream:
                 yield StreamHead(version, self._reader.manifest(version))
 
     def read(self, tensor: TensorEntry) -> bytes:
-        """Raises as ``ChunkReader``."""
+        """The bytes of a tensor. Raises as ``ChunkReader``."""
         return self._reader.tensor(tensor)
 
     def lacking(self, head: StreamHead, tensors: Sequence[TensorEntry]) -> set[str]:

@@ -70,7 +70,7 @@ class HostAgent:
         self._work_of = work_of
         self._work: AssignedWork | None = None
         self._endpoints: list[str] = []
-        """Of the etcd that the work is assigned by."""
+        """Endpoints of the etcd that has the assignments."""
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ class HistoryReader:
     """One reading of a history: what it had when this was made. A context manager."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, *, io_timeout_s: float, security: Security | None) -> None:
-        """Raises EtcdUnavailable and RecordUnreadable."""
+        """Reads where the history stands. Raises EtcdUnavailable and RecordUnreadable."""
         tail = read_tail(etcd, keys)
         self._history = History(tail.head.id, tail.head.sealed, tail.blocks) if tail.head is not None else None
         self._etcd, self._keys = etcd, keys

@@ -27,7 +27,7 @@ class Tail:
     """Where a history stands, and what etcd has beyond that."""
 
     head: RunLogHead | None
-    """None where no history has begun."""
+    """Record of where the history stands; None where none has begun."""
     blocks: Sequence[Block]
     revision: int = 0
     """Mod revision of the head's key; 0 where there is none."""
@@ -82,7 +82,8 @@ def read_tail(etcd: EtcdClient, keys: Keys) -> Tail:
 
 
 def tail_of(head: RunLogHead | None, revision: int, version: Version | None, blocks: Iterable[Block]) -> Tail:
-    """Pure. ``head``, ``blocks``: what etcd has. ``version``: the newest of the stream.
+    """The tail of a history by what etcd has of it and of the stream. Pure. ``head``, ``blocks``: what etcd has.
+    ``version``: the newest of the stream.
 
     Blocks of segments that begin before the stream's end are another course of the history, which the stream has
     replaced. Those of later segments were written after the snapshot, by an actor that knew the stream or that began

@@ -44,6 +44,16 @@ def term(dcs: DcsCluster, folder: str = "host", *, most_bytes: int = 1 << 30, **
     return found
 
 
+def ended_term(dcs: DcsCluster) -> tuple[Term, bytes]:
+    """A term that has ended, with segments in the stream, and what its copy has."""
+    old = term(dcs)
+    old.steps(30)
+    old.seal()
+    before = old.copy()
+    old.end()
+    return old, before
+
+
 def read(dcs: DcsCluster) -> bytes:
     """The history as anybody may read it, without a copy."""
     with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
@@ -134,11 +144,7 @@ def test_actor_that_is_killed_while_it_seals_loses_nothing(dcs: DcsCluster, poin
 
 def test_run_goes_on_while_a_node_with_segments_is_away(dcs: DcsCluster) -> None:
     dcs.start("a", disk_bytes=64 << 20)
-    old = term(dcs)
-    old.steps(30)
-    old.seal()
-    before = old.copy()
-    old.end()
+    old, before = ended_term(dcs)
     dcs.stop("a")
     dcs.start("b", disk_bytes=64 << 20)
     new = term(dcs, "other host")
@@ -158,11 +164,7 @@ def test_run_goes_on_while_a_node_with_segments_is_away(dcs: DcsCluster) -> None
 
 def test_segments_that_no_node_has_are_published_again_from_the_copy(dcs: DcsCluster) -> None:
     dcs.start("a", disk_bytes=64 << 20)
-    old = term(dcs)
-    old.steps(30)
-    old.seal()
-    before = old.copy()
-    old.end()
+    old, before = ended_term(dcs)
     head = reads.head(dcs.etcd, dcs.keys, "run_log")
     assert head is not None
     dcs.stop("a")
