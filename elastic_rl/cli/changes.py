@@ -23,7 +23,7 @@ app = typer.Typer()
 operations = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=(
     "Changes that take longer than a request: scaling, drains, restarts, registrations. Without a command: ls."))
 engines = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=(
-    "Engines, and external SGLang servers that join and leave. Without a command: ls."))
+    "Engines: drain one; external SGLang servers that join and leave. Without a command: ls."))
 api_command(engines, "ls")(list_engines)
 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the operation has ended.")]
@@ -57,15 +57,16 @@ def scale(cluster: Target, desired: Annotated[int, typer.Argument(help="Number o
             timeout_s=timeout, dry_run=dry_run, output=output)
 
 
-@api_command(app)
-def drain(cluster: Target, engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Id of an engine.",
-                                                              autocompletion=completion.engines)],
-          no_replace: Annotated[bool, typer.Option("--no-replace", help="Reduce the pool's desired number by one."
-                                                   )] = False,
-          wait: Wait = False, timeout: Timeout = 0.0, dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
+@api_command(engines, "drain")
+def drain_engine(cluster: Target, engine: Annotated[str, typer.Argument(
+                     metavar="ID", help="Id of an engine.", autocompletion=completion.engines)],
+                 no_replace: Annotated[bool, typer.Option(
+                     "--no-replace", help="Reduce the pool's desired number by one.")] = False,
+                 wait: Wait = False, timeout: Timeout = 0.0, dry_run: DryRun = False, output: Output = Format.TABLE
+                 ) -> None:
     """Drain an engine: it finishes its requests and leaves."""
-    _change(cluster, lambda api: api.drain(engine, replace=not no_replace, dry_run=dry_run), "elastic-rl engines",
-            wait=wait, timeout_s=timeout, dry_run=dry_run, output=output)
+    _change(cluster, lambda api: api.drain_engine(engine, replace=not no_replace, dry_run=dry_run),
+            "elastic-rl engines", wait=wait, timeout_s=timeout, dry_run=dry_run, output=output)
 
 
 @api_command(engines, "register")

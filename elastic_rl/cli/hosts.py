@@ -1,26 +1,37 @@
-"""``elastic-rl hosts``: the hosts of a cluster, and what they do."""
+"""``elastic-rl hosts``: the hosts of a cluster, and what they do; commands that cordon, drain and forget one."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elastic_rl.cli import completion, tables, watch_loop
-from elastic_rl.cli.common import Output, Target, api_command, argument
+from elastic_rl.cli.changes import DryRun
+from elastic_rl.cli.common import Output, Target, api_command, argument, err, out
 from elastic_rl.cli.listings import Watch
 from elastic_rl.cli.tables import Format
 from elastic_rl.cli.watch_loop import Reading
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, EtcdUnavailable
+
+if TYPE_CHECKING:
+    from elastic_rl.coordinator.client.admin_client import AdminClient
 
 app = typer.Typer()
+
+HostName = Annotated[str, typer.Argument(metavar="HOST", autocompletion=completion.hosts, help="Id of the host.")]
+Reason = Annotated[str, typer.Option(help="Why, for the other operators.")]
 
 _COLUMNS = ("host", "phase", "address", "cpus", "gpus", "memory", "services", "reason")
 _WIDE = ("phase_age", "release", "incarnation", "shm", "labels", "assignments")
 _SERVICE = ("service", "state", "pid", "generation", "restarts", "reason")
 _ASSIGNMENT = ("assignment", "generation", "incarnation", "reason")
+_POLL_S = 1.0
 _SHOWN = 4
 """Services in a cell."""
 _ABSENT = ("suspected", "lost", "left")
@@ -62,6 +73,98 @@ def hosts(cluster: Target,
         watch_loop.show(read_one if name else read_all, output, watch=watch)
 
 
+@api_command(app)
+def cordon(cluster: Target, host: HostName, reason: Reason = "", dry_run: DryRun = False,
+           output: Output = Format.TABLE) -> None:
+    """Give a host nothing more; it keeps what it holds."""
+    with _api(cluster) as api:
+        found = api.change_host(host, {"cordoned": True, "reason": reason}, dry_run=dry_run)
+    _say(found, output, dry_run, f"host {host} is given nothing more; it keeps {_held(found)}")
+
+
+@api_command(app)
+def uncordon(cluster: Target, host: HostName, dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
+    """Give a host work again: takes back a cordon, and a drain."""
+    with _api(cluster) as api:
+        found = api.change_host(host, {"cordoned": False, "drain": None}, dry_run=dry_run)
+    _say(found, output, dry_run, f"host {host} is given work again")
+
+
+@api_command(app)
+def drain(cluster: Target, host: HostName, within: Annotated[float, typer.Option(
+              min=0, metavar="SECONDS", help="Time in which each singleton may choose when it moves; then it is moved."
+          )] = 600.0, reason: Reason = "", wait: Annotated[bool, typer.Option(
+              "--wait/--no-wait", help="Wait until the host holds nothing.")] = False,
+          timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help=(
+              "Longest wait; 0: until it is done."))] = 0.0,
+          dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
+    """Empty a host: what it holds moves to others, and it is given nothing more."""
+    with _api(cluster) as api:
+        found = api.change_host(host, {"drain": {"timeout_s": within}, "reason": reason}, dry_run=dry_run)
+        if wait and not dry_run:
+            found = _await_left(cluster, api, found, timeout)
+            _say(found, output, dry_run, f"host {host} holds nothing, and may be switched off")
+        else:
+            _say(found, output, dry_run, f"host {host} is emptied within {tables.duration(within)} of {_held(found)}; "
+                 + _next_commands(cluster, host))
+
+
+@api_command(app)
+def forget(cluster: Target, host: HostName, dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
+    """Forget a host that is lost or has left."""
+    with _api(cluster) as api:
+        found = api.forget_host(host, dry_run=dry_run)
+    _say(found, output, dry_run, f"host {host} is forgotten; an agent that has its name registers it as a new one")
+
+
+def _api(cluster: Target) -> AbstractContextManager[AdminClient]:
+    return cluster.api(see="elastic-rl hosts", of_job=False)
+
+
+def _say(host: Mapping[str, Any], output: Format, dry_run: bool, line: str) -> None:
+    if output is Format.JSON:
+        tables.write_json(host)
+    else:
+        out.print(f"{'would be done: ' if dry_run else ''}{line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _held(host: Mapping[str, Any]) -> str:
+    return ", ".join(host["assignments"]) or "nothing"
+
+
+def _next_commands(cluster: Target, host: str) -> str:
+    name = host + cluster.as_options
+    return f"follow it with `elastic-rl hosts {name} --watch`, take it back with `elastic-rl uncordon {name}`"
+
+
+def _await_left(cluster: Target, api: AdminClient, host: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The host once it holds nothing. Each change on the way is printed to stderr. Replicas that do not answer
+    meanwhile are waited for. Raises DeadlineExceeded and KeyboardInterrupt, after which the drain continues, with the
+    commands that follow it or take it back; and Conflict where somebody has taken it back."""
+    name, began, shown = host["id"], time.monotonic(), ""
+    try:
+        while True:
+            if host["spec"]["drain"] is None:
+                raise Conflict(f"the drain of host {name} was taken back by {host['spec']['by']}",
+                               hint=f"see `elastic-rl hosts {name}{cluster.as_options}`")
+            if host["phase"] == "left" or host["phase"] == "lost" and not host["assignments"]:
+                return host
+            now = f"host {name}: {host['phase']}, holds {_held(host)}"
+            if now != shown:
+                err.print(now, markup=False, highlight=False, soft_wrap=True)
+                shown = now
+            if timeout_s and time.monotonic() - began > timeout_s:
+                raise DeadlineExceeded(f"host {name} still holds {_held(host)} after {timeout_s:g} s",
+                                       hint="the drain continues; " + _next_commands(cluster, name))
+            time.sleep(_POLL_S)
+            with contextlib.suppress(EtcdUnavailable):
+                host = api.host(name)
+    except KeyboardInterrupt:
+        err.print("the drain continues; " + _next_commands(cluster, name), markup=False, highlight=False,
+                  soft_wrap=True)
+        raise
+
+
 def row(host: Mapping[str, Any]) -> dict[str, Any]:
     """A host of the API for a table."""
     return {**host, **_facts(host), "host": host["id"], "services": services(host["services"]),
@@ -91,9 +194,9 @@ def _reasons(host: Mapping[str, Any]) -> Iterator[str]:
     yield from filter(None, (host["reason"], host["not_ready"]))
     if not host["registered"] and phase not in _ABSENT:
         yield "its agent is not registered"
-    if host["drain"] is not None and phase not in ("draining", *_ABSENT):
+    if host["spec"]["drain"] is not None and phase not in ("draining", *_ABSENT):
         yield "is to be drained"
-    elif host["cordoned"] and phase not in ("cordoned", "draining", *_ABSENT):
+    elif host["spec"]["cordoned"] and phase not in ("cordoned", "draining", *_ABSENT):
         yield "is to be cordoned"
     if host["unreadable"]:
         yield f"cannot be read: {', '.join(host['unreadable'])}"
@@ -103,10 +206,12 @@ def _shown(host: Mapping[str, Any], output: Format) -> Any:
     """One host as a table of its facts, its services and what is assigned to it."""
     from rich.console import Group
     facts = _facts(host)
-    names = ("id", "phase", "phase_age", "reason", "registered", "cordoned", "drain", "address", "cpus", "gpus",
-             "memory", "shm", "labels", "release", "incarnation")
-    shown = {**host, **facts, "registered": _yes(host["registered"]), "cordoned": _yes(host["cordoned"]),
-             "drain": _drain(host["drain"])}
+    names = ("id", "phase", "phase_age", "reason", "registered", "cordoned", "drain", "asked", "address", "cpus",
+             "gpus", "memory", "shm", "labels", "release", "incarnation")
+    spec = host["spec"]
+    shown = {**host, **facts, "registered": _yes(host["registered"]), "cordoned": _yes(spec["cordoned"]),
+             "drain": f"within {tables.duration(spec['drain']['timeout_s'])}" if spec["drain"] else "",
+             "asked": _asked(spec)}
     parts = [tables.facts({name: shown[name] for name in names})]
     for what, columns in (("service", _SERVICE), ("assignment", _ASSIGNMENT)):
         if rows := [{what: name, **each} for name, each in sorted(host[f"{what}s"].items())]:
@@ -114,10 +219,11 @@ def _shown(host: Mapping[str, Any], output: Format) -> Any:
     return Group(*parts)
 
 
-def _drain(drain: Mapping[str, Any] | None) -> str:
-    if drain is None:
+def _asked(spec: Mapping[str, Any]) -> str:
+    """Who asked last for something, when and why."""
+    if not spec["at"]:
         return ""
-    return f"within {tables.duration(drain['timeout_s'])}" + (f": {drain['reason']}" if drain["reason"] else "")
+    return f"{tables.moment(spec['at'])} by {spec['by']}" + (f": {spec['reason']}" if spec["reason"] else "")
 
 
 def _yes(value: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,7 +56,7 @@ def jobs(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -
     silent = set[Path]()
     rows = [row_of(cluster, silent) for cluster in _clusters(location(ctx, file).run_dir)]
     if output is not Format.JSON:
-        rows = [{**row, **{at: _when(row[f"{at}_at"]) for at in ("since", "submitted")}} for row in rows]
+        rows = [{**row, **{at: tables.moment(row[f"{at}_at"]) for at in ("since", "submitted")}} for row in rows]
     tables.show(out, rows, _COLUMNS, output, wide=_WIDE)
 
 
@@ -110,10 +109,6 @@ def _last_step(path: Path) -> int | None:
     from elastic_rl.telemetry.log_files import tail
     steps = [int(r["step"]) for r in parse_lines(tail(path).splitlines()) if r["kind"] in ("step", "sampled", "sft")]
     return steps[-1] if steps else None
-
-
-def _when(at: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""
 
 
 def _say(line: str) -> None:

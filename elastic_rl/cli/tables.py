@@ -116,6 +116,11 @@ def duration(seconds: float) -> str:
     return f"{int(seconds)}s"
 
 
+def moment(at: float | None) -> str:
+    """``2026-11-27 08:30`` for unix seconds, in local time; empty for none."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""
+
+
 def write_json(value: Any, *, line: bool = False) -> None:
     """Prints plain JSON to stdout, never wrapped or coloured. ``line``: on one line, for a stream of documents."""
     sys.stdout.write(json.dumps(value, indent=None if line else 2, default=str) + "\n")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pydantic import BaseModel
 
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.etags import check_revision, etag
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
 from elastic_rl.etcd import event_kinds, events
@@ -42,27 +43,6 @@ class PoolView(BaseModel):
     etag: str
 
 
-def etag(revision: int) -> str:
-    return f'"{revision}"'
-
-
-def parse_if_match(header: str | None) -> int | None:
-    """Revision named by an If-Match header, or None for ``*``.
-
-    Raises a 428 problem without the header, and 412 for what is no ETag of a pool.
-    """
-    if header is None or not header.strip():
-        raise Problem(428, "precondition-required", "If-Match is required",
-                      "GET the pool, and send its ETag in If-Match with the change")
-    tag = header.strip()
-    if tag == "*":
-        return None
-    tag = tag.removeprefix("W/").strip('"')
-    if not (tag.isascii() and tag.isdecimal() and len(tag) < 19):
-        raise Problem(412, "precondition-failed", "The pool has changed", f"{header!r} is not the pool's ETag")
-    return int(tag)
-
-
 def check_desired(desired: int, max_engines: int) -> int:
     """Raises a 422 problem unless ``desired`` is within 1 and ``max_engines``."""
     if not 1 <= desired <= max_engines:
@@ -72,14 +52,6 @@ def check_desired(desired: int, max_engines: int) -> int:
                       + ("" if desired < 0 else f" ({why})"),
                       errors=[{"pointer": "/desired", "detail": f"between 1 and {max_engines}"}])
     return desired
-
-
-def check_revision(spec: KeyValue, if_revision: int | None) -> None:
-    """Raises a 412 problem unless the pool's spec was last changed at ``if_revision``; None accepts any."""
-    if if_revision is not None and spec.mod_revision != if_revision:
-        raise Problem(412, "precondition-failed", "The pool has changed",
-                      f"its ETag is {etag(spec.mod_revision)} now, not {etag(if_revision)}",
-                      headers={"ETag": etag(spec.mod_revision)})
 
 
 def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
@@ -128,7 +100,7 @@ def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, des
         spec = etcd.get(key)
         if spec is None:
             raise not_found("pool", name)
-        check_revision(spec, if_revision)
+        check_revision(spec.mod_revision, if_revision, "pool")
         old = PoolSpec.decode(spec.value)
         if old.desired == desired:
             return view(spec, etcd.get(keys.pool_status(name)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import ConfigDict
+
 from elastic_rl.config import JOB_NAME
 from elastic_rl.etcd.record import OpenEnum, Record
 
@@ -97,17 +99,31 @@ class HostStatus(Record):
 class Drain(Record):
     """An operator's request to empty a host."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     timeout_s: float
     """Seconds within which each singleton may choose when it moves; after that it is moved."""
-    reason: str = ""
 
 
 class HostSpec(Record):
     """What operators want of a host."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     cordoned: bool = False
     """The host is given nothing more and keeps what it has."""
     drain: Drain | None = None
+    """The host is to be emptied; null: it is not."""
+    reason: str = ""
+    """Why, in the words of who asked last."""
+    by: str = ""
+    """Name of the token of who asked last."""
+    at: float = 0.0
+    """When that was, unix seconds; 0: nobody has asked for anything."""
+
+    def told(self, what: str) -> str:
+        """``what`` was asked for, with who asked and why."""
+        return what + (f" by {self.by}" if self.by else "") + (f": {self.reason}" if self.reason else "")
 
 
 class HostPhase(OpenEnum):
@@ -134,6 +150,8 @@ class HostState(Record):
     """When the phase began, in seconds of the leader clock."""
     drain_deadline_s: float = 0.0
     """When a drain stops to wait, in seconds of the leader clock; 0 while none is under way."""
+    drain_at: float = 0.0
+    """``HostSpec.at`` of the request that this deadline is of: who asks again gets another deadline."""
     reason: str = ""
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Body, FastAPI, Header, Request, Response
+from fastapi import Body, FastAPI, Request, Response
 
-from elastic_rl.coordinator import pools, problems
+from elastic_rl.coordinator import etags, pools, problems
 from elastic_rl.coordinator.api import pages, route_docs
 from elastic_rl.coordinator.api.context import JobContext, JobCtx, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
-from elastic_rl.coordinator.api.idempotent import Created, DryRun, Key, carry_out, forward
-from elastic_rl.coordinator.api.models import Drain, NewExternalEngine, NewRestart, Scale
+from elastic_rl.coordinator.api.idempotent import Created, DryRun, IfMatch, Key, carry_out, forward
+from elastic_rl.coordinator.api.models import EngineDrain, NewExternalEngine, NewRestart, Scale
 from elastic_rl.coordinator.api.read_routes import Name
 from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.api_paths import OF_JOB, job_path
@@ -19,8 +19,6 @@ from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.records import Engine, Operation
 from elastic_rl.telemetry import traces
-
-IfMatch = Annotated[str | None, Header(alias="If-Match", max_length=100, description="The pool's ETag, or *.")]
 
 
 def install(app: FastAPI) -> None:
@@ -40,7 +38,7 @@ def patch_pool(request: Request, ctx: JobCtx, name: Name, body: Annotated[Scale,
                if_match: IfMatch = None) -> Response:
     """The desired number changes at once, and engines follow. No operation is created that could be followed or
     cancelled."""
-    revision = pools.parse_if_match(if_match)
+    revision = etags.parse_if_match(if_match, "pool")
     pools.check_desired(body.desired, ctx.cfg.coordinator.max_engines)
     if not ctx.replica.election.is_leader:
         return forward(request, ctx)
@@ -53,13 +51,13 @@ def patch_pool(request: Request, ctx: JobCtx, name: Name, body: Annotated[Scale,
 def scale_pool(request: Request, ctx: JobCtx, name: Name, body: Annotated[Scale, Body()], dry_run: DryRun = False,
                if_match: IfMatch = None, idempotency_key: Key = None) -> Response:
     """Whatever the pool is now, unless ``If-Match`` is given. Engines that are removed finish their requests first."""
-    revision = pools.parse_if_match(if_match) if (if_match or "").strip() else None
+    revision = etags.parse_if_match(if_match, "pool") if (if_match or "").strip() else None
     return carry_out(request, ctx, body, idempotency_key, lambda claim: _created(ctx, ctx.operations.scale(
         name, body.desired, by=caller_of(request).name, if_revision=revision, dry_run=dry_run, claim=claim)),
         dry_run=dry_run)
 
 
-def drain_engine(request: Request, ctx: JobCtx, engine_id: Name, body: Annotated[Drain, Body()] = Drain(),
+def drain_engine(request: Request, ctx: JobCtx, engine_id: Name, body: Annotated[EngineDrain, Body()] = EngineDrain(),
                  dry_run: DryRun = False, idempotency_key: Key = None) -> Response:
     """It gets no new requests, finishes those in flight, and leaves its pool."""
     return carry_out(request, ctx, body, idempotency_key, lambda claim: _created(ctx, ctx.operations.drain(

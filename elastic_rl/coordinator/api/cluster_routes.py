@@ -1,18 +1,20 @@
-"""Routes of the cluster: probes, metrics, its hosts, and the listing of its jobs."""
+"""Routes of the cluster: probes, metrics, its hosts and what operators want of them, and the listing of its jobs."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import FastAPI, Path, Query, Response
+from fastapi import Body, FastAPI, Path, Query, Request, Response
 
-from elastic_rl.coordinator import job_view
+from elastic_rl.coordinator import etags, job_view
 from elastic_rl.coordinator.api import pages, route_docs
-from elastic_rl.coordinator.api.context import ReplicaCtx
-from elastic_rl.coordinator.api.models import HostPage, JobPage, Readiness, ReplicaHealth
+from elastic_rl.coordinator.api.context import ReplicaCtx, caller_of
+from elastic_rl.coordinator.api.idempotent import DryRun, IfMatch
+from elastic_rl.coordinator.api.models import HostChange, HostPage, JobPage, Readiness, ReplicaHealth
 from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.api_paths import HOSTS
+from elastic_rl.coordinator.hosts import changes
 from elastic_rl.coordinator.hosts import view as hosts
 from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.metrics import scrape
@@ -20,6 +22,9 @@ from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.telemetry import metrics as registry
+from elastic_rl.telemetry import traces
+
+HostId = Annotated[str, Path(max_length=200, description="Id of the host")]
 
 _SCANNED = pages.MAX_ITEMS
 """Hosts that a filtered listing reads for one page; the page may then be short, and still have a ``next``."""
@@ -33,6 +38,8 @@ def install(app: FastAPI) -> None:
     app.get("/v1/jobs", response_model=JobPage, **described(route_docs.JOBS))(list_jobs)
     app.get(HOSTS, response_model=HostPage, **described(route_docs.HOSTS))(list_hosts)
     app.get(HOSTS + "/{host}", response_model=HostView, **described(route_docs.HOST))(one_host)
+    app.patch(HOSTS + "/{host}", response_model=HostView, **described(route_docs.CHANGE_HOST))(change_host)
+    app.delete(HOSTS + "/{host}", response_model=HostView, **described(route_docs.FORGET_HOST))(forget_host)
 
 
 class _Text(Response):
@@ -83,7 +90,26 @@ def list_hosts(ctx: ReplicaCtx, limit: Limit = 100, after: After = "", phase: An
     return pages.page([host.model_dump_json().encode() for host in shown[:limit]], rest.id if rest else None)
 
 
-def one_host(ctx: ReplicaCtx, host: Annotated[str, Path(max_length=200, description="Id of the host")]) -> Response:
-    """The host with its services and what is assigned to it, as of one revision of etcd."""
-    found = hosts.get_host(ctx.etcd, ctx.keys, host)
-    return Response(found.model_dump_json(), media_type=pages.JSON)
+def one_host(ctx: ReplicaCtx, host: HostId) -> Response:
+    """The host with its services, what is assigned to it and what operators want of it, as of one revision of etcd."""
+    return _host(hosts.get_host(ctx.etcd, ctx.keys, host))
+
+
+def change_host(request: Request, ctx: ReplicaCtx, host: HostId, body: Annotated[HostChange, Body()],
+                dry_run: DryRun = False, if_match: IfMatch = None) -> Response:
+    """The leader follows within seconds: a host that is cordoned is given nothing more, one that is drained is emptied
+    as well. No operation is created: ``phase`` and ``reason`` of the host say how it goes."""
+    revision = etags.parse_if_match(if_match, "host")
+    with traces.span("api.change_host", parent=traces.extract(request.headers), host=host):
+        return _host(changes.change(ctx.etcd, ctx.keys, host, body.changes, by=caller_of(request).name,
+                                    if_revision=revision, dry_run=dry_run))
+
+
+def forget_host(request: Request, ctx: ReplicaCtx, host: HostId, dry_run: DryRun = False) -> Response:
+    """Answers with the host as it was. 409 unless it is lost or has left, and holds nothing."""
+    with traces.span("api.forget_host", parent=traces.extract(request.headers), host=host):
+        return _host(changes.forget(ctx.etcd, ctx.keys, host, by=caller_of(request).name, dry_run=dry_run))
+
+
+def _host(found: HostView) -> Response:
+    return Response(found.model_dump_json(), media_type=pages.JSON, headers={"ETag": found.etag})

@@ -26,6 +26,9 @@ Key = Annotated[str | None, Header(alias="Idempotency-Key", pattern=idempotency.
     "Chosen by the client, at most 200 printable characters. The same request with the same key counts once within a "
     "day: a repetition is answered with what the first one created."))]
 
+IfMatch = Annotated[str | None, Header(alias="If-Match", max_length=100, description=(
+    "The ETag of what is to be changed, or *."))]
+
 
 class Created(NamedTuple):
     """What a change has created: its path, and itself as JSON."""

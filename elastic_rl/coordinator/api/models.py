@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
@@ -10,7 +12,10 @@ from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.pools import PoolView
+from elastic_rl.etcd.cluster_records import Drain
 from elastic_rl.etcd.records import Engine, Event, Member, Operation, SampleRecord, Silence, StepMetrics, Version
+
+LONGEST_DRAIN_S = 7 * 86400.0
 
 
 class Body(BaseModel):
@@ -24,9 +29,39 @@ class Scale(Body):
     """Desired number of engines, from 1 to coordinator.max_engines."""
 
 
-class Drain(Body):
+class EngineDrain(Body):
     replace: StrictBool = True
     """Whether another engine takes its place; if not, the pool's desired number goes down by one."""
+
+
+class HostDrain(Body):
+    timeout_s: float = Field(default=600.0, ge=0, le=LONGEST_DRAIN_S, allow_inf_nan=False, strict=True)
+    """Seconds within which each singleton may choose when it moves; after that it is moved."""
+
+
+class HostChange(Body):
+    """What changes of what is wanted of a host; a field that is left out stays as it is."""
+
+    cordoned: StrictBool = False
+    """Whether the host is given nothing more; it keeps what it has."""
+    drain: HostDrain | None = None
+    """Has the host emptied; null withdraws that. One that is asked for again begins its time anew."""
+    reason: StrictStr = Field(default="", max_length=500, examples=["new kernel"])
+    """Why, for the other operators."""
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if not {"cordoned", "drain"} & self.model_fields_set:
+            raise ValueError("name `cordoned` or `drain`")
+        return self
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields of ``HostSpec`` that change."""
+        found = {name: getattr(self, name) for name in self.model_fields_set}
+        if self.drain is not None:
+            found["drain"] = Drain(timeout_s=self.drain.timeout_s)
+        return found
 
 
 class NewExternalEngine(Body):

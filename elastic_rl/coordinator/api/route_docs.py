@@ -28,7 +28,7 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.INVALID: (422, "The request is well-formed and wrong; `errors` points at what."),
     Kind.UNKNOWN_PARAMETER: (422, "A query parameter that the route does not have."),
     Kind.IDEMPOTENCY_KEY_REUSED: (422, "The Idempotency-Key was used for another request."),
-    Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the pool's ETag, or `*`."),
+    Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the ETag of what it changes, or `*`."),
     Kind.NO_LEADER: (503, "There is no leader at the moment; retry after `Retry-After` seconds."),
     Kind.JOB_NOT_OPEN: (503, "The replica knows the job and has not taken it up; `detail` says why. Retry."),
     Kind.ETCD_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),
@@ -51,6 +51,7 @@ _READS = (*_ACCESS, Kind.INVALID, Kind.UNKNOWN_PARAMETER)
 _JOB_READS = (*_READS, Kind.NOT_FOUND, Kind.JOB_NOT_OPEN)
 _CHANGES = (*_JOB_READS, Kind.FORBIDDEN, Kind.REQUEST_TIMEOUT, Kind.CONFLICT, Kind.BODY_TOO_LARGE,
             Kind.UNSUPPORTED_MEDIA_TYPE, Kind.NO_LEADER, Kind.OUTCOME_UNKNOWN)
+_HOST_CHANGES = tuple(kind for kind in _CHANGES if kind not in (Kind.JOB_NOT_OPEN, Kind.NO_LEADER))
 _BODIES = (Kind.MALFORMED, Kind.REQUEST_TIMEOUT, Kind.BODY_TOO_LARGE, Kind.UNSUPPORTED_MEDIA_TYPE)
 _SESSIONS = (*_READS, Kind.OUTCOME_UNKNOWN)
 _POSTS = (*_CHANGES, Kind.MALFORMED, Kind.GONE, Kind.IDEMPOTENCY_KEY_REUSED)
@@ -144,7 +145,8 @@ _JOB = {"name": "quickstart", "status": {
 _HOST = {
     "id": "gpu-7", "phase": "ready", "phase_age_s": 8120.4, "reason": "", "registered": True, "not_ready": "",
     "incarnation": "5f0c9e1b7a42d386", "address": "10.0.0.7", "cpus": 128, "gpus": 8, "memory_bytes": 1082331758592,
-    "shm_bytes": 541165879296, "labels": {"rack": "b4"}, "release": "0.2.0", "cordoned": False, "drain": None,
+    "shm_bytes": 541165879296, "labels": {"rack": "b4"}, "release": "0.2.0",
+    "spec": {"cordoned": False, "drain": None, "reason": "", "by": "", "at": 0.0}, "etag": '"0"',
     "services": {"driver/quickstart": {"state": "running", "pid": 4711, "generation": 3, "restarts": 0, "reason": ""}},
     "assignments": {"driver/quickstart": {"generation": 3, "incarnation": "5f0c9e1b7a42d386", "reason":
                                           "host gpu-3 is lost"}}, "unreadable": {}}
@@ -172,7 +174,12 @@ JOBS = Route("listJobs", "The jobs of the cluster", "state", _READS, _page(_JOB)
 JOB = Route("getJob", "One job: its progress, and its leader", "state", _JOB_READS, _JOB)
 HOSTS = Route("listHosts", "The hosts of the cluster, those included that are lost or have left", "hosts", _READS,
               _page(_HOST))
-HOST = Route("getHost", "One host", "hosts", (*_READS, Kind.NOT_FOUND), _HOST)
+HOST = Route("getHost", "One host", "hosts", (*_READS, Kind.NOT_FOUND), _HOST, headers=_ETAG)
+CHANGE_HOST = Route("changeHost", "Cordon or drain a host that has not changed since it was read, or take that back",
+                    "hosts", (*_HOST_CHANGES, Kind.MALFORMED, Kind.PRECONDITION_FAILED, Kind.PRECONDITION_REQUIRED),
+                    _HOST, headers=_ETAG)
+FORGET_HOST = Route("forgetHost", "Forget a host that is lost or has left", "hosts", _HOST_CHANGES, _HOST,
+                    headers=_ETAG)
 POOLS = Route("listPools", "Pools of engines", "pools", _JOB_READS, _page(_POOL))
 POOL = Route("getPool", "One pool", "pools", _JOB_READS, _POOL, headers=_ETAG)
 PATCH_POOL = Route("changePool", "Change a pool that has not changed since it was read", "pools",

@@ -141,12 +141,27 @@ class AdminClient:
 
     def patch(self, path: str, body: dict[str, Any]) -> Any:
         """Changes a resource as it is now. Raises Changed if it was modified concurrently."""
-        etag = self._send("GET", self._of_job(path)).headers["ETag"]
+        return self._patch(self._of_job(path), body, lambda now: now)
+
+    def change_host(self, host: str, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Changes what is wanted of a host: ``cordoned``, ``drain``; ``reason``. Raises NotFound, and Changed if it was
+        modified concurrently."""
+        return dict(self._patch(host_path(host), body, lambda now: now["spec"], dry_run=dry_run))
+
+    def forget_host(self, host: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Deletes what is recorded of a host that is lost or has left; returns it as it was. Raises NotFound, and
+        Changed for any other host."""
+        return dict(self._send("DELETE", _with_dry_run(host_path(host), dry_run)).json())
+
+    def _patch(self, path: str, body: dict[str, Any], of: Callable[[Any], dict[str, Any]], *, dry_run: bool = False
+               ) -> Any:
+        """``of``: the fields that ``body`` changes, of a resource."""
+        etag = self._send("GET", path).headers["ETag"]
         try:
-            return self._send("PATCH", self._of_job(path), body, {"If-Match": etag}).json()
+            return self._send("PATCH", _with_dry_run(path, dry_run), body, {"If-Match": etag}).json()
         except Changed:
-            now = self.get(path)
-            if body.items() <= now.items():  # an earlier attempt was applied, and its answer lost
+            now = self._send("GET", path).json()
+            if body.items() <= of(now).items():  # an earlier attempt was applied, and its answer lost
                 return now
             raise
 
@@ -158,7 +173,7 @@ class AdminClient:
     def scale(self, pool: str, desired: int, *, dry_run: bool = False) -> dict[str, Any]:
         return self._begin(f"pools/{_part(pool)}/scale", {"desired": desired}, dry_run)
 
-    def drain(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
+    def drain_engine(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
         return self._begin(f"engines/{_part(engine_id)}/drain", {"replace": replace}, dry_run)
 
     def register_engine(self, url: str, pool: str, *, dry_run: bool = False) -> dict[str, Any]:

@@ -81,21 +81,24 @@ def _absent(before: HostState | None, leader_s: float, times: HostTimes) -> Host
 
 def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
     phase, reason = _wanted_phase(before, seen)
-    deadline_s = before.drain_deadline_s if seen.spec.drain is not None else 0.0
-    if seen.spec.drain is not None and not deadline_s:
-        deadline_s = leader_s + seen.spec.drain.timeout_s
     since_s = before.since_s if phase is before.phase else leader_s
-    return before.replace(phase=phase, reason=reason, since_s=since_s, drain_deadline_s=deadline_s)
+    after = before.replace(phase=phase, reason=reason, since_s=since_s)
+    if seen.spec.drain is None:
+        return after.replace(drain_deadline_s=0.0, drain_at=0.0)
+    if before.drain_deadline_s and before.drain_at == seen.spec.at:
+        return after
+    return after.replace(drain_deadline_s=leader_s + seen.spec.drain.timeout_s, drain_at=seen.spec.at)
 
 
 def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:
     """Phase and reason of a host that is registered under the incarnation of ``before``, which is not LOST."""
     if seen.spec.drain is not None:
-        return (HostPhase.DRAINING, seen.spec.drain.reason) if seen.holds else (HostPhase.LEFT, "drained")
+        return (HostPhase.DRAINING, seen.spec.told("drained")) if seen.holds else (
+            HostPhase.LEFT, seen.spec.told("was drained"))
     if before.phase not in (HostPhase.READY, HostPhase.CORDONED) and not seen.ready:
         waits_for = seen.status.not_ready if seen.status is not None else ""
         return HostPhase.JOINING, waits_for or "its agent has not reported yet"
-    return (HostPhase.CORDONED, "cordoned") if seen.spec.cordoned else (HostPhase.READY, "")
+    return (HostPhase.CORDONED, seen.spec.told("cordoned")) if seen.spec.cordoned else (HostPhase.READY, "")
 
 
 def _entered(before: HostState, phase: HostPhase, leader_s: float, reason: str) -> HostState:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from elastic_rl.coordinator.etags import etag
 from elastic_rl.coordinator.leader_clock import LeaderTime
 from elastic_rl.coordinator.problems import not_found
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
@@ -28,16 +29,6 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.record import Record
 
 R = TypeVar("R", bound=Record)
-
-
-class HostDrain(BaseModel):
-    """An operator's request to empty a host."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    timeout_s: float
-    """Seconds within which each singleton may choose when it moves; after that it is moved."""
-    reason: str
 
 
 class HostAssignment(BaseModel):
@@ -84,10 +75,10 @@ class HostView(BaseModel):
     labels: dict[str, str] = {}
     release: str = ""
     """Release of elastic-rl that its agent runs."""
-    cordoned: bool = False
-    """An operator wants the host to be given nothing more."""
-    drain: HostDrain | None = None
-    """An operator wants the host to be emptied; null: nobody does."""
+    spec: HostSpec = HostSpec()
+    """What operators want of the host. A drain goes before a cordon."""
+    etag: str = etag(0)
+    """For If-Match of a change of what operators want; it differs after each one."""
     services: dict[str, ServiceStatus] = {}
     """Services by name, as the host's agent reports them; empty while its present registration has no report."""
     assignments: dict[str, HostAssignment] = {}
@@ -130,8 +121,8 @@ def view(keys: ClusterKeys, name: str, found: Mapping[str, KeyValue],
     else:
         registered = {"incarnation": state.incarnation} if state is not None else {}
     return HostView(
-        id=name, registered=lease is not None, **concluded, **registered, cordoned=spec.cordoned,
-        drain=HostDrain(**spec.drain.model_dump()) if spec.drain is not None else None,
+        id=name, registered=lease is not None, **concluded, **registered, spec=spec,
+        etag=etag(found[keys.host_spec(name)].mod_revision if keys.host_spec(name) in found else 0),
         not_ready=status.not_ready if status is not None else "",
         services=status.services if status is not None else {}, assignments=dict(assigned), unreadable=unreadable)
 
@@ -167,6 +158,11 @@ def page(etcd: EtcdClient, keys: ClusterKeys, limit: int, after: str = "") -> tu
 
 def get_host(etcd: EtcdClient, keys: ClusterKeys, name: str) -> HostView:
     """One host, as of one revision. Raises a 404 problem, and EtcdUnavailable."""
+    return read_host(etcd, keys, name)[0]
+
+
+def read_host(etcd: EtcdClient, keys: ClusterKeys, name: str) -> tuple[HostView, int]:
+    """One host, and the revision that it is as of. Raises a 404 problem, and EtcdUnavailable."""
     clock = keys.leader_clock()
     of_host = (keys.host(name), keys.host_registration(name), keys.host_state(name), keys.host_status(name),
                keys.host_spec(name))
@@ -176,7 +172,7 @@ def get_host(etcd: EtcdClient, keys: ClusterKeys, name: str) -> HostView:
     shown = view(keys, name, found, _assigned(keys, assignments).get(name, {}), _leader_s(found.get(clock)))
     if shown is None:
         raise not_found("host", name)
-    return shown
+    return shown, read.revision
 
 
 def _assigned(keys: ClusterKeys, kvs: Iterable[KeyValue]) -> Mapping[str, dict[str, HostAssignment]]:

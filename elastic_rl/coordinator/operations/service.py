@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from elastic_rl.config import ROLLOUT_POOL, Config, EngineConfig
 from elastic_rl.config.groups import TRAINER_GROUPS
-from elastic_rl.coordinator import pools
+from elastic_rl.coordinator import etags, pools
 from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
@@ -81,7 +81,7 @@ class OperationService:
             found = self._etcd.get(key)
             if found is None:
                 raise not_found("pool", pool)
-            pools.check_revision(found, if_revision)
+            etags.check_revision(found.mod_revision, if_revision, "pool")
             old = _decode(found, PoolSpec)
             if old.desired == desired:
                 writes.require(Compare.mod(key, "==", found.mod_revision))  # its ETag does not change

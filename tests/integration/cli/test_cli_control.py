@@ -239,7 +239,7 @@ def test_operation_continues_after_an_interrupt(control: Control) -> None:
 def test_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control: Control, run: Run) -> None:
     control.pool("e0", "e1", desired=2)
     before = len(control.operations())
-    code, stdout, _ = run("drain", "e1", "--dry-run")
+    code, stdout, _ = run("engines", "drain", "e1", "--dry-run")
     assert code == Exit.OK and "would be done: engine e1 leaves pool rollout" in stdout
     assert len(control.operations()) == before
 
@@ -250,11 +250,11 @@ def test_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control: 
         control.engine("e2")
 
     acting = meanwhile(driver)
-    code, stdout, stderr = run("drain", "e1", "--wait")
+    code, stdout, stderr = run("engines", "drain", "e1", "--wait")
     acting.join(_LIMIT_S)
     assert code == Exit.OK, stderr
     assert "engine e1 has left pool rollout" in stdout
-    code, _, stderr = run("drain", "e1")
+    code, _, stderr = run("engines", "drain", "e1")
     assert code == Exit.REFUSED and "no engine" in stderr and "elastic-rl engines" in stderr
 
 

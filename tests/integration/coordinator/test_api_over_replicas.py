@@ -249,8 +249,8 @@ def test_client_follows_listings_and_operations_and_raises_typed_refusals(build:
         client.wait(scaled, 5.0)
     assert client.patch("pools/rollout", {"desired": 4})["desired"] == 4
     with pytest.raises(NotFound) as missing:
-        client.drain("none")
+        client.drain_engine("none")
     assert missing.value.kind == "not-found"
     cluster.etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
     with pytest.raises(Changed, match="drains"):
-        client.cancel(client.drain("e1")["id"])
+        client.cancel(client.drain_engine("e1")["id"])

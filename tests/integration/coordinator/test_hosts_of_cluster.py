@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
 from support.api_cluster import ApiCluster, problem, running, walk
+from support.coordinators import VIEWER
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
+from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, NotFound
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.cluster_pass import ClusterLimits
 from elastic_rl.coordinator.cluster_reconciler import ClusterReconciler
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.hosts import changes
 from elastic_rl.coordinator.hosts import view as hosts
 from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, Page
 from elastic_rl.etcd.cluster_records import (
+    Assignment,
+    Drain,
     Host,
     HostPhase,
     HostSpec,
@@ -143,7 +150,7 @@ def test_pages_hold_each_host_once_under_whichever_keys_it_is(
     every, more = hosts.page(etcd, cluster_keys, 100)
     assert [host.id for host in every] == ["a", "a-1", "aa", "b", "b1", "c", "d", "e", "ä"] and not more
     assert [host.id for host in every if host.services] == ["b1", "d"]
-    assert [host.id for host in every if host.cordoned] == ["d"]
+    assert [host.id for host in every if host.spec.cordoned] == ["d"]
     assert [host.id for host in every if host.phase is HostPhase.LOST] == ["a", "aa", "c", "e"]
     assert [host.id for host in every if not host.registered] == ["aa", "c", "e"]
     for limit in range(1, 10):
@@ -172,6 +179,125 @@ def test_reads_of_a_page_do_not_grow_with_the_hosts(
     monkeypatch.setattr(EtcdClient, "page", page)
     assert [host.id for host in hosts.page(etcd, cluster_keys, 1000)[0]] == names
     assert len(reads) < 30, "a range is read in pages of 1 MiB"
+
+
+# -- what operators want -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def leader(etcd: EtcdClient, cluster_keys: ClusterKeys) -> Iterator[Callable[[], None]]:
+    """Has the leader make passes until nothing is left to write."""
+    election = Election(etcd, cluster_keys, "r0", "", 10).start()
+    reconciler = ClusterReconciler(etcd, cluster_keys, election, ClusterLimits(), monotonic=lambda: 0.0)
+    wait_until(lambda: election.is_leader, what="the leadership")
+    yield lambda: wait_until(lambda: reconciler.reconcile_once() == 0, what="a pass that has nothing to write")
+    reconciler.stop()
+    election.stop()
+
+
+def test_host_is_cordoned_drained_and_used_again(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, leader: Callable[[], None]) -> None:
+    def shown() -> HostView:
+        leader()
+        return hosts.get_host(etcd, cluster_keys, "h1")
+
+    def ask(**wanted: Any) -> HostView:
+        return changes.change(etcd, cluster_keys, "h1", wanted, by="ann", clock=lambda: 9.0)
+
+    agents.services = {}
+    agents.register("h1")
+    leader()
+    asked = ask(cordoned=True, reason="ECC errors")
+    assert asked.spec == HostSpec(cordoned=True, reason="ECC errors", by="ann", at=9.0)
+    assert (shown().phase, shown().reason) == (HostPhase.CORDONED, "cordoned by ann: ECC errors")
+    etcd.put(cluster_keys.job("j"), JobRecord(submission=1).encode())
+    assert shown().assignments == {}, "nothing more is given to it"
+    ask(cordoned=False)
+    assert shown().phase is HostPhase.READY and list(shown().assignments) == [DRIVER]
+    ask(drain=Drain(timeout_s=0.0))
+    assert (shown().phase, list(shown().assignments)) == (HostPhase.DRAINING, [DRIVER]), "there is no other host"
+    agents.register("h2")
+    assert (shown().phase, shown().assignments, shown().reason) == (HostPhase.LEFT, {}, "was drained by ann")
+    assert list(hosts.get_host(etcd, cluster_keys, "h2").assignments) == [DRIVER]
+    ask(drain=None)
+    assert shown().phase is HostPhase.READY and shown().assignments == {}, "nothing moves back"
+
+
+def test_change_is_of_the_host_as_it_was_read(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(revision: int | None = None, **wanted: Any) -> HostView:
+        return changes.change(etcd, cluster_keys, "h1", wanted, by="ann", if_revision=revision)
+
+    with pytest.raises(Problem, match="no host 'h1'"):
+        ask(cordoned=True)
+    agents.register("h1")
+    revision = int(ask(0, cordoned=True).etag.strip('"'))
+    assert hosts.get_host(etcd, cluster_keys, "h1").etag == f'"{revision}"'
+    with pytest.raises(Problem, match="has changed|ETag"):
+        ask(0, cordoned=False)
+    assert ask(revision, cordoned=True).etag == f'"{revision}"', "nothing changes"
+    drained = ask(revision, drain=Drain(timeout_s=5.0))
+    assert drained.spec.cordoned and ask(drain=Drain(timeout_s=5.0)).etag != drained.etag, "its time begins anew"
+    read = changes.read_host
+
+    def changed_meanwhile(*args: Any) -> tuple[HostView, int]:
+        found = read(*args)
+        monkeypatch.undo()
+        etcd.put(cluster_keys.host_spec("h1"), HostSpec(cordoned=True, reason="other").encode())
+        return found
+
+    monkeypatch.setattr(changes, "read_host", changed_meanwhile)
+    used = ask(cordoned=False)
+    assert (used.spec.cordoned, used.spec.drain) == (False, None), "on top of what another operator has written"
+    assert hosts.get_host(etcd, cluster_keys, "h1") == used
+    etcd.put(cluster_keys.host_spec("h1"), b"{")
+    with pytest.raises(Problem, match="later release"):
+        ask(cordoned=True)
+
+
+def test_only_a_host_that_is_gone_and_holds_nothing_is_forgotten(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents) -> None:
+    def forget(**more: Any) -> HostView:
+        return changes.forget(etcd, cluster_keys, "h1", by="ann", **more)
+
+    def conclude(phase: HostPhase) -> None:
+        etcd.put(cluster_keys.host_state("h1"), HostState(phase=phase, incarnation="h1-1", since_s=0.0).encode())
+
+    with pytest.raises(Problem, match="no host 'h1'"):
+        forget()
+    agents.register("h1", "h10")
+    conclude(HostPhase.LOST)
+    with pytest.raises(Problem, match="is registered"):
+        forget()
+    agents.leave("h1")
+    conclude(HostPhase.SUSPECTED)
+    with pytest.raises(Problem, match="host h1 is suspected"):
+        forget()
+    conclude(HostPhase.LOST)
+    held = Assignment(host="h1", incarnation="h1-1")
+    etcd.put(cluster_keys.assignment(DRIVER), held.encode())
+    with pytest.raises(Problem, match=f"{DRIVER} moves as soon as"):
+        forget()
+    etcd.put(cluster_keys.assignment(DRIVER), held.replace(host="h10").encode())
+    etcd.put(cluster_keys.host_spec("h1"), HostSpec(cordoned=True).encode())
+    assert forget(dry_run=True).id == "h1" and hosts.get_host(etcd, cluster_keys, "h1").spec.cordoned
+    assert forget().phase is HostPhase.LOST
+    assert [host.id for host in hosts.page(etcd, cluster_keys, 10)[0]] == ["h10"]
+    assert etcd.get(cluster_keys.host_spec("h1")) is None
+
+
+def test_host_that_returns_while_it_is_forgotten_stays(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd.put(cluster_keys.host_state("h1"), HostState(phase=HostPhase.LEFT, incarnation="1", since_s=0.0).encode())
+    read = changes.read_host
+
+    def returns_meanwhile(*args: Any) -> tuple[HostView, int]:
+        found = read(*args)
+        monkeypatch.undo()
+        agents.register("h1")
+        return found
+
+    monkeypatch.setattr(changes, "read_host", returns_meanwhile)
+    with pytest.raises(Problem, match="is registered"):
+        changes.forget(etcd, cluster_keys, "h1", by="ann")
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -211,3 +337,45 @@ def test_hosts_are_listed_filtered_and_read_over_http(cluster: ApiCluster, api: 
     damaged = api.get("/v1/hosts/h03").json()
     assert damaged["services"] == {} and list(damaged["unreadable"]) == [keys.host_status("h03")]
     assert len(walk(api, "/v1/hosts", 100)) == 17
+
+
+def test_operators_change_and_forget_hosts_over_http(cluster: ApiCluster, api: httpx.Client) -> None:
+    keys, agents = ClusterKeys(cluster.keys.job), Agents(cluster.etcd, ClusterKeys(cluster.keys.job))
+    agents.register("o1")
+    path, any_tag = "/v1/hosts/o1", {"If-Match": "*"}
+    etag = api.get(path).headers["etag"]
+    problem(api.patch(path, json={"cordoned": True}), 428, "precondition-required")
+    for body in ({}, {"reason": "x"}, {"cordoned": 1}, {"drain": {"timeout_s": -1}}, {"drain": {"timeout_s": 1e9}},
+                 {"drain": True}, {"cordoned": True, "reason": "x" * 501}, {"cordoned": True, "phase": "lost"}):
+        problem(api.patch(path, json=body, headers=any_tag), 422, "invalid")
+    would = api.patch(f"{path}?dry_run=true", json={"drain": {}}, headers={"If-Match": etag})
+    assert would.json()["spec"]["drain"] == {"timeout_s": 600.0} and api.get(path).headers["etag"] == etag
+    done = api.patch(path, json={"cordoned": True, "reason": "disk"}, headers={"If-Match": etag})
+    assert done.status_code == 200 and done.headers["etag"] == api.get(path).headers["etag"] != etag
+    spec = done.json()["spec"]
+    assert (spec["cordoned"], spec["reason"], spec["by"]) == (True, "disk", "operator") and spec["at"] > 1e9
+    problem(api.patch(path, json={"cordoned": False}, headers={"If-Match": etag}), 412, "precondition-failed")
+    problem(api.patch("/v1/hosts/o2", json={"cordoned": True}, headers=any_tag), 404, "not-found")
+    with cluster.client("a", headers={"Authorization": f"Bearer {VIEWER}"}) as viewer:
+        problem(viewer.patch(path, json={"cordoned": True}, headers=any_tag), 403, "forbidden")
+        problem(viewer.delete(path), 403, "forbidden")
+    problem(api.delete(path), 409, "conflict")
+    agents.leave("o1")
+    cluster.etcd.put(keys.host_state("o1"), HostState(phase=HostPhase.LOST, incarnation="", since_s=0.0).encode())
+    assert api.delete(f"{path}?dry_run=true").json()["phase"] == "lost"
+    assert api.delete(path).json()["id"] == "o1"
+    problem(api.delete(path), 404, "not-found")
+
+
+def test_client_cordons_drains_and_forgets_hosts(cluster: ApiCluster) -> None:
+    agents = Agents(cluster.etcd, ClusterKeys(cluster.keys.job))
+    agents.register("p1")
+    replicas = cluster.replicas
+    client = AdminClient(ClusterInfo("", [], [replicas.urls["a"]], str(replicas.credentials)))
+    assert client.change_host("p1", {"cordoned": True}, dry_run=True)["spec"]["cordoned"]
+    assert not client.host("p1")["spec"]["cordoned"]
+    assert client.change_host("p1", {"drain": {"timeout_s": 5.0}})["spec"]["drain"] == {"timeout_s": 5.0}
+    with pytest.raises(NotFound):
+        client.change_host("p2", {"cordoned": True})
+    with pytest.raises(Changed, match="is registered"):
+        client.forget_host("p1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from elastic_rl.cli import completion, hosts, main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.coordinator.hosts.view import HostAssignment, HostDrain, HostView
-from elastic_rl.etcd.cluster_records import HostPhase, RunState, ServiceStatus
+from elastic_rl.coordinator.hosts.view import HostAssignment, HostView
+from elastic_rl.etcd.cluster_records import Drain, HostPhase, HostSpec, RunState, ServiceStatus
 
 Asked = list[str]
 READY = HostView(id="h1", phase=HostPhase.READY, registered=True, phase_age_s=7300.0, address="10.0.0.7", cpus=8,
@@ -123,9 +124,10 @@ def test_reason_names_what_has_no_consequence_yet() -> None:
     assert reasons(reason="x", not_ready="x") == "x"
     assert reasons(registered=False) == "its agent is not registered"
     assert reasons(registered=False, phase=HostPhase.LOST, reason="not heard") == "not heard"
-    assert reasons(cordoned=True) == "is to be cordoned"
-    assert reasons(cordoned=True, phase=HostPhase.CORDONED, reason="cordoned") == "cordoned"
-    assert reasons(cordoned=True, drain=HostDrain(timeout_s=60.0, reason="")) == "is to be drained"
+    cordoned = HostSpec(cordoned=True)
+    assert reasons(spec=cordoned) == "is to be cordoned"
+    assert reasons(spec=cordoned, phase=HostPhase.CORDONED, reason="cordoned") == "cordoned"
+    assert reasons(spec=cordoned.replace(drain=Drain(timeout_s=60.0))) == "is to be drained"
     assert reasons(phase=None, unreadable={"/k": "no HostState: …"}) == "cannot be read: /k"
 
 
@@ -134,11 +136,106 @@ def test_host_is_shown_with_its_services_and_assignments(
     host = READY.model_copy(update={
         "services": {"driver/j": ServiceStatus(state=RunState.ENDED, generation=3, reason="restarted in 2 s")},
         "assignments": {"driver/j": HostAssignment(generation=3, incarnation="i2", reason="host g is lost")},
-        "drain": HostDrain(timeout_s=600.0, reason="new kernel")})
+        "spec": HostSpec(drain=Drain(timeout_s=600.0), reason="new kernel", by="ann", at=1.7e9)})
     monkeypatch.setattr(httpx, "request", lambda *_, **__: httpx.Response(200, json=host.model_dump(mode="json")))
     assert run("hosts", "h1", "--url=http://a") == Exit.OK
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     for line in ("phase ready", "phase age 2h", "memory 16.0 GiB", "labels rack=b4", "registered yes", "cordoned no",
-                 "drain within 10m: new kernel", "driver/j ended 0 3 0 restarted in 2 s",
+                 "drain within 10m", "driver/j ended 0 3 0 restarted in 2 s",
                  "driver/j 3 i2 host g is lost"):
         assert line.split() in words, line
+    assert any(line[0] == "asked" and line[3:] == ["by", "ann:", "new", "kernel"] for line in words if line)
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+@dataclass
+class Replica:
+    """Stands in for a replica with one host, of which each reading is the next of ``readings``; the last one stays."""
+
+    readings: list[HostView]
+    sent: list[tuple[str, str, Any]] = field(default_factory=list)
+
+    def __call__(self, method: str, url: str, *, json: Any = None, **_: object) -> httpx.Response:
+        if method != "GET":
+            self.sent.append((method, url, json))
+        host = self.readings[0]
+        if len(self.readings) > 1:
+            self.readings.pop(0)
+        return httpx.Response(200, json=host.model_dump(mode="json"), headers={"ETag": host.etag})
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Replica]:
+    def make(*readings: HostView) -> Replica:
+        made = Replica(list(readings))
+        monkeypatch.setattr(httpx, "request", made)
+        monkeypatch.setattr(hosts, "_POLL_S", 0.0)
+        return made
+
+    return make
+
+
+HOLDS = {"driver/j": HostAssignment(generation=3, incarnation="i2", reason="")}
+
+
+def reading(phase: HostPhase = HostPhase.READY, *, drain: bool = False, holds: bool = False) -> HostView:
+    return READY.model_copy(update={
+        "phase": phase, "assignments": HOLDS if holds else {},
+        "spec": HostSpec(drain=Drain(timeout_s=600.0) if drain else None, by="ann", at=1.7e9)})
+
+
+def test_cordon_and_uncordon_say_what_follows(
+        replica: Callable[..., Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = replica(reading(holds=True))
+    assert run("cordon", "h1", "--url=http://a", "--reason=ECC errors") == Exit.OK
+    assert "host h1 is given nothing more; it keeps driver/j\n" in capsys.readouterr().out
+    assert run("uncordon", "h1", "--url=http://a", "--dry-run") == Exit.OK
+    assert "would be done: host h1 is given work again\n" in capsys.readouterr().out
+    assert asked.sent == [
+        ("PATCH", "http://a/v1/hosts/h1", {"cordoned": True, "reason": "ECC errors"}),
+        ("PATCH", "http://a/v1/hosts/h1?dry_run=true", {"cordoned": False, "drain": None})]
+
+
+def test_drain_names_what_moves_and_the_commands_that_follow_it_or_take_it_back(
+        replica: Callable[..., Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = replica(reading(drain=True, holds=True))
+    assert run("drain", "h1", "--url=http://a", "--within=120") == Exit.OK
+    said = capsys.readouterr().out
+    assert "host h1 is emptied within 2m of driver/j; follow it with" in said
+    assert "`elastic-rl hosts h1 --url=http://a --watch`" in said
+    assert "`elastic-rl uncordon h1 --url=http://a`" in said
+    assert asked.sent == [("PATCH", "http://a/v1/hosts/h1", {"drain": {"timeout_s": 120.0}, "reason": ""})]
+
+
+def test_drain_waits_until_the_host_has_left_and_shows_each_change_once(
+        replica: Callable[..., Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    draining = reading(HostPhase.DRAINING, drain=True, holds=True)
+    replica(reading(), draining, draining, draining, reading(HostPhase.LEFT, drain=True))
+    assert run("drain", "h1", "--url=http://a", "--wait") == Exit.OK
+    said = capsys.readouterr()
+    assert "host h1 holds nothing, and may be switched off" in said.out
+    assert said.err.count("host h1: draining, holds driver/j") == 1
+
+
+def test_host_that_is_lost_while_it_is_drained_has_left_once_it_holds_nothing(replica: Callable[..., Replica]) -> None:
+    draining = reading(HostPhase.DRAINING, drain=True, holds=True)
+    replica(reading(), draining, reading(HostPhase.LOST, drain=True, holds=True), reading(HostPhase.LOST, drain=True))
+    assert run("drain", "h1", "--url=http://a", "--wait") == Exit.OK
+
+
+def test_wait_for_a_drain_ends_when_its_time_is_over_or_somebody_takes_it_back(
+        replica: Callable[..., Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    replica(reading(HostPhase.DRAINING, drain=True, holds=True))
+    assert run("drain", "h1", "--url=http://a", "--wait", "--timeout=0.01") == Exit.DEADLINE
+    said = capsys.readouterr().err
+    assert "still holds driver/j after 0.01 s" in said and "the drain continues; follow it with" in said
+    replica(reading(), reading(HostPhase.DRAINING, drain=True, holds=True), reading())
+    assert run("drain", "h1", "--url=http://a", "--wait") == Exit.FAILED
+    assert "was taken back by ann" in capsys.readouterr().err
+
+
+def test_host_is_forgotten(replica: Callable[..., Replica], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = replica(reading(HostPhase.LOST))
+    assert run("forget", "h1", "--url=http://a", "-o", "json") == Exit.OK
+    assert '"phase": "lost"' in capsys.readouterr().out
+    assert asked.sent == [("DELETE", "http://a/v1/hosts/h1", None)]

@@ -85,6 +85,17 @@ def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_w
     assert joins is not None and joins.phase is HostPhase.JOINING
 
 
+def test_drain_that_is_asked_for_again_begins_its_time_anew() -> None:
+    draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
+    sooner = HostSpec(drain=Drain(timeout_s=0.0), by="ann", reason="it burns", at=7.0)
+    asked_again = hosts.advance(draining, seen(spec=sooner), 20.0, TIMES)
+    assert asked_again is not None and asked_again.drain_deadline_s == 20.0
+    assert asked_again.reason == "drained by ann: it burns"
+    assert hosts.advance(asked_again, seen(spec=sooner), 30.0, TIMES) == asked_again
+    withdrawn = hosts.advance(asked_again, seen(spec=HostSpec(cordoned=True, by="ann")), 31.0, TIMES)
+    assert withdrawn is not None and withdrawn.drain_deadline_s == 0.0
+
+
 looks = st.builds(seen, st.sampled_from([None, "1", "2"]),
                   st.sampled_from([None, READY, READY.replace(not_ready="sweeps")]),
                   st.sampled_from([HostSpec(), HostSpec(cordoned=True), DRAIN]), st.booleans())

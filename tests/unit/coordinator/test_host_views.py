@@ -32,7 +32,8 @@ READY = HostState(phase=HostPhase.READY, incarnation="i2", since_s=100.0, reason
 KEY_OF = {"host": KEYS.host("h"), "registration": KEYS.host_registration("h"), "status": KEYS.host_status("h"),
           "spec": KEYS.host_spec("h"), "state": KEYS.host_state("h")}
 ALL: Mapping[str, Record] = {"host": HOST, "registration": HOST, "status": STATUS, "state": READY,
-                             "spec": HostSpec(cordoned=True, drain=Drain(timeout_s=60.0, reason="new kernel"))}
+                             "spec": HostSpec(cordoned=True, drain=Drain(timeout_s=60.0), reason="new kernel", by="ann",
+                                              at=5.0)}
 
 
 def shown(records: Mapping[str, Record | bytes], *, registration: int = 20, **more: Any) -> HostView | None:
@@ -52,8 +53,8 @@ def test_host_shows_what_its_agent_the_leader_and_operators_wrote() -> None:
     assert found is not None
     assert found.model_dump(mode="json") == {
         **HOST.model_dump(mode="json", exclude={"machine"}), "phase": "ready", "phase_age_s": 60.5, "reason": "",
-        "registered": True, "not_ready": "a process of generation 2 still ends", "cordoned": True,
-        "drain": {"timeout_s": 60.0, "reason": "new kernel"}, "unreadable": {},
+        "registered": True, "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
+        "spec": {"cordoned": True, "drain": {"timeout_s": 60.0}, "reason": "new kernel", "by": "ann", "at": 5.0},
         "services": {"driver/j": {"state": "running", "pid": 7, "generation": 3, "restarts": 0, "reason": ""}},
         "assignments": {"driver/j": driver.model_dump()}}
 
@@ -81,6 +82,11 @@ def test_host_that_is_no_longer_registered_is_shown_as_it_last_was() -> None:
     assert (found.address, found.cpus, found.services) == ("10.0.0.7", 8, {})
     of_the_leader = shown({"state": lost})
     assert of_the_leader is not None and of_the_leader.incarnation == "i2" and of_the_leader.gpus is None
+
+
+def test_etag_of_a_host_of_which_nothing_was_ever_wanted() -> None:
+    found = shown(only("host"))
+    assert found is not None and (found.etag, found.spec) == ('"0"', HostSpec())
 
 
 def test_what_operators_want_of_a_name_makes_no_host() -> None:
@@ -115,7 +121,7 @@ def test_record_that_cannot_be_read_is_named_and_hides_no_other(broken: set[str]
     assert all(why.startswith("no Host") for why in found.unreadable.values())
     assert (found.phase is None) == ("state" in broken)
     assert bool(found.address) == (not {"host", "registration"} <= broken)
-    assert bool(found.services) == ("status" not in broken) and found.cordoned == ("spec" not in broken)
+    assert bool(found.services) == ("status" not in broken) and found.spec.cordoned == ("spec" not in broken)
 
 
 def test_phase_and_state_of_a_newer_release_are_shown_as_they_are() -> None:
