@@ -10,16 +10,18 @@ import threading
 from typing import Any
 
 from elastic_rl.errors import Fenced
+from elastic_rl.runtime.imports import class_of
 
 
 class ComponentActor:
     """The actor runs a body in a thread of its own. It needs a concurrency of 3 or more: one ``wait`` of the newest
     driver, one of an older driver that is just returning, and a call."""
 
-    def __init__(self, body: type, *args: Any) -> None:
+    def __init__(self, body: type | str, *args: Any) -> None:
         """``body(*args)`` has the method ``run``, which returns when its work has ended, and those that drivers call.
+        A body that is named (``module:Class``) is imported here, so that the driver need not import it.
         """
-        self._body = body(*args)
+        self._body = class_of(body)(*args)
         self._changed = threading.Condition()
         self._generation = 0
         self._ended = False

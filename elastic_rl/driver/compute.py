@@ -49,8 +49,8 @@ from elastic_rl.host.compute_services import RAY_HEAD, compute_services, router_
 from elastic_rl.host.job_secrets import engine_key, engine_key_file
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.plugins.user_code import plain
-from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
+from elastic_rl.roles.spec import RoleSpec
 from elastic_rl.runtime.waiting import ProgressLimit
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class ComputePlane:
                       for name, router in self.routers.items()}
         self._report_phase("adopting" if self._adopts else "starting")
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
-        self._roles = {name: spec for name, spec in ROLES.items() if spec.cls.is_wanted(cfg)}
+        self._roles = {name: spec for name, spec in ROLES.items() if spec.is_wanted(cfg)}
         self.roles = RoleDeployments(self.ctx, self._roles, self._require)
         with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
             self.reconcile()

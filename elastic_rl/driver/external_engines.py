@@ -11,7 +11,6 @@ from typing import Any
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.placement import PlacedActor, Placer, driver_writer, ended
 from elastic_rl.driver.restart_requests import acknowledge
-from elastic_rl.engine.actor import EngineActor
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -22,6 +21,8 @@ from elastic_rl.etcd.run_context import RunContext
 
 log = logging.getLogger(__name__)
 
+ENGINE = "elastic_rl.engine.actor:EngineActor"
+"""Body of an engine's actor; the driver must not import what it needs, torch above all."""
 _END_GRACE_S = 30.0
 """Time for an engine whose drain is over to end its process."""
 _KEEP_ENDED_S = 600.0
@@ -44,7 +45,7 @@ class ExternalEngines:
     """Level-triggered, as the pool. An engine that ends is not replaced: its registration ends with it."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, pool: str, *, unroute: Callable[[str], None],
-                 body: type = EngineActor) -> None:
+                 body: type | str = ENGINE) -> None:
         """``unroute(url)``: has the router forget a server whose engine has ended. ``body``: class of an engine's Ray
         actor."""
         self._ctx, self._etcd, self._keys, self._pool, self._unroute = ctx, etcd, ctx.keys, pool, unroute

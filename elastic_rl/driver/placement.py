@@ -59,7 +59,7 @@ class Placer:
     def of(cls, ctx: RunContext, etcd: EtcdClient) -> Self:
         return cls(driver_writer(ctx, etcd), f"{ctx.job}/{ctx.epoch}/", ctx.generation)
 
-    def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int) -> PlacedActor:
+    def place(self, kind: str, name: str, body: type | str, *args: Any, cpus: float, gpus: int) -> PlacedActor:
         """A new actor ``name`` of a kind; no two of a kind ever have one name. Ray places it as soon as there is room,
         however long that takes. ``body(*args)``: as ``ComponentActor`` has it. Raises RayError, Fenced and
         EtcdUnavailable."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.targets import engine_target
-from elastic_rl.driver.external_engines import ExternalEngines
+from elastic_rl.driver.external_engines import ENGINE, ExternalEngines
 from elastic_rl.driver.late_engines import LateEngines
 from elastic_rl.driver.placement import (
     PlacedActor,
@@ -26,7 +26,6 @@ from elastic_rl.driver.placement import (
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.driver.shared_gpus import SharedGpus, free_gpus
-from elastic_rl.engine.actor import EngineActor
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -75,7 +74,7 @@ class EnginePool:
     """Level-triggered: each ``reconcile`` reads etcd and Ray again, and keeps only handles in memory. It waits for
     nothing: engines that wait for room, start or end are looked at again in the next pass."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, name: str = ROLLOUT_POOL, *, body: type = EngineActor,
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, name: str = ROLLOUT_POOL, *, body: type | str = ENGINE,
                  unroute: Callable[[str], None] = lambda url: None, shared: SharedGpus | None = None) -> None:
         """``body``: class of an engine's Ray actor. ``unroute(url)``: called for an engine that has ended. ``shared``:
         the GPUs that the engines share with the trainer."""

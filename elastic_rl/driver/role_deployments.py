@@ -19,7 +19,8 @@ from ray.serve.schema import ApplicationStatus
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.roles.base import RoleSpec
+from elastic_rl.roles.spec import RoleSpec
+from elastic_rl.runtime.imports import class_of
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class RoleDeployments:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def _application(self, spec: RoleSpec) -> serve.Application:
-        return serve.deployment(spec.cls).options(
+        return serve.deployment(class_of(spec.cls)).options(
             name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
             health_check_period_s=1.0, health_check_timeout_s=10.0,
             graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self._ctx)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import os
@@ -28,6 +27,7 @@ import psutil
 
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.user_code import describe, text_of
+from elastic_rl.runtime.imports import imported
 from elastic_rl.runtime.process import adopt_orphans, die_with_parent
 
 MAX_MESSAGE = 256 << 20
@@ -84,15 +84,6 @@ def exactly(connection: socket.socket, size: int, end: float | None = None) -> b
             raise EOFError("the other side is gone")
         received += piece
     return bytes(received)
-
-
-def imported(name: str) -> Any:
-    """What ``module:attribute`` names. Raises whatever importing it raises."""
-    module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def guard_family(descriptor: int) -> None:

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins.host import encoded, guard_family, imported, receive, send
+from elastic_rl.plugins.host import encoded, guard_family, receive, send
 from elastic_rl.plugins.user_code import describe, text_of
+from elastic_rl.runtime.imports import imported
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -12,16 +12,13 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline.pipeline import Pipeline
-from elastic_rl.roles.advantages import AdvantagesRole
 from elastic_rl.roles.base import Role
-from elastic_rl.roles.genrm import GenRmRole
+from elastic_rl.roles.registry import ROLES
 from elastic_rl.roles.role_clients import RoleClients
-from elastic_rl.roles.rollout import RolloutRole
-from elastic_rl.roles.teacher import TeacherRole
 
 log = logging.getLogger(__name__)
 
-_CALLED: tuple[type[Role], ...] = (RolloutRole, AdvantagesRole, GenRmRole, TeacherRole)
+_CALLED = ("rollout", "advantages", "genrm", "teacher")
 
 
 class ActorRole(Role):
@@ -34,7 +31,7 @@ class ActorRole(Role):
         super().__init__(ctx)
         cfg = ctx.config
         self._stopping = threading.Event()
-        clients = RoleClients({role.name: serve.get_app_handle(role.name) for role in _CALLED if role.is_wanted(cfg)},
+        clients = RoleClients({name: serve.get_app_handle(name) for name in _CALLED if ROLES[name].is_wanted(cfg)},
                               cfg, lambda role: bool(members(self.etcd, ctx.keys, role)), lambda: self.pipeline.term)
         self.pipeline = Pipeline(ctx, self.etcd, self.member, clients, self._stopping)
         self._ended = ""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from elastic_rl.algorithms.registry import algorithm_of, options_of
-from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins.user_code import describe
@@ -17,10 +16,6 @@ from elastic_rl.roles.base import Role
 
 class AdvantagesRole(Role):
     name = "advantages"
-
-    @classmethod
-    def is_wanted(cls, cfg: Config) -> bool:
-        return cfg.uses_engines and cfg.uses_trainer
 
     async def compute(self, rewards: list[list[float]]) -> list[list[float]]:
         """Advantages [groups, samples] of rewards of the same shape. Raises PluginFailed for whatever the algorithm

@@ -6,10 +6,8 @@ import contextlib
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
-from elastic_rl.config import Config
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
@@ -20,17 +18,6 @@ from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import redirect_output
 
 
-@dataclass(frozen=True)
-class RoleSpec:
-    """How the driver deploys a role: its class, its replicas and the resources of one replica."""
-
-    name: str
-    cls: type[Role]
-    replicas: int = 1
-    num_cpus: float = 0.25
-    max_ongoing_requests: int = 8
-
-
 class Role:
     """Base of a role's replica. It registers as a member from inside its own process, so that the leader sees its
     progress: a replica that hangs differs from one that is dead.
@@ -39,11 +26,6 @@ class Role:
     """
 
     name: ClassVar[str]
-
-    @classmethod
-    def is_wanted(cls, cfg: Config) -> bool:
-        """Whether a job of these settings needs the role."""
-        return True
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx

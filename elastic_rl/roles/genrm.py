@@ -7,7 +7,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from elastic_rl.config import Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.errors import ElasticRLError, PluginFailed, RequestRefused
@@ -25,10 +24,6 @@ _CACHED_CHARACTERS = 32 << 20
 
 class GenRmRole(EngineRole):
     name = "genrm"
-
-    @classmethod
-    def is_wanted(cls, cfg: Config) -> bool:
-        return cfg.uses_engines and "genrm" in cfg.rollout.reward_names
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from elastic_rl.roles.actor import ActorRole
-from elastic_rl.roles.advantages import AdvantagesRole
-from elastic_rl.roles.base import RoleSpec
-from elastic_rl.roles.genrm import GenRmRole
-from elastic_rl.roles.rollout import RolloutRole
-from elastic_rl.roles.teacher import TeacherRole
+from elastic_rl.roles.spec import RoleSpec
 
 ROLES: dict[str, RoleSpec] = {
     spec.name: spec
     for spec in (
-        RoleSpec("rollout", RolloutRole, max_ongoing_requests=96),
-        RoleSpec("advantages", AdvantagesRole),
-        RoleSpec("genrm", GenRmRole, max_ongoing_requests=64),
-        RoleSpec("teacher", TeacherRole, max_ongoing_requests=64),
-        RoleSpec("actor", ActorRole),
+        RoleSpec("rollout", "elastic_rl.roles.rollout:RolloutRole", lambda cfg: cfg.uses_engines,
+                 max_ongoing_requests=96),
+        RoleSpec("advantages", "elastic_rl.roles.advantages:AdvantagesRole",
+                 lambda cfg: cfg.uses_engines and cfg.uses_trainer),
+        RoleSpec("genrm", "elastic_rl.roles.genrm:GenRmRole",
+                 lambda cfg: cfg.uses_engines and "genrm" in cfg.rollout.reward_names, max_ongoing_requests=64),
+        RoleSpec("teacher", "elastic_rl.roles.teacher:TeacherRole",
+                 lambda cfg: cfg.uses_engines and cfg.uses_trainer and cfg.algorithm.teacher is not None,
+                 max_ongoing_requests=64),
+        RoleSpec("actor", "elastic_rl.roles.actor:ActorRole"),
     )
 }

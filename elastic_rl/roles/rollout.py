@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elastic_rl.config import ROLLOUT_POOL, Config, Stream
+from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.engine import generation
@@ -55,10 +55,6 @@ class GenerationRequest:
 
 class RolloutRole(EngineRole):
     name = "rollout"
-
-    @classmethod
-    def is_wanted(cls, cfg: Config) -> bool:
-        return cfg.uses_engines
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)

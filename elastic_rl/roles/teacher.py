@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from elastic_rl.config import Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
@@ -22,10 +21,6 @@ log = logging.getLogger(__name__)
 
 class TeacherRole(EngineRole):
     name = "teacher"
-
-    @classmethod
-    def is_wanted(cls, cfg: Config) -> bool:
-        return cfg.uses_engines and cfg.uses_trainer and cfg.algorithm.teacher is not None
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.plugins.host import imported
 from elastic_rl.plugins.user_code import describe
+from elastic_rl.runtime.imports import imported
 
 
 class LocalPlugin:

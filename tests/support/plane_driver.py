@@ -11,7 +11,7 @@ from elastic_rl.driver import __main__ as driver
 from elastic_rl.driver import compute, ray_service
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.trainer_group import TrainerGroup
-from elastic_rl.roles.base import RoleSpec
+from elastic_rl.roles.spec import RoleSpec
 from support.stub_actors import StubEngine, StubRole, StubTrainer
 
 LOST_S_ENV = "STUB_RAY_LOST_S"

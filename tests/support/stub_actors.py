@@ -9,7 +9,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from elastic_rl.config import Config
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.fencing import write
@@ -128,10 +127,6 @@ class KilledTrainer(StubTrainer):
 
 class StubRole:
     """A role that does nothing."""
-
-    @classmethod
-    def is_wanted(cls, cfg: Config) -> bool:
-        return True
 
     def __init__(self, ctx: RunContext) -> None:
         pass
