@@ -42,14 +42,19 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or i
 
 # -- the cluster and the run -------------------------------------------------------------------------------------------
 @app.command(context_settings=EXTRA)
-def up(ctx: typer.Context, file: File = None) -> None:
+def up(ctx: typer.Context, file: File = None,
+       address: Annotated[str, typer.Option("--address", metavar="IP", help=(
+           "IP address of this host under which others reach the cluster, with TLS; a cluster with a name keeps it."
+           ))] = "",
+       name: Annotated[str, typer.Option("--name", metavar="HOST", help=(
+           "Name of this host in the cluster; else its host name."))] = "") -> None:
     """Start a local cluster, or the parts of it that do not run. A running one keeps the settings that are not
     given.
 
     With --cluster=NAME it is one for any number of jobs, which `elastic-rl train --cluster=NAME` adds."""
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
     with signals_interrupt():
-        info = cluster.up()
+        info = cluster.up(name=name, address=address)
         if cluster.named and names_job:
             cluster = named_cluster(ctx, file, say=_say)
             info = cluster.admit(resubmit=True)
@@ -214,7 +219,8 @@ def _print_access(cfg: Config, info: Any, *, with_job: bool = True) -> None:
     from elastic_rl.host.paths import ClusterPaths
     options = kept_state.options(cfg)
     lines = [f"admin API   {' '.join(info.coordinators)}", f"etcd        {' '.join(info.etcd_endpoints)}",
-             f"tokens      {info.tokens_file}", f"logs        {ClusterPaths.of(cfg).logs}",
+             f"tokens      {info.tokens_file}", *([f"authority   {info.ca_file}"] if info.ca_file else []),
+             f"logs        {ClusterPaths.of(cfg).logs}",
              *([f"dashboard   elastic-rl dashboard {options}", f"status      elastic-rl status {options}",
                 f"scale       elastic-rl scale 3 {options}"] if with_job else
                [f"train       elastic-rl train {kept_state.cluster_options(cfg)} --job=NAME"]),

@@ -311,8 +311,8 @@ CHECKS: tuple[Check, ...] = (
             "etcd.tls_cert and etcd.tls_server_name need etcd.tls_ca, the authority of the members' certificates"),
     Refused(lambda c: bool(c.etcd.user) != bool(c.etcd.password_file),
             "etcd.user and etcd.password_file belong together: set both or none"),
-    Refused(lambda c: (c.etcd.tls_ca or c.etcd.user) and not c.etcd.endpoints,
-            "etcd.tls_ca and etcd.user are for an etcd that someone else runs: set etcd.endpoints"),
+    Refused(lambda c: c.etcd.user and not c.etcd.endpoints,
+            "etcd.user is for an etcd that someone else runs: set etcd.endpoints"),
     Refused(lambda c: 0 < c.dcs.orphan_grace_s <= c.dcs.staging_ttl_s,
             "dcs.orphan_grace_s={dcs.orphan_grace_s:g} must be larger than dcs.staging_ttl_s={dcs.staging_ttl_s:g}: a "
             "node would drop chunks of a version that is committed later"),

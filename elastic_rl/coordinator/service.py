@@ -1,5 +1,5 @@
 """``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P --tokens FILE
---secret FILE [--logs FOLDER]``: one replica.
+--secret FILE [--tls FOLDER] [--logs FOLDER]``: one replica.
 
 Exit codes: 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the preflight
 checks or the configuration failed (a port is taken), 3 when etcd was unavailable or refused access at the start.
@@ -42,6 +42,7 @@ from elastic_rl.etcd.cluster_records import JobRecord
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_server import HttpServer
+from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import LogRotation
@@ -66,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         logs.setup(args.replica, cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
         return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port, tokens_file=args.tokens,
-                                 secret=args.secret, logs_folder=args.logs))
+                                 secret=args.secret, tls=TlsFolder(args.tls) if args.tls else None,
+                                 logs_folder=args.logs))
     except (PreflightFailed, ConfigError) as e:
         log.error("%s", e)
         return EXIT_PREFLIGHT
@@ -83,13 +85,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokens", type=Path, required=True, help="table with the digests of the admin API's tokens")
     parser.add_argument("--secret", type=Path, required=True, help="file with the cluster's secret")
+    parser.add_argument("--tls", type=Path, help="folder with this host's certificate, for DCS nodes of jobs that name "
+                                                 "none")
     parser.add_argument("--logs", type=Path, help="folder of the logs of this host, which the replica then bounds")
     return parser.parse_args(argv)
 
 
 async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, tokens_file: Path, secret: Path,
-                logs_folder: Path | None = None) -> int:
-    """Runs one replica until SIGTERM or SIGINT. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
+                tls: TlsFolder | None = None, logs_folder: Path | None = None) -> int:
+    """Runs one replica until SIGTERM or SIGINT. ``tls``: this host's certificate. Raises PreflightFailed, ConfigError
+    or EtcdUnavailable at the start."""
     cluster_secret = ClusterSecret.read(secret)
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
@@ -115,7 +120,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, t
 
         def prepare(job: str, record: JobRecord) -> OpenScope:
             settings = job_settings.opened(record.settings, job, cluster_secret, cfg)
-            security = Security.from_config(settings, secret, required=True)
+            security = Security.from_config(settings, secret, required=True, tls=tls)
             return lambda: JobScope.open(settings, context, etcd, url, security)
 
         scopes = JobScopes(etcd, keys, election, prepare)

@@ -13,7 +13,7 @@ from typing import Self
 from elastic_rl.config import Config, DcsConfig
 from elastic_rl.errors import ConfigError
 from elastic_rl.net.cluster_secret import ClusterSecret
-from elastic_rl.net.tls import ReloadingContext
+from elastic_rl.net.tls import ReloadingContext, TlsFolder
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,21 @@ class Security:
     """Both None: no TLS."""
 
     @classmethod
-    def from_config(cls, cfg: Config, secret: Path | None, *, required: bool) -> Self:
+    def from_config(cls, cfg: Config, secret: Path | None, *, required: bool, tls: TlsFolder | None = None) -> Self:
         """Reads the files that the settings name. The token is that of ``dcs.token_file``, which needs no secret, else
         the job's, derived from the cluster's secret in the file ``secret``. ``required``: without either this raises
-        ConfigError; else the process then has no token.
+        ConfigError; else the process then has no token. ``tls``: this host's certificate, for settings that name none.
 
         Raises ConfigError, which names the setting and the file.
         """
         token = _token(cfg, secret, required=required)
-        if not cfg.dcs.tls_cert:
+        dcs = cfg.dcs
+        if tls is not None and not dcs.tls_cert:
+            dcs = dcs.model_copy(update={"tls_cert": str(tls.cert), "tls_key": str(tls.key), "tls_ca": str(tls.ca)})
+        if not dcs.tls_cert:
             return cls(token)
-        files = (cfg.dcs.tls_cert, cfg.dcs.tls_key, cfg.dcs.tls_ca)
-        return cls(token, *(ReloadingContext(partial(_context, cfg.dcs, protocol), files)
+        files = (dcs.tls_cert, dcs.tls_key, dcs.tls_ca)
+        return cls(token, *(ReloadingContext(partial(_context, dcs, protocol), files)
                             for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)))
 
     @property

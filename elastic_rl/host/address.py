@@ -20,7 +20,7 @@ def ray_address(own: str) -> str:
 
 
 def own_address() -> str:
-    """The address under which others reach the servers of this host that have no setting for it: etcd, Ray, routers,
-    engines, trainer ranks. Everything that is recorded of them has it. A cluster has one host so far, whose servers
-    are on loopback, so that nobody else can reach them."""
+    """The address of the servers of the compute plane: Ray, routers, engines, trainer ranks. Everything that is
+    recorded of them has it. They are all on one host so far, on loopback, so that nobody else can reach them; where
+    etcd, the coordinators and the DCS nodes listen is another matter (``LocalHost.address``)."""
     return LOOPBACK

@@ -14,8 +14,11 @@ from pathlib import Path
 import httpx
 
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.etcd.access import Access
 from elastic_rl.host import file_lock
 from elastic_rl.net import http_client
+from elastic_rl.net.addresses import host_port
+from elastic_rl.net.tls import TlsFolder
 
 SERVICE = "etcd-0"
 """Name of the member as a service of its cluster."""
@@ -66,22 +69,30 @@ def objection(release: tuple[int, int, int]) -> str:
 
 
 def command(binary: Path, data_dir: Path, host: str, client_port: int, peer_port: int, *, name: str = "etcd-0",
-            cluster: str = "", quota_bytes: int = 2 << 30) -> list[str]:
+            cluster: str = "", quota_bytes: int = 2 << 30, tls: TlsFolder | None = None) -> list[str]:
     """Command line of a member that listens on the address ``host``, tuned for little memory: a snapshot every 5,000
     writes (the log since the last one is held in memory) and five minutes of history, also while no coordinator
     compacts it. ``cluster``: ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its
-    database.
+    database. ``tls``: the certificate of this host; clients and members then need one of the same authority.
 
     Web pages in a browser of this machine cannot reach it: the HTTP gateway, to which any page may POST, is off, and a
     ``Host`` other than ``host`` and localhost (DNS rebinding) is refused."""
-    client, peer = f"http://{host}:{client_port}", f"http://{host}:{peer_port}"
+    client, peer = (f"http{'s' if tls else ''}://{host_port(host, port)}" for port in (client_port, peer_port))
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
             cluster or f"{name}={peer}",
             "--enable-grpc-gateway=false", f"--host-whitelist={host},localhost",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
-            "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn"]
+            "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn",
+            *(_tls_options(tls) if tls else ())]
+
+
+def _tls_options(tls: TlsFolder) -> list[str]:
+    """etcd reads the certificate again for each connection, so that a renewed one needs no restart."""
+    return ["--cert-file", str(tls.cert), "--key-file", str(tls.key), "--trusted-ca-file", str(tls.ca),
+            "--client-cert-auth", "--peer-cert-file", str(tls.cert), "--peer-key-file", str(tls.key),
+            "--peer-trusted-ca-file", str(tls.ca), "--peer-client-cert-auth"]
 
 
 def data_in_use(data_dir: Path) -> bool:
@@ -89,10 +100,11 @@ def data_in_use(data_dir: Path) -> bool:
     return file_lock.is_held(data_dir / "member" / "snap" / "db")
 
 
-def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:
+def healthy(endpoint: str, access: Access = Access(), *, timeout_s: float = 0.5) -> bool:
     """Whether the member at ``host:port`` answers and has a leader."""
+    scheme, verify = ("https", access.tls.context()) if access.tls is not None else ("http", False)
     try:
-        answer = http_client.request("GET", f"http://{endpoint}/health", timeout=timeout_s)
+        answer = http_client.request("GET", f"{scheme}://{endpoint}/health", timeout=timeout_s, verify=verify)
         return answer.status_code == 200 and answer.json()["health"] in ("true", True)
     except (httpx.HTTPError, ValueError, KeyError, TypeError):  # no answer, or that of something else
         return False

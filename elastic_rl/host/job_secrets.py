@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elastic_rl.config import Config
 from elastic_rl.dcs.security import Security
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import replace_file
@@ -18,7 +19,8 @@ def dcs_security(cfg: Config, *, required: bool = False) -> Security:
     host, its nodes are those of other hosts and may have no token, so none is needed. ``required``: there must be one
     all the same, for a process that serves. Raises ConfigError."""
     paths = ClusterPaths.of(cfg)
-    return Security.from_config(cfg, paths.secret, required=required or paths.info.exists())
+    return Security.from_config(cfg, paths.secret, required=required or paths.info.exists(),
+                                tls=LocalHost.of(paths).tls(paths))
 
 
 def engine_key(cfg: Config) -> str:

@@ -40,6 +40,7 @@ from elastic_rl.coordinator.jobs.state_machine import STOP_RUN_S
 from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import job_settings
+from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.cluster_records import ClusterSpec, job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -51,15 +52,16 @@ from elastic_rl.host import (
     file_lock,
     kept_state,
     leftovers,
+    local_host,
     processes,
 )
-from elastic_rl.host.address import own_address
 from elastic_rl.host.job_run import JobRun, Submission, all_stopped
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord, job_of_node, node_service
 from elastic_rl.net import http_client
-from elastic_rl.net.addresses import free_port, require_address, require_port_free
+from elastic_rl.net.addresses import free_port, host_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import preflight_writes, private_folder, replace_file, require_own_folder
 from elastic_rl.runtime.process import runs
@@ -110,15 +112,17 @@ class Cluster:
         """What the leader has assigned to this host; the agent starts and ends it."""
         self.run = JobRun(self.cfg, self.singletons, self._etcd_if_up, lambda: self.taken_down)
         self._say = say
+        self._host: LocalHost | None = None
         self._new_data: Path | None = None
         """Folder of an etcd that this start has begun."""
         self._owns = False
         """Whether this process owns the cluster."""
 
     # -- up -----------------------------------------------------------------------------------------------------
-    def up(self, *, resubmit: bool = True) -> ClusterInfo:
+    def up(self, *, resubmit: bool = True, name: str = "", address: str = "") -> ClusterInfo:
         """Starts what does not run and returns when every service answers. A cluster with a name starts without the
-        job (``admit``). ``resubmit``: whether the job's record gets these settings where it has others.
+        job (``admit``). ``resubmit``: whether the job's record gets these settings where it has others. ``name``,
+        ``address``: of this host in a cluster with a name; empty: as before.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
         small, no etcd program, no space or no locks in run_dir), EtcdUnavailable (a configured etcd does not answer) or
@@ -127,7 +131,9 @@ class Cluster:
         """
         self._make_folder(self.dir)
         with (preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S),
-              cluster_settings.unchanged_on_error(self.paths.settings)):
+              cluster_settings.unchanged_on_error(self.paths.settings),
+              cluster_settings.unchanged_on_error(self.paths.local_host)):
+            self._place(name, address)
             known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
             supervised = bool(self.agents.running())
             try:
@@ -144,6 +150,30 @@ class Cluster:
                     shutil.rmtree(self._new_data, ignore_errors=True)
                 raise
 
+    @property
+    def host(self) -> LocalHost:
+        """This host in the cluster. Raises ConfigError for a damaged file."""
+        if self._host is None:
+            self._host = LocalHost.of(self.paths)
+        return self._host
+
+    def _place(self, name: str, address: str) -> None:
+        """Gives this host a name and an address, and the services the settings that follow from these. Raises
+        ConfigError for what cannot be one, and where services run under another one, and PreflightFailed for an address
+        that this machine does not have."""
+        before = self.host
+        if (name or address) and not self.named:
+            raise ConfigError("only a host of a cluster with a name has a name and an address",
+                              hint="give --cluster=NAME, too")
+        after = before.named(name, address)
+        if after != before:
+            if running := [r.name for r in self._running()]:
+                raise ConfigError(f"this host is {before.name} at {before.address} while {', '.join(running)} run",
+                                  hint=f"`elastic-rl down {kept_state.cluster_options(self.cfg)}` first")
+            after.save(self.paths)
+        require_address(after.address, setting="--address")
+        self.cfg, self._host = local_host.with_address(self.cfg, before, after, self.paths.tls), after
+
     def _up(self, running: set[str], resubmit: bool) -> ClusterInfo:
         self._require_same_etcd()
         if not self.named:
@@ -152,6 +182,7 @@ class Cluster:
         self._require_records()
         self._check_coordinators(running)
         self._secrets(running)
+        self.certify()
         if not self.named:
             self._check_node(running)
         cluster_settings.save(self.cfg, self.paths.settings)
@@ -176,6 +207,12 @@ class Cluster:
             self._job.unsaved.unlink(missing_ok=True)
         self._new_data = None
         return self._addressed(info)
+
+    def certify(self) -> None:
+        """Makes the certificate of this host where it needs one and has none, or one that is about to expire. Raises
+        ConfigError and OSError."""
+        if not self.host.is_local:
+            self.host.certify(self.paths, self.cfg.cluster_name, ClusterSecret.read(self.paths.secret))
 
     def _put_spec(self, endpoints: list[str]) -> None:
         """Writes what the coordinators decide about runs by, and stops those that are not to go on: of a cluster that
@@ -349,11 +386,11 @@ class Cluster:
 
     def _check_node(self, running: set[str]) -> None:
         """Raises PreflightFailed where this machine cannot have the job's DCS node."""
-        require_address(self.cfg.dcs.host, setting="dcs.host")
+        require_address(self._dcs_host, setting="dcs.host")
         if self.node in running:
             return
         if self.cfg.dcs.port:
-            require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
+            require_port_free(self._dcs_host, self.cfg.dcs.port, setting="dcs.port")
         Leftovers().close()  # frees the arenas of killed nodes, also while others map them
         free = shutil.disk_usage(SHM).free
         if free < self.cfg.dcs.arena_bytes:
@@ -372,7 +409,7 @@ class Cluster:
         old = self._own_endpoint()
         if etcd_server.SERVICE in running:
             try:
-                self._await("etcd", etcd_server.SERVICE, partial(etcd_server.healthy, old),
+                self._await("etcd", etcd_server.SERVICE, partial(self.etcd_healthy, old),
                             self.cfg.etcd.start_timeout_s)
                 return [old]
             except DeadlineExceeded:
@@ -392,7 +429,7 @@ class Cluster:
             self._begin_new_run(data)
         port = int(old.rpartition(":")[2]) if old and running else 0
         if port:  # the services that run connect to this one
-            require_port_free(own_address(), port, setting="the port of this cluster's etcd")
+            require_port_free(self.host.address, port, setting="the port of this cluster's etcd")
         elif running:
             raise PreflightFailed(f"services run, and there is no record of their etcd in {self.services.folder}",
                                   hint=self._restart_hint)
@@ -422,9 +459,9 @@ class Cluster:
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
         attempts = 1 if port else 3  # another process may take a port that was free
         for attempt in range(attempts):
-            endpoint = self._spawn_etcd(binary, data, port or free_port(own_address()))
+            endpoint = self._spawn_etcd(binary, data, port or free_port(self.host.address))
             try:
-                self._await("etcd", etcd_server.SERVICE, partial(etcd_server.healthy, endpoint),
+                self._await("etcd", etcd_server.SERVICE, partial(self.etcd_healthy, endpoint),
                             self.cfg.etcd.start_timeout_s)
                 return endpoint
             except DeadlineExceeded:
@@ -434,9 +471,10 @@ class Cluster:
         raise AssertionError("unreachable")
 
     def _spawn_etcd(self, binary: Path, data: Path, port: int) -> str:
-        host = own_address()
-        endpoint = f"{host}:{port}"
-        command = etcd_server.command(binary, data, host, port, free_port(host), quota_bytes=self.cfg.etcd.quota_bytes)
+        host = self.host.address
+        endpoint = host_port(host, port)
+        command = etcd_server.command(binary, data, host, port, free_port(host), quota_bytes=self.cfg.etcd.quota_bytes,
+                                      tls=self.host.tls(self.paths))
         self._spawn(etcd_server.SERVICE, command, url=endpoint, env={"GOGC": "50"})
         return endpoint
 
@@ -477,19 +515,26 @@ class Cluster:
 
     def _start_dcs_node(self, running: set[str], endpoints: list[str]) -> int | None:
         """Starts the job's DCS node; returns its pid, or None where it is running."""
-        dcs = self.cfg.dcs
+        dcs, host = self.cfg.dcs, self._dcs_host
         if self.node in running:
             return None
-        port = dcs.port or self._last_port(self.node, dcs.host)
+        port = dcs.port or self._last_port(self.node, host)
         return self._spawn(self.node, processes.python(
             "elastic_rl.dcs.node.service", *self._common(self._job.submitted_settings, endpoints, self._job.logs),
-            "--id", kept_state.NODE, f"--dcs.port={port}", f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
-            url=f"{dcs.advertise_host or dcs.host}:{dcs.advertise_port or port}")
+            "--id", kept_state.NODE, f"--dcs.host={host}", f"--dcs.port={port}",
+            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
+            url=host_port(dcs.advertise_host or host, dcs.advertise_port or port))
+
+    @property
+    def _dcs_host(self) -> str:
+        """Where the job's DCS node listens."""
+        return self.host.listens_at(self.cfg.dcs.host)
 
     def _common(self, settings: Path, endpoints: list[str], logs: Path) -> list[str]:
         """Options of every service but etcd. ``logs``: the folder whose files it keeps within their bounds."""
-        return ["--config", str(settings), "--etcd", ",".join(endpoints),
-                "--secret", str(self.paths.secret), "--logs", str(logs)]
+        tls = self.host.tls(self.paths)
+        return ["--config", str(settings), "--etcd", ",".join(endpoints), "--secret", str(self.paths.secret),
+                *(("--tls", str(tls.folder)) if tls else ()), "--logs", str(logs)]
 
     def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
@@ -659,6 +704,11 @@ class Cluster:
                 self.run.submit(etcd, Submission.of_this_process(self.cfg, faults=faults, from_job=from_job),
                                 ClusterSecret.read(self.paths.secret))
 
+    def etcd_healthy(self, endpoint: str, *, timeout_s: float = 0.5) -> bool:
+        """Whether the member of the cluster's own etcd at ``host:port`` answers and has a leader. Raises ConfigError
+        for a certificate that cannot be used."""
+        return etcd_server.healthy(endpoint, Access.from_config(self.cfg.etcd), timeout_s=timeout_s)
+
     def etcd(self, info: ClusterInfo, **options: Any) -> EtcdClient:
         """A client of the cluster's etcd. This object may have been made by the location of the cluster alone, without
         the settings that say how to connect."""
@@ -820,7 +870,7 @@ class Cluster:
             if etcd_server.data_in_use(data):
                 raise PreflightFailed(f"an etcd without a record runs on {data}", hint=self._restart_hint)
             port = int(info.etcd_endpoints[0].rpartition(":")[2])
-            require_port_free(own_address(), port, setting="the port of this cluster's etcd")
+            require_port_free(self.host.address, port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
         elif (job := job_of_node(record.name)) in self.jobs:
             found = self.with_settings_of(job)

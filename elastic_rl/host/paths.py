@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from elastic_rl.config import Config
+from elastic_rl.net.tls import TlsFolder
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ class ClusterPaths:
     def services_lock(self) -> Path:
         """Lock of the process that starts or stops services now."""
         return self.folder / "services.lock"
+
+    @property
+    def local_host(self) -> Path:
+        """What the cluster knows this host by (``host.local_host``); without it the host is on loopback."""
+        return self.folder / "host.json"
+
+    @property
+    def tls(self) -> TlsFolder:
+        """The certificate of this host, and its authority's; made for a host that others can reach."""
+        return TlsFolder(self.folder / "tls")
 
     @property
     def secret(self) -> Path:

@@ -28,6 +28,11 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def host_port(host: str, port: int) -> str:
+    """``HOST:PORT`` as endpoints and URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def free_port(host: str = LOOPBACK) -> int:
     """A TCP port that is free now, and that neither this process nor another one of this project on this host, which
     still runs, was given lately: a server may bind it many seconds later. A foreign process may take it before that,

@@ -52,6 +52,10 @@ class ClusterSecret:
         """What whoever connects to the Ray of this epoch must have."""
         return self._derived(f"ray/{job}/{epoch}")
 
+    def authority(self) -> str:
+        """What the key of the cluster's certificate authority is derived from (``net.authority``)."""
+        return self._derived("authority")
+
     def settings(self, job: str) -> str:
         """The key that seals the settings of the job in its record (``etcd.job_settings``)."""
         return self._derived(f"settings/{job}")

@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_rl.errors import ElasticRLError
@@ -15,6 +16,27 @@ log = logging.getLogger(__name__)
 
 RECHECK_S = 10.0
 """A renewed file is used this many seconds after it was written, at the latest."""
+
+
+@dataclass(frozen=True)
+class TlsFolder:
+    """The PEM files with the certificate that a cluster's authority has issued to a host (``net.authority``)."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        """The authority's certificate."""
+        return self.folder / "ca.pem"
+
+    @property
+    def cert(self) -> Path:
+        return self.folder / "host.pem"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "host.key"
+
 
 _Fingerprint = tuple[tuple[int, int, int] | None, ...]
 

@@ -22,6 +22,7 @@ from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import Singletons
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 from support import forked
 from support.waiting import wait_until
@@ -41,7 +42,7 @@ def command_of(name: str, arguments: Mapping[str, Any], generation: int) -> list
 
 def work_of(endpoints: Sequence[str], folder: Path, name: str, limits: HostTimes) -> AssignedWork:
     """The agent of a host, not started."""
-    host = host_record(name, kept_incarnation(folder / "incarnation"))
+    host = host_record(LocalHost(name=name), kept_incarnation(folder / "incarnation"))
     etcd = EtcdClient(endpoints, call_timeout_s=1.0, retry_budget_s=limits.lease_ttl_s / 3)
     singletons = Singletons(host.id, host.incarnation, ServiceFiles(folder / "singletons"),
                             lambda file_name: folder / f"{file_name}.log", command_of, limits)

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import tls
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.net.addresses import reachable_address, require_port_free
+from elastic_rl.net.addresses import host_port, reachable_address, require_port_free
 from elastic_rl.net.http_connections import Limits, limits_of_process
 from elastic_rl.net.http_server import HEADER_BYTES, HttpServer
 
@@ -59,4 +59,4 @@ def bind(host: str, port: int) -> socket.socket:
 def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str]) -> str:
     """URL under which the other replicas and the clients reach this one."""
     host = cfg.advertise_host or reachable_address(cfg.host, etcd_endpoints)
-    return f"{cfg.scheme}://[{host}]:{port}" if ":" in host else f"{cfg.scheme}://{host}:{port}"
+    return f"{cfg.scheme}://{host_port(host, port)}"

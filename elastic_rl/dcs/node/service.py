@@ -1,8 +1,8 @@
 """A DCS node: one process a host that owns the shared-memory arena and a folder on disk, and serves their chunks over
 TCP. What was on its disk when it ended, even by a kill, it has again after the next start under the same id.
 
-    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--secret FILE | --no-token] [--logs FOLDER]
-                                          [--config FILE] [--key.sub=value ...]
+    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--secret FILE | --no-token] [--tls FOLDER]
+                                          [--logs FOLDER] [--config FILE] [--key.sub=value ...]
 
 ``dcs.port`` 0 takes a free one. Logs go to stderr; ``--logs`` names the folder that it is redirected to, in which the
 node then bounds the logs. Clients must present the token of ``dcs.token_file``, or the one that is derived from the
@@ -45,6 +45,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.etcd.witness import HostWitness
+from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
@@ -179,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     token.add_argument("--secret", type=Path, help="the cluster's secret, which the clients' token is derived from")
     token.add_argument("--no-token", action="store_true", help="admit clients without a token, unless dcs.token_file "
                                                                "names one")
+    parser.add_argument("--tls", type=Path, help="folder with this host's certificate, unless dcs.tls_cert names one")
     parser.add_argument("--logs", type=Path, help="folder of the logs of this host")
     parser.add_argument("--config", type=Path, help="the job's configuration; each key also as --key.sub=value")
     args, overrides = parser.parse_known_args(argv)
@@ -189,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = config.load(args.config, overrides)
         logs.setup(f"dcs-{args.id}", cfg.telemetry.log_level)
-        security = Security.from_config(cfg, args.secret, required=not args.no_token)
+        security = Security.from_config(cfg, args.secret, required=not args.no_token,
+                                        tls=TlsFolder(args.tls) if args.tls else None)
         run(cfg, args.etcd.split(","), args.id, stop, security=security, logs_folder=args.logs)
     except ElasticRLError as e:
         log.error("node %s cannot run: %s: %s", args.id, type(e).__name__, e)

@@ -33,6 +33,7 @@ from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
+_CERTIFY_EVERY_S = 3600.0
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
 
@@ -66,6 +67,7 @@ class HostAgent:
         self._supervisor = ServiceSupervisor()
         self._rotation: LogRotation | None = None
         self._stopping = False
+        self._certify_at = 0.0
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
@@ -127,6 +129,8 @@ class HostAgent:
                               f"{kept_state.cluster_options(self._cluster.cfg)}` completes it")
         except ConfigError as e:
             info, error = None, str(e)
+        if info is not None:
+            self._certify()
         services = self._supervisor.supervise(self._cluster, info, _other(self._name))
         status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), services=services,
                              error=error or self._waits_for(info))
@@ -149,6 +153,16 @@ class HostAgent:
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"
         return self._work.waits_for if self._work is not None else ""
+
+    def _certify(self) -> None:
+        """Renews the certificate of this host in time: a cluster is up for years."""
+        if time.monotonic() < self._certify_at:
+            return
+        self._certify_at = time.monotonic() + _CERTIFY_EVERY_S
+        try:
+            self._cluster.certify()
+        except (ElasticRLError, OSError) as e:  # it is valid for months yet
+            log.error("the certificate of this host cannot be renewed: %s", e)
 
     def _read_settings(self) -> str:
         """Reads the cluster's settings if they have changed. Returns why they cannot be used: those before then hold.

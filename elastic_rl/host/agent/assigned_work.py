@@ -14,7 +14,7 @@ from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.cluster_records import job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host import leftovers, processes
-from elastic_rl.host.agent.host_facts import host_id, host_record, kept_incarnation
+from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import CommandOf, Singletons
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
@@ -40,7 +40,7 @@ class AssignedWork:
                    times: HostTimes = HostTimes()) -> Self:
         """The work that a cluster assigns to this host: by default the runs of its jobs. Raises ConfigError and
         OSError."""
-        host = host_record(host_id(), kept_incarnation(cluster.paths.incarnation))
+        host = host_record(cluster.host, kept_incarnation(cluster.paths.incarnation))
         singletons = Singletons(host.id, host.incarnation, cluster.singletons, cluster.log_of,
                                 command_of or partial(_run_command, cluster), times,
                                 on_released=partial(_end_compute_plane, cluster), env={OWNER_ENV: str(cluster.dir)})

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
-import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +15,8 @@ import elastic_rl
 from elastic_rl.etcd.cluster_records import Host
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.record import Record
-from elastic_rl.host.address import own_address
 from elastic_rl.host.local_cluster import SHM
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.runtime.files import replace_file
 
 
@@ -45,14 +43,9 @@ class HostResources(NamedTuple):
                    psutil.virtual_memory().total, shutil.disk_usage(SHM).total)
 
 
-def host_id() -> str:
-    """The id of this host in its cluster: its name, as keys and URLs can have it."""
-    return re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
-
-
-def host_record(host_id: str, incarnation: str, labels: dict[str, str] | None = None) -> Host:
+def host_record(host: LocalHost, incarnation: str) -> Host:
     """This host, as it is registered."""
-    return Host(id=host_id, incarnation=incarnation, address=own_address(), machine=machine_id(), labels=labels or {},
+    return Host(id=host.name, incarnation=incarnation, address=host.address, machine=machine_id(), labels=host.labels,
                 release=elastic_rl.__version__, **HostResources.of_this_host()._asdict())
 
 

@@ -84,7 +84,7 @@ class ServiceSupervisor:
         if state.phase is Phase.ENDED and (before is None or before.phase is Phase.RUNNING):
             log.warning("%s has ended; end %d in a row", name, state.ends)
         self._states[name] = state
-        if info is not None and state.due(now) and (name in _NEEDS_NO_ETCD or _etcd_answers(info)):
+        if info is not None and state.due(now) and (name in _NEEDS_NO_ETCD or _etcd_answers(cluster, info)):
             self._states[name] = self._start(cluster, name, state)
 
     def _start(self, cluster: Cluster, name: str, state: ServiceState) -> ServiceState:
@@ -146,9 +146,9 @@ class ServiceSupervisor:
             self._report_at = self._clock() + _EVENT_RETRY_S
 
 
-def _etcd_answers(info: ClusterInfo) -> bool:
+def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
     """Whether the services that need etcd to start would find it."""
-    return not info.own_etcd or any(map(partial(etcd_server.healthy, timeout_s=1.0), info.etcd_endpoints))
+    return not info.own_etcd or any(map(partial(cluster.etcd_healthy, timeout_s=1.0), info.etcd_endpoints))
 
 
 def event_of(name: str) -> tuple[EventKind, str]:

@@ -22,8 +22,8 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.host.agent.__main__ import HostAgent
 from elastic_rl.host.agent.assigned_work import AssignedWork
-from elastic_rl.host.agent.host_facts import host_id
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.local_host import host_name
 from elastic_rl.runtime.clock import boottime_s
 from elastic_rl.runtime.process import runs
 
@@ -281,7 +281,7 @@ def test_services_are_supervised_while_etcd_does_not_answer(
         before = supervisor.passes
         wait_until(lambda: supervisor.passes > before + 3, what="passes without etcd")
         own_servers.cont(0)
-        wait_until(lambda: own_etcd.get(ClusterKeys("j").host(host_id())), what="the registration")
+        wait_until(lambda: own_etcd.get(ClusterKeys("j").host(host_name())), what="the registration")
         wait_until(lambda: not works[0].waits_for, what="the agent to wait for nothing")
         assert len(works) == 1
     finally:
@@ -289,4 +289,4 @@ def test_services_are_supervised_while_etcd_does_not_answer(
         agent._on_signal(signal.SIGTERM, None)
         thread.join(60)
     assert not thread.is_alive()
-    assert own_etcd.get(ClusterKeys("j").host(host_id())) is not None, "the next agent takes it over"
+    assert own_etcd.get(ClusterKeys("j").host(host_name())) is not None, "the next agent takes it over"

@@ -110,7 +110,7 @@ def test_coordinator_whose_port_was_taken_gets_another_one_that_clients_find(end
 def test_supervisor_starts_etcd_first_and_the_others_once_it_answers(ended: Ended,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [False]
-    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: answers[0])
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: answers[0])
     supervisor = ServiceSupervisor()
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
     waiting = ended.tick(supervisor)
@@ -123,7 +123,7 @@ def test_supervisor_starts_etcd_first_and_the_others_once_it_answers(ended: Ende
 
 
 def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: False)
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: False)
     limits = RestartLimits()
     supervisor = ServiceSupervisor(limits=limits, clock=lambda: 5.0)
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
@@ -137,7 +137,7 @@ def test_supervisor_waits_for_a_command_that_holds_the_lock(ended: Ended, monkey
 
 def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(ended: Ended,
                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: False)
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: False)
     now, limits = [5.0], RestartLimits()
     supervisor = ServiceSupervisor(limits=limits, clock=lambda: now[0])
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
@@ -150,7 +150,7 @@ def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(en
 
 
 def test_supervisor_starts_its_standby_with_backoff(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: True)
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: True)
     supervisor = ServiceSupervisor(clock=lambda: 5.0)
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
     for _ in range(5):
@@ -159,7 +159,7 @@ def test_supervisor_starts_its_standby_with_backoff(ended: Ended, monkeypatch: p
 
 
 def test_defect_with_one_service_leaves_no_other_one_down(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: True)
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: True)
     shutil.copy(ended.cluster.services.folder / "coordinator-0.json",
                 ended.cluster.services.folder / "coordinator-x.json")
     spawn = ended.cluster._spawn
@@ -179,7 +179,7 @@ def test_defect_with_one_service_leaves_no_other_one_down(ended: Ended, monkeypa
 def test_restart_is_reported_once_the_service_has_run_for_a_while(
         ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that keeps ending would be an event, and an alert, every half a minute."""
-    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, timeout_s=0.5: True)
+    monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: True)
     now, reported = [5.0], []
 
     class Etcd:

@@ -8,6 +8,7 @@ import pytest
 
 from elastic_rl.host.agent import host_facts
 from elastic_rl.host.agent.host_facts import HostResources, host_record, kept_incarnation
+from elastic_rl.host.local_host import LocalHost
 
 
 def test_incarnation_is_kept_for_one_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +37,6 @@ def test_gpus_are_those_that_have_a_device_file(tmp_path: Path) -> None:
 
 
 def test_host_record_has_the_resources_of_this_host() -> None:
-    record = host_record("h", "i", {"zone": "a"})
-    assert (record.id, record.incarnation, record.labels) == ("h", "i", {"zone": "a"})
+    record = host_record(LocalHost(name="h", address="10.0.0.7", labels={"zone": "a"}), "i")
+    assert (record.id, record.incarnation, record.address, record.labels) == ("h", "i", "10.0.0.7", {"zone": "a"})
     assert record.cpus > 0 and record.memory_bytes > 0 and record.shm_bytes > 0

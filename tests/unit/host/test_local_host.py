@@ -1,0 +1,85 @@
+"""This host as a member of its cluster: its name and address, the settings that follow, its certificate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.config import Config, parse
+from elastic_rl.errors import ConfigError
+from elastic_rl.host.local_host import LocalHost, host_name, with_address
+from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.net.authority import VALID_DAYS
+from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.net.tls import TlsFolder
+
+LOCAL = LocalHost(name="a")
+FAR = LocalHost(name="a", address="10.0.0.7")
+TLS = TlsFolder(Path("/c/tls"))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> ClusterPaths:
+    return ClusterPaths(tmp_path)
+
+
+def test_host_of_a_folder_without_a_file_is_on_loopback_under_its_own_name(paths: ClusterPaths) -> None:
+    host = LocalHost.of(paths)
+    assert (host.name, host.address, host.is_local, host.tls(paths)) == (host_name(), "127.0.0.1", True, None)
+    host.named("gpu-7", "10.0.0.7").save(paths)
+    again = LocalHost.of(paths)
+    assert (again.name, again.address) == ("gpu-7", "10.0.0.7") and again.tls(paths) == TlsFolder(paths.folder / "tls")
+    assert again.named("", "") == again
+    paths.local_host.write_text("{")
+    with pytest.raises(ConfigError, match=r"host\.json cannot be read"):
+        LocalHost.of(paths)
+
+
+@pytest.mark.parametrize("name", ["a/b", "-a", "a b", "ä", "a" * 101, "."])
+def test_name_that_no_key_or_url_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a host"):
+        LOCAL.named(name, "")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "gpu-7", "10.0.0", "10.0.0.7:80"])
+def test_address_that_others_cannot_use_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"--address=.* is no"):
+        LOCAL.named("", address)
+
+
+def test_settings_follow_the_address_to_and_fro() -> None:
+    plain = parse({"cluster": "lab"})
+    far = with_address(plain, LOCAL, FAR, TLS)
+    assert (far.coordinator.host, far.coordinator.tls_ca) == ("10.0.0.7", "/c/tls/ca.pem")
+    assert (far.etcd.tls_cert, far.etcd.tls_key) == ("/c/tls/host.pem", "/c/tls/host.key")
+    assert with_address(far, FAR, FAR, TLS) == far
+    further = with_address(far, FAR, FAR.replace(address="10.0.0.8"), TLS)
+    assert further.coordinator.host == "10.0.0.8" and further.etcd == far.etcd
+    assert with_address(further, FAR.replace(address="10.0.0.8"), LOCAL, TLS) == plain
+    assert parse(far.model_dump(mode="json")) == far, "they can be stored"
+
+
+def test_what_an_operator_chose_stays() -> None:
+    chosen = parse({"cluster": "lab", "coordinator": {"host": "0.0.0.0", "tls_cert": "/x.pem", "tls_key": "/x.key"},
+                    "etcd": {"endpoints": ["e:2379"], "tls_ca": "/e.pem"}})
+    assert with_address(chosen, LOCAL, FAR, TLS) == with_address(chosen, FAR, LOCAL, TLS) == chosen
+    own: Config = parse({"etcd": {"tls_ca": "/e.pem"}})
+    for after in (LOCAL, FAR):
+        with pytest.raises(ConfigError, match=r"etcd\.tls_ca is for an etcd that someone else runs"):
+            with_address(own, LOCAL, after, TLS)
+
+
+def test_certificate_is_made_once_and_renewed_with_the_same_key(paths: ClusterPaths) -> None:
+    secret, tls, now = ClusterSecret.generate(), paths.tls, 1.8e9
+    assert FAR.certify(paths, "lab", secret, now=now) and not FAR.certify(paths, "lab", secret, now=now)
+    key, cert = tls.key.read_bytes(), tls.cert.read_bytes()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tls.key, tls.cert, tls.folder))
+    assert FAR.certify(paths, "lab", secret, now=now + (VALID_DAYS - 10) * 86400)
+    assert tls.key.read_bytes() == key and tls.cert.read_bytes() != cert
+    assert FAR.replace(address="10.0.0.8").certify(paths, "lab", secret, now=now)
+    assert ClusterSecret.generate() != secret and FAR.certify(paths, "lab", ClusterSecret.generate(), now=now)
+    tls.key.write_bytes(b"damaged")
+    assert FAR.certify(paths, "lab", secret, now=now) and not FAR.certify(paths, "lab", secret, now=now)
+    tls.ca.unlink()
+    assert not FAR.certify(paths, "lab", secret, now=now) and tls.ca.exists()
