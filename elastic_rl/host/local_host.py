@@ -24,6 +24,7 @@ from elastic_rl.runtime.files import replace_file
 
 log = logging.getLogger(__name__)
 
+_EVERYWHERE = ("", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 
 
@@ -108,12 +109,14 @@ class LocalHost(Record):
 
 def with_address(cfg: Config, before: LocalHost, after: LocalHost, tls: TlsFolder) -> Config:
     """The settings with which a cluster is reached that a host serves at its address: those of ``before`` that followed
-    from its address, and were not chosen, follow from that of ``after``. ``tls``: the files of this host. Pure. Raises
+    from its address, and were not chosen, follow from that of ``after``. So do those that have the host's certificate,
+    of whichever address: a start that was killed may have stored them. ``tls``: the files of this host. Pure. Raises
     ConfigError for certificates of an etcd that the cluster starts itself."""
     own = {"tls_cert": str(tls.cert), "tls_key": str(tls.key), "tls_ca": str(tls.ca)}
     none = dict.fromkeys(own, "")
     coordinator, etcd = cfg.coordinator, cfg.etcd
-    if coordinator.host == before.address:
+    certified = coordinator.tls_cert == own["tls_cert"] and coordinator.host not in _EVERYWHERE
+    if certified or coordinator.host == before.address:
         coordinator = coordinator.model_copy(update={"host": LOOPBACK})
     coordinator = coordinator.model_copy(update={"host": after.listens_at(coordinator.host)})
     if coordinator.tls_cert in ("", own["tls_cert"]):

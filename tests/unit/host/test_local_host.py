@@ -60,6 +60,17 @@ def test_settings_follow_the_address_to_and_fro() -> None:
     assert parse(far.model_dump(mode="json")) == far, "they can be stored"
 
 
+def test_settings_that_a_killed_start_has_stored_follow_the_address_that_holds() -> None:
+    """Address and settings are two files, of which a start may have written one only."""
+    plain = parse({"cluster": "lab"})
+    far = with_address(plain, LOCAL, FAR, TLS)
+    assert with_address(far, LOCAL, LOCAL, TLS) == plain, "never at the address without TLS"
+    assert with_address(plain, FAR, FAR, TLS) == far
+    everywhere = with_address(parse({"cluster": "lab", "coordinator": {"host": "0.0.0.0"}}), LOCAL, FAR, TLS)
+    assert everywhere.coordinator.host == "0.0.0.0" and everywhere.coordinator.tls_cert == "/c/tls/host.pem"
+    assert with_address(everywhere, FAR, FAR, TLS) == everywhere
+
+
 def test_what_an_operator_chose_stays() -> None:
     chosen = parse({"cluster": "lab", "coordinator": {"host": "0.0.0.0", "tls_cert": "/x.pem", "tls_key": "/x.key"},
                     "etcd": {"endpoints": ["e:2379"], "tls_ca": "/e.pem"}})
