@@ -500,7 +500,7 @@ def _completed(control: Control, line: str) -> list[str]:
 
 def test_names_are_completed_from_the_running_cluster(control: Control) -> None:
     control.pool("e10", "e11", "f0", desired=3)
-    assert _completed(control, "elastic-rl drain e1") == ["e10", "e11"]
+    assert _completed(control, "elastic-rl engines drain e1") == ["e10", "e11"]
     assert _completed(control, "elastic-rl scale 3 --pool r") == [POOL]
 
 

@@ -291,7 +291,7 @@ def test_access_rejects_bad_certificates_and_secrets_before_the_first_call(tmp_p
 
 @pytest.mark.parametrize("settings", [
     {"tls_cert": "c"}, {"tls_key": "k", "tls_ca": "a"}, {"tls_server_name": "n"}, {"user": "u"},
-    {"password_file": "p"}, {"tls_ca": "a", "endpoints": []}])
+    {"password_file": "p"}, {"user": "u", "password_file": "p", "endpoints": []}])
 def test_config_rejects_settings_that_do_not_fit_together(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"belong together|need|set etcd\.endpoints"):
         config.parse({"etcd": {"endpoints": ["a:1"], **settings}})
