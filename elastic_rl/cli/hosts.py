@@ -92,7 +92,7 @@ def uncordon(cluster: Target, host: HostName, dry_run: DryRun = False, output: O
 
 @api_command(app)
 def drain(cluster: Target, host: HostName, within: Annotated[float, typer.Option(
-              min=0, metavar="SECONDS", help="Time in which each singleton may choose when it moves; then it is moved."
+              min=0, metavar="SECONDS", help="Time after which what the host holds is moved."
           )] = 600.0, reason: Reason = "", wait: Annotated[bool, typer.Option(
               "--wait/--no-wait", help="Wait until the host holds nothing.")] = False,
           timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help=(
