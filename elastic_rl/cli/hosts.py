@@ -31,6 +31,7 @@ _COLUMNS = ("host", "phase", "address", "cpus", "gpus", "memory", "services", "r
 _WIDE = ("phase_age", "release", "incarnation", "shm", "labels", "assignments")
 _SERVICE = ("service", "state", "pid", "generation", "restarts", "reason")
 _ASSIGNMENT = ("assignment", "generation", "incarnation", "reason")
+_LONGEST_DRAIN_S = 7 * 86400.0
 _POLL_S = 1.0
 _SHOWN = 4
 """Services in a cell."""
@@ -78,8 +79,10 @@ def cordon(cluster: Target, host: HostName, reason: Reason = "", dry_run: DryRun
            output: Output = Format.TABLE) -> None:
     """Give a host nothing more; it keeps what it holds."""
     with _api(cluster) as api:
-        found = api.change_host(host, {"cordoned": True, "reason": reason}, dry_run=dry_run)
-    _say(found, output, dry_run, f"host {host} is given nothing more; it keeps {_held(found)}")
+        found = api.change_host(host, {"cordoned": True, **_because(reason)}, dry_run=dry_run)
+    keeps = (f"it is still drained, which `elastic-rl uncordon {host}{cluster.as_options}` takes back"
+             if found["spec"]["drain"] else f"it keeps {_held(found)}")
+    _say(found, output, dry_run, f"host {host} is given nothing more; {keeps}")
 
 
 @api_command(app)
@@ -99,14 +102,17 @@ def drain(cluster: Target, host: HostName, within: Annotated[float, typer.Option
               "Longest wait; 0: until it is done."))] = 0.0,
           dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
     """Empty a host: what it holds moves to others, and it is given nothing more."""
+    if not within <= _LONGEST_DRAIN_S:
+        raise ConfigError(f"--within={within:g} is too long", hint=f"give at most {_LONGEST_DRAIN_S:g} seconds")
     with _api(cluster) as api:
-        found = api.change_host(host, {"drain": {"timeout_s": within}, "reason": reason}, dry_run=dry_run)
+        found = api.change_host(host, {"drain": {"timeout_s": within}, **_because(reason)}, dry_run=dry_run)
         if wait and not dry_run:
             found = _await_left(cluster, api, found, timeout)
-            _say(found, output, dry_run, f"host {host} holds nothing, and may be switched off")
+            _say(found, output, dry_run, f"host {host} holds no run any more; what else runs there, "
+                 "such as etcd, coordinators and DCS nodes, `elastic-rl down` ends")
         else:
-            _say(found, output, dry_run, f"host {host} is emptied within {tables.duration(within)} of {_held(found)}; "
-                 + _next_commands(cluster, host))
+            _say(found, output, dry_run, f"host {host} is emptied of {_held(found)} after {tables.duration(within)}, "
+                 "once another host is fit; " + _next_commands(cluster, host))
 
 
 @api_command(app)
@@ -126,6 +132,10 @@ def _say(host: Mapping[str, Any], output: Format, dry_run: bool, line: str) -> N
         tables.write_json(host)
     else:
         out.print(f"{'would be done: ' if dry_run else ''}{line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _because(reason: str) -> dict[str, str]:
+    return {"reason": reason} if reason else {}
 
 
 def _held(host: Mapping[str, Any]) -> str:

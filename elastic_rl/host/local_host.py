@@ -52,11 +52,11 @@ class LocalHost(Record):
             return cls(name=host_name())
         except (OSError, ValidationError) as e:
             raise ConfigError(f"{paths.local_host} cannot be read: {e}", hint=(
-                "give --name and --address to `elastic-rl up`, after `elastic-rl down`")) from e
+                "`elastic-rl down`, delete the file, and give --name and --address to `elastic-rl up`")) from e
 
     def named(self, name: str, address: str) -> LocalHost:
         """The host with another name or address; what is empty stays. Raises ConfigError."""
-        if name and not _NAME.fullmatch(name):
+        if name and (not _NAME.fullmatch(name) or _is_address(name)):
             raise ConfigError(f"--name={name} cannot name a host",
                               hint="take letters, digits, dots, hyphens and underscores, at most 100")
         try:
@@ -105,6 +105,15 @@ class LocalHost(Record):
         if why or not tls.ca.exists():
             replace_file(tls.ca, issuer.certificate, durable=True)
         return bool(why)
+
+
+def _is_address(name: str) -> bool:
+    """Whether a name is an IP address. As the name of a host it would be in its certificate, for another machine."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def with_address(cfg: Config, before: LocalHost, after: LocalHost, tls: TlsFolder) -> Config:

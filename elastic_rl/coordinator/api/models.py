@@ -47,7 +47,7 @@ class HostChange(Body):
     drain: HostDrain | None = None
     """Has the host emptied; null withdraws that. One that is asked for again begins its time anew."""
     reason: StrictStr = Field(default="", max_length=500, examples=["new kernel"])
-    """Why, for the other operators."""
+    """Why, for the other operators; it takes the place of the reason before. That of a drain stays as long as that."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> Self:

@@ -43,9 +43,9 @@ def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, An
         if key in host.unreadable:
             raise Problem(409, Kind.CONFLICT, "What is wanted of the host cannot be read",
                           f"{host.unreadable[key]}: it may be of a later release; change it with that one")
-        after = host.spec.replace(**{"reason": "", **changes}, by=by, at=clock())
-        same = all(getattr(after, field) == getattr(host.spec, field) for field in _WANTED)
-        if same and changes.get("drain") is None:
+        after = _changed(host.spec, changes, by, clock())
+        if changes.get("drain") is None and all(getattr(after, field) == getattr(host.spec, field)
+                                                for field in (*_WANTED, *({"reason"} & changes.keys()))):
             return host
         if dry_run:
             return host.model_copy(update={"spec": after})
@@ -54,6 +54,14 @@ def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, An
             log.info("host %s: %s", name, after.told(_described(after)))
             return host.model_copy(update={"spec": after, "etag": etag(done.revision)})
     raise concurrent_modification()
+
+
+def _changed(spec: HostSpec, changes: dict[str, Any], by: str, at: float) -> HostSpec:
+    """The spec with what a request changes. While a host is drained, who asked, when and why are of the drain: its time
+    begins anew by another drain alone."""
+    if spec.drain is not None and "drain" not in changes:
+        return spec.replace(cordoned=changes["cordoned"])
+    return spec.replace(**{"reason": "", **changes}, by=by, at=at)
 
 
 def _described(spec: HostSpec) -> str:

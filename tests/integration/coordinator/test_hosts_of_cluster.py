@@ -234,7 +234,11 @@ def test_change_is_of_the_host_as_it_was_read(
     with pytest.raises(Problem, match="has changed|ETag"):
         ask(0, cordoned=False)
     assert ask(revision, cordoned=True).etag == f'"{revision}"', "nothing changes"
-    drained = ask(revision, drain=Drain(timeout_s=5.0))
+    again = ask(revision, cordoned=True, reason="other disk")
+    assert again.spec.reason == "other disk" and again.etag != f'"{revision}"'
+    drained = ask(drain=Drain(timeout_s=5.0))
+    assert ask(cordoned=False).spec == drained.spec.replace(cordoned=False), "its time does not begin anew"
+    drained = ask(cordoned=True)
     assert drained.spec.cordoned and ask(drain=Drain(timeout_s=5.0)).etag != drained.etag, "its time begins anew"
     read = changes.read_host
 

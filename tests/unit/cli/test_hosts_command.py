@@ -201,10 +201,13 @@ def test_drain_names_what_moves_and_the_commands_that_follow_it_or_take_it_back(
     asked = replica(reading(drain=True, holds=True))
     assert run("drain", "h1", "--url=http://a", "--within=120") == Exit.OK
     said = capsys.readouterr().out
-    assert "host h1 is emptied within 2m of driver/j; follow it with" in said
+    assert "host h1 is emptied of driver/j after 2m, once another host is fit; follow it with" in said
     assert "`elastic-rl hosts h1 --url=http://a --watch`" in said
     assert "`elastic-rl uncordon h1 --url=http://a`" in said
-    assert asked.sent == [("PATCH", "http://a/v1/hosts/h1", {"drain": {"timeout_s": 120.0}, "reason": ""})]
+    assert asked.sent == [("PATCH", "http://a/v1/hosts/h1", {"drain": {"timeout_s": 120.0}})]
+    for wrong in ("inf", "nan", "1e9"):
+        assert run("drain", "h1", "--url=http://a", f"--within={wrong}") == Exit.USAGE
+    assert len(asked.sent) == 1
 
 
 def test_drain_waits_until_the_host_has_left_and_shows_each_change_once(
@@ -213,7 +216,7 @@ def test_drain_waits_until_the_host_has_left_and_shows_each_change_once(
     replica(reading(), draining, draining, draining, reading(HostPhase.LEFT, drain=True))
     assert run("drain", "h1", "--url=http://a", "--wait") == Exit.OK
     said = capsys.readouterr()
-    assert "host h1 holds nothing, and may be switched off" in said.out
+    assert "host h1 holds no run any more" in said.out
     assert said.err.count("host h1: draining, holds driver/j") == 1
 
 

@@ -36,7 +36,7 @@ def test_host_of_a_folder_without_a_file_is_on_loopback_under_its_own_name(paths
         LocalHost.of(paths)
 
 
-@pytest.mark.parametrize("name", ["a/b", "-a", "a b", "ä", "a" * 101, "."])
+@pytest.mark.parametrize("name", ["a/b", "-a", "a b", "ä", "a" * 101, ".", "10.0.0.9"])
 def test_name_that_no_key_or_url_can_have_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a host"):
         LOCAL.named(name, "")
