@@ -212,7 +212,9 @@ class Cluster:
         """Makes the certificate of this host where it needs one and has none, or one that is about to expire. Raises
         ConfigError and OSError."""
         if not self.host.is_local:
-            self.host.certify(self.paths, self.cfg.cluster_name, ClusterSecret.read(self.paths.secret))
+            coordinator = self.cfg.coordinator
+            self.host.certify(self.paths, self.cfg.cluster_name, ClusterSecret.read(self.paths.secret),
+                              also=(coordinator.host, coordinator.advertise_host))
 
     def _put_spec(self, endpoints: list[str]) -> None:
         """Writes what the coordinators decide about runs by, and stops those that are not to go on: of a cluster that

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import time
+from collections.abc import Iterable
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -86,25 +87,31 @@ class LocalHost(Record):
         """The files of its certificate; None for a host that needs none."""
         return None if self.is_local else paths.tls
 
-    def certify(self, paths: ClusterPaths, cluster: str, secret: ClusterSecret, *, now: float | None = None) -> bool:
+    def certify(self, paths: ClusterPaths, cluster: str, secret: ClusterSecret, *, also: Iterable[str] = (),
+                now: float | None = None) -> bool:
         """Makes the certificate of its servers, and the authority's, unless good ones are there; whoever uses them
-        follows the files. The private key stays the same, so that it fits the certificate at every moment. Returns
-        whether one was made. Raises OSError."""
+        follows the files. The private key stays the same for as long as the cluster's secret does, so that it fits the
+        certificate at every moment; another secret withdraws it. ``also``: further addresses and names that servers of
+        this host are called by. Returns whether one was made. Raises OSError."""
         tls, issuer, now = paths.tls, Authority.derived(secret.authority(), cluster), now or time.time()
-        names = [self.address, LOOPBACK, "localhost", self.name]
-        key = _read(tls.key)
-        if why := issuer.objection(_read(tls.cert), key, names, now):
-            log.info("a certificate is made for %s: %s", self.address, why)
-            try:
-                made = issuer.issue(key, names, now)
-            except ValueError:  # there is no key, or it is damaged
-                made = issuer.issue(key := authority.new_key(), names, now)
-            tls.folder.mkdir(mode=0o700, exist_ok=True)
+        names = [*dict.fromkeys([self.address, LOOPBACK, "localhost", self.name,
+                                 *(name for name in also if name not in _EVERYWHERE)])]
+        tls.folder.mkdir(mode=0o700, exist_ok=True)
+        key = _read(tls.key) if issuer.is_own(_read(tls.ca)) else b""
+        if not key:  # the authority last: until then the next call makes a key, too
+            tls.cert.unlink(missing_ok=True)
+        if not (why := issuer.objection(_read(tls.cert), key, names, now)):
+            return False
+        log.info("a certificate is made for %s: %s", self.address, why)
+        try:
+            made = issuer.issue(key, names, now)
+        except ValueError:  # there is no key, or it is damaged
+            made = issuer.issue(key := authority.new_key(), names, now)
             replace_file(tls.key, key, private=True, durable=True)
-            replace_file(tls.cert, made, private=True, durable=True)
-        if why or not tls.ca.exists():
+        replace_file(tls.cert, made, private=True, durable=True)
+        if not issuer.is_own(_read(tls.ca)):
             replace_file(tls.ca, issuer.certificate, durable=True)
-        return bool(why)
+        return True
 
 
 def _is_address(name: str) -> bool:

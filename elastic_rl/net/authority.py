@@ -84,8 +84,19 @@ class Authority:
             return "it is another key's"
         if missing := [name for name in names if _general_name(name) not in have]:
             return f"it is not for {', '.join(missing)}"
-        left = found.not_valid_after_utc - datetime.datetime.fromtimestamp(now, datetime.UTC)
+        at = datetime.datetime.fromtimestamp(now, datetime.UTC)
+        if found.not_valid_before_utc > at:
+            return "it was made with a clock that was ahead, and is not valid yet"
+        left = found.not_valid_after_utc - at
         return f"it is valid for {left.days} more days" if left < datetime.timedelta(days=RENEWED_DAYS) else ""
+
+    def is_own(self, certificate: bytes) -> bool:
+        """Whether this is a copy of the authority's certificate, by whichever host of the cluster."""
+        try:
+            found = x509.load_pem_x509_certificate(certificate)
+            return found.public_key() == self._key.public_key() and found.subject == self._name
+        except ValueError:
+            return False
 
     def _build(self, builder: x509.CertificateBuilder, subject: x509.Name, key: ec.EllipticCurvePublicKey,
                begin: datetime.datetime, end: datetime.datetime,

@@ -93,8 +93,9 @@ def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
 def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:
     """Phase and reason of a host that is registered under the incarnation of ``before``, which is not LOST."""
     if seen.spec.drain is not None:
-        return (HostPhase.DRAINING, seen.spec.told("drained")) if seen.holds else (
-            HostPhase.LEFT, seen.spec.told("was drained"))
+        if seen.holds or seen.status is None:  # without a report of its agent, what it held may still end there
+            return HostPhase.DRAINING, seen.spec.told("drained")
+        return HostPhase.LEFT, seen.spec.told("was drained")
     if before.phase not in (HostPhase.READY, HostPhase.CORDONED) and not seen.ready:
         waits_for = seen.status.not_ready if seen.status is not None else ""
         return HostPhase.JOINING, waits_for or "its agent has not reported yet"

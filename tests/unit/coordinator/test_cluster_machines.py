@@ -78,6 +78,8 @@ def test_silent_host_is_suspected_then_lost_and_joins_again() -> None:
 def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_withdrawn() -> None:
     draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
     assert draining is not None and draining.phase is HostPhase.DRAINING and draining.drain_deadline_s == 61.0
+    silent = hosts.advance(draining, seen(spec=DRAIN, holds=False, status=None), 2.0, TIMES)
+    assert silent is not None and silent.phase is HostPhase.DRAINING, "its agent has not reported what is left"
     left = hosts.advance(draining, seen(spec=DRAIN, holds=False), 2.0, TIMES)
     assert left is not None and left.phase is HostPhase.LEFT
     assert hosts.advance(left, seen(None, spec=DRAIN), 500.0, TIMES) == left, "it may be switched off"

@@ -10,7 +10,7 @@ from elastic_rl.config import Config, parse
 from elastic_rl.errors import ConfigError
 from elastic_rl.host.local_host import LocalHost, host_name, with_address
 from elastic_rl.host.paths import ClusterPaths
-from elastic_rl.net.authority import VALID_DAYS
+from elastic_rl.net.authority import VALID_DAYS, Authority
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.tls import TlsFolder
 
@@ -89,8 +89,15 @@ def test_certificate_is_made_once_and_renewed_with_the_same_key(paths: ClusterPa
     assert FAR.certify(paths, "lab", secret, now=now + (VALID_DAYS - 10) * 86400)
     assert tls.key.read_bytes() == key and tls.cert.read_bytes() != cert
     assert FAR.replace(address="10.0.0.8").certify(paths, "lab", secret, now=now)
-    assert ClusterSecret.generate() != secret and FAR.certify(paths, "lab", ClusterSecret.generate(), now=now)
+    assert FAR.certify(paths, "lab", ClusterSecret.generate(), now=now)
+    assert tls.key.read_bytes() != key, "another secret withdraws the key"
     tls.key.write_bytes(b"damaged")
     assert FAR.certify(paths, "lab", secret, now=now) and not FAR.certify(paths, "lab", secret, now=now)
-    tls.ca.unlink()
-    assert not FAR.certify(paths, "lab", secret, now=now) and tls.ca.exists()
+    good = tls.ca.read_bytes()
+    for damaged in (b"", good[:-60], Authority.derived("00" * 32, "lab").certificate):  # as a killed start leaves it
+        tls.ca.write_bytes(damaged)
+        assert FAR.certify(paths, "lab", secret, now=now) and not FAR.certify(paths, "lab", secret, now=now)
+        assert Authority.derived(secret.authority(), "lab").is_own(tls.ca.read_bytes())
+    also = ("0.0.0.0", "", "10.1.1.1", "lab.example.com")
+    assert FAR.certify(paths, "lab", secret, also=also, now=now)
+    assert not FAR.certify(paths, "lab", secret, also=also, now=now)

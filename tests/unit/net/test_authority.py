@@ -41,6 +41,7 @@ def test_certificate_is_replaced_before_it_expires_for_another_address_and_for_a
     assert authority().objection(made, key, NAMES, last_day + 1) == f"it is valid for {RENEWED_DAYS - 1} more days"
     assert authority().objection(made, key, ["10.0.0.8", "gpu-7"], NOW) == "it is not for 10.0.0.8"
     assert authority().objection(made, new_key(), NAMES, NOW) == "it is another key's"
+    assert "not valid yet" in authority().objection(made, key, NAMES, NOW - 2 * DAY_S), "by a clock that was ahead"
     for damaged in (b"", b"garbage", made[:-40], authority().certificate):
         assert authority().objection(damaged, key, NAMES, NOW), damaged
     assert authority().objection(made, b"", NAMES, NOW)
