@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl.cli import completion, tables
-from elastic_rl.cli.common import ELECTION_S, Output, Target, api_command, err, out
+from elastic_rl.cli.common import ELECTION_S, Output, Target, api_command, err, out, say
 from elastic_rl.cli.listings import OPERATION, OPERATION_WIDE, list_engines, operation_rows
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError, DeadlineExceeded
@@ -138,7 +138,7 @@ def cancel(cluster: Target, operation_id: OperationId, dry_run: DryRun = False, 
     if output is Format.JSON:
         tables.write_json(operation)
     else:
-        _line(f"{'would be ' if dry_run else ''}{operation['state']}: {_name(operation)}"
+        say(f"{'would be ' if dry_run else ''}{operation['state']}: {_name(operation)}"
               + (f" ({operation['error']})" if operation["error"] else ""))
 
 
@@ -164,10 +164,10 @@ def _change(cluster: Target, begin: Callable[[AdminClient], dict[str, Any]], see
         elif output is Format.JSON:
             tables.write_json(operation)
         elif dry_run:
-            _line(f"would be done: {operation['message']}")
+            say(f"would be done: {operation['message']}")
         else:
-            _line(f"begun: {_name(operation)}")
-            _line(_next_commands(cluster, operation))
+            say(f"begun: {_name(operation)}")
+            say(_next_commands(cluster, operation))
 
 
 def _await(cluster: Target, api: AdminClient, operation: dict[str, Any], timeout_s: float,
@@ -188,7 +188,7 @@ def _await(cluster: Target, api: AdminClient, operation: dict[str, Any], timeout
         e.hint = "the operation continues; " + _next_commands(cluster, operation)
         raise
     except KeyboardInterrupt:
-        _line(f"{_name(operation)} continues; " + _next_commands(cluster, operation), to_err=True)
+        say(f"{_name(operation)} continues; " + _next_commands(cluster, operation), to_err=True)
         raise
     _print(operation, output, brief=True)
 
@@ -207,14 +207,10 @@ def _print(operation: dict[str, Any], output: Format, *, brief: bool = False) ->
     if output is Format.JSON:
         tables.write_json(operation)
     elif brief:
-        _line(f"{operation['state']}: {_name(operation)}, {operation['message']}, after "
+        say(f"{operation['state']}: {_name(operation)}, {operation['message']}, after "
               f"{operation['ended_at'] - operation['created_at']:.1f} s")
     else:
         tables.put(out, tables.facts({k: v for k, v in operation.items() if v not in (0, 0.0)}), output)
-
-
-def _line(line: str, *, to_err: bool = False) -> None:
-    (err if to_err else out).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -229,7 +225,7 @@ def _progress(operation: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], 
             text = f"{now['kind']} of {now['target']}: {now['phase']}{counted}" + (
                 f", {now['message']}" if now["message"] else "")
             if text != last:
-                _line(text, to_err=True)
+                say(text, to_err=True)
             last = text
 
         yield print_change

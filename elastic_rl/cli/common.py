@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 
-from elastic_rl.cli.tables import Format
+from elastic_rl.cli.tables import Format, printable
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ ELECTION_S = 10.0
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
+def say(line: str, *, to_err: bool = False) -> None:
+    """Prints a line as it is, without markup and without breaking it."""
+    (err if to_err else out).print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
 def overrides(args: Sequence[str]) -> list[str]:
     """Settings of a command line: ``--key.sub=value`` and ``--key.sub value``. Raises ConfigError for anything else."""
     found, left = [], list(args)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -13,7 +12,7 @@ import typer
 
 from elastic_rl.cli import completion, tables, watch_loop
 from elastic_rl.cli.changes import DryRun
-from elastic_rl.cli.common import Output, Target, api_command, argument, err, out
+from elastic_rl.cli.common import Output, Target, api_command, argument, say
 from elastic_rl.cli.listings import Watch
 from elastic_rl.cli.tables import Format
 from elastic_rl.cli.watch_loop import Reading
@@ -31,7 +30,6 @@ _COLUMNS = ("host", "phase", "address", "cpus", "gpus", "memory", "services", "r
 _WIDE = ("phase_age", "release", "incarnation", "shm", "labels", "assignments")
 _SERVICE = ("service", "state", "pid", "generation", "restarts", "reason")
 _ASSIGNMENT = ("assignment", "generation", "incarnation", "reason")
-_LONGEST_DRAIN_S = 7 * 86400.0
 _POLL_S = 1.0
 _SHOWN = 4
 """Services in a cell."""
@@ -82,7 +80,7 @@ def cordon(cluster: Target, host: HostName, reason: Reason = "", dry_run: DryRun
         found = api.change_host(host, {"cordoned": True, **_because(reason)}, dry_run=dry_run)
     keeps = (f"it is still drained, which `elastic-rl uncordon {host}{cluster.as_options}` takes back"
              if found["spec"]["drain"] else f"it keeps {_held(found)}")
-    _say(found, output, dry_run, f"host {host} is given nothing more; {keeps}")
+    _answer(found, output, dry_run, f"host {host} is given nothing more; {keeps}")
 
 
 @api_command(app)
@@ -90,7 +88,7 @@ def uncordon(cluster: Target, host: HostName, dry_run: DryRun = False, output: O
     """Give a host work again: takes back a cordon, and a drain."""
     with _api(cluster) as api:
         found = api.change_host(host, {"cordoned": False, "drain": None}, dry_run=dry_run)
-    _say(found, output, dry_run, f"host {host} is given work again")
+    _answer(found, output, dry_run, f"host {host} is given work again")
 
 
 @api_command(app)
@@ -102,17 +100,18 @@ def drain(cluster: Target, host: HostName, within: Annotated[float, typer.Option
               "Longest wait; 0: until it is done."))] = 0.0,
           dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
     """Empty a host: what it holds moves to others, and it is given nothing more."""
-    if not within <= _LONGEST_DRAIN_S:
-        raise ConfigError(f"--within={within:g} is too long", hint=f"give at most {_LONGEST_DRAIN_S:g} seconds")
+    from elastic_rl.coordinator.hosts.times import LONGEST_DRAIN_S
+    if not within <= LONGEST_DRAIN_S:
+        raise ConfigError(f"--within={within:g} is too long", hint=f"give at most {LONGEST_DRAIN_S:g} seconds")
     with _api(cluster) as api:
         found = api.change_host(host, {"drain": {"timeout_s": within}, **_because(reason)}, dry_run=dry_run)
         if wait and not dry_run:
-            found = _await_left(cluster, api, found, timeout)
-            _say(found, output, dry_run, f"host {host} holds no run any more; what else runs there, "
-                 "such as etcd, coordinators and DCS nodes, `elastic-rl down` ends")
+            found = _await_left(cluster, api, host, timeout)
+            _answer(found, output, dry_run, f"host {host} holds no run any more; what else runs there, "
+                    "such as etcd, coordinators and DCS nodes, `elastic-rl down` ends")
         else:
-            _say(found, output, dry_run, f"host {host} is emptied of {_held(found)} after {tables.duration(within)}, "
-                 "once another host is fit; " + _next_commands(cluster, host))
+            _answer(found, output, dry_run, f"host {host} is emptied of {_held(found)} after "
+                    f"{tables.duration(within)}, once another host is fit; " + _next_commands(cluster, host))
 
 
 @api_command(app)
@@ -120,18 +119,18 @@ def forget(cluster: Target, host: HostName, dry_run: DryRun = False, output: Out
     """Forget a host that is lost or has left."""
     with _api(cluster) as api:
         found = api.forget_host(host, dry_run=dry_run)
-    _say(found, output, dry_run, f"host {host} is forgotten; an agent that has its name registers it as a new one")
+    _answer(found, output, dry_run, f"host {host} is forgotten; an agent that has its name registers it as a new one")
 
 
 def _api(cluster: Target) -> AbstractContextManager[AdminClient]:
     return cluster.api(see="elastic-rl hosts", of_job=False)
 
 
-def _say(host: Mapping[str, Any], output: Format, dry_run: bool, line: str) -> None:
+def _answer(host: Mapping[str, Any], output: Format, dry_run: bool, line: str) -> None:
     if output is Format.JSON:
         tables.write_json(host)
     else:
-        out.print(f"{'would be done: ' if dry_run else ''}{line}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{'would be done: ' if dry_run else ''}{line}")
 
 
 def _because(reason: str) -> dict[str, str]:
@@ -147,31 +146,36 @@ def _next_commands(cluster: Target, host: str) -> str:
     return f"follow it with `elastic-rl hosts {name} --watch`, take it back with `elastic-rl uncordon {name}`"
 
 
-def _await_left(cluster: Target, api: AdminClient, host: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The host once it holds nothing. Each change on the way is printed to stderr. Replicas that do not answer
-    meanwhile are waited for. Raises DeadlineExceeded and KeyboardInterrupt, after which the drain continues, with the
-    commands that follow it or take it back; and Conflict where somebody has taken it back."""
-    name, began, shown = host["id"], time.monotonic(), ""
+def _await_left(cluster: Target, api: AdminClient, name: str, timeout_s: float) -> dict[str, Any]:
+    """Waits until a host holds nothing, and returns it. Prints each change on the way to stderr, and waits for replicas
+    that do not answer meanwhile. Raises DeadlineExceeded and KeyboardInterrupt, after which the drain continues, with
+    the commands that follow it or withdraw it; and Conflict where somebody has withdrawn it."""
+    from elastic_rl.runtime.waiting import wait_until
+    host, shown = dict[str, Any](), ""
+
+    def left() -> dict[str, Any] | None:
+        nonlocal host, shown
+        try:
+            host = api.host(name)
+        except EtcdUnavailable:
+            return None
+        if host["spec"]["drain"] is None:
+            raise Conflict(f"the drain of host {name} was taken back by {host['spec']['by']}",
+                           hint=f"see `elastic-rl hosts {name}{cluster.as_options}`")
+        if host["phase"] == "left" or host["phase"] == "lost" and not host["assignments"]:
+            return host
+        if shown != (shown := f"host {name}: {host['phase']}, holds {_held(host)}"):
+            say(shown, to_err=True)
+        return None
+
     try:
-        while True:
-            if host["spec"]["drain"] is None:
-                raise Conflict(f"the drain of host {name} was taken back by {host['spec']['by']}",
-                               hint=f"see `elastic-rl hosts {name}{cluster.as_options}`")
-            if host["phase"] == "left" or host["phase"] == "lost" and not host["assignments"]:
-                return host
-            now = f"host {name}: {host['phase']}, holds {_held(host)}"
-            if now != shown:
-                err.print(now, markup=False, highlight=False, soft_wrap=True)
-                shown = now
-            if timeout_s and time.monotonic() - began > timeout_s:
-                raise DeadlineExceeded(f"host {name} still holds {_held(host)} after {timeout_s:g} s",
-                                       hint="the drain continues; " + _next_commands(cluster, name))
-            time.sleep(_POLL_S)
-            with contextlib.suppress(EtcdUnavailable):
-                host = api.host(name)
+        return wait_until(left, timeout_s=timeout_s or math.inf, what=f"host {name}", poll_s=_POLL_S)
+    except DeadlineExceeded as e:
+        held = f"still holds {_held(host)}" if host else "was not heard of"
+        raise DeadlineExceeded(f"host {name} {held} after {timeout_s:g} s",
+                               hint="the drain continues; " + _next_commands(cluster, name)) from e
     except KeyboardInterrupt:
-        err.print("the drain continues; " + _next_commands(cluster, name), markup=False, highlight=False,
-                  soft_wrap=True)
+        say("the drain continues; " + _next_commands(cluster, name), to_err=True)
         raise
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl.cli import completion, follow, tables
-from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, location, out, set_job
+from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, location, out, say, set_job
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 
@@ -32,7 +32,7 @@ def attach(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
 
     Ctrl-C asks whether to detach or to stop."""
     set_job(ctx, job)
-    cluster = find_cluster(ctx, file, say=_say)
+    cluster = find_cluster(ctx, file, say=say)
     reading = cluster.run.look()  # where etcd is away, the view says so until it is back
     raise typer.Exit(follow.show_end(cluster, reading) if reading.over else
                      follow.follow(cluster, cluster.connect(), may_detach=True, attached=True))
@@ -44,9 +44,9 @@ def stop(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
     up."""
     from elastic_rl.host import kept_state
     set_job(ctx, job)
-    cluster = find_cluster(ctx, file, stored=False, say=_say)
+    cluster = find_cluster(ctx, file, stored=False, say=say)
     stopped = cluster.stop_run()
-    _say(f"stopped: {cluster.run.name}; `elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
+    say(f"stopped: {cluster.run.name}; `elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
          f"job {cluster.cfg.job} does not run: {_state(cluster.run.look()) or 'it was never started'}")
 
 
@@ -109,7 +109,3 @@ def _last_step(path: Path) -> int | None:
     from elastic_rl.telemetry.log_files import tail
     steps = [int(r["step"]) for r in parse_lines(tail(path).splitlines()) if r["kind"] in ("step", "sampled", "sft")]
     return steps[-1] if steps else None
-
-
-def _say(line: str) -> None:
-    out.print(tables.printable(line), markup=False, highlight=False, soft_wrap=True)

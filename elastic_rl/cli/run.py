@@ -26,6 +26,7 @@ from elastic_rl.cli.common import (
     named_cluster,
     out,
     overrides,
+    say,
 )
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
@@ -280,7 +281,7 @@ def _print_row(line: str) -> None:
 
 def _progress(line: str) -> None:
     """Prints progress to stderr, apart from the result."""
-    err.print(tables.printable(line), markup=False, highlight=False, soft_wrap=True)
+    say(line, to_err=True)
 
 
 @config_app.command("show", context_settings=EXTRA)

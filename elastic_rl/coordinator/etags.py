@@ -13,6 +13,11 @@ def etag(revision: int) -> str:
     return f'"{revision}"'
 
 
+def revision_of(tag: str) -> int:
+    """The revision that an ETag of ours stands for."""
+    return int(tag.strip('"'))
+
+
 def parse_if_match(header: str | None, what: str) -> int | None:
     """Revision named by an If-Match header, or None for ``*``. ``what``: the kind of thing that is to be changed.
 

@@ -121,8 +121,8 @@ class HostSpec(Record):
     at: float = 0.0
     """When that was, unix seconds; 0: nobody has asked for anything."""
 
-    def told(self, what: str) -> str:
-        """``what`` was asked for, with who asked and why."""
+    def described(self, what: str) -> str:
+        """Text that says ``what`` was requested, by whom and why."""
         return what + (f" by {self.by}" if self.by else "") + (f": {self.reason}" if self.reason else "")
 
 
@@ -151,7 +151,7 @@ class HostState(Record):
     drain_deadline_s: float = 0.0
     """When a drain stops to wait, in seconds of the leader clock; 0 while none is under way."""
     drain_at: float = 0.0
-    """``HostSpec.at`` of the request that this deadline is of: who asks again gets another deadline."""
+    """``HostSpec.at`` of the request that this deadline is of: another request gets another deadline."""
     reason: str = ""
 
 

@@ -17,7 +17,7 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.record import Record
 from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.net import authority
-from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.net.addresses import LOOPBACK, UNSPECIFIED
 from elastic_rl.net.authority import Authority
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.tls import TlsFolder
@@ -25,7 +25,6 @@ from elastic_rl.runtime.files import replace_file
 
 log = logging.getLogger(__name__)
 
-_EVERYWHERE = ("", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 
 
@@ -45,8 +44,8 @@ class LocalHost(Record):
 
     @classmethod
     def of(cls, paths: ClusterPaths) -> LocalHost:
-        """What the folder has; without a file, a host on loopback with its own name. Raises ConfigError for a damaged
-        file."""
+        """The host as the cluster's folder describes it; without a file, a host on loopback with its own name. Raises
+        ConfigError for a damaged file."""
         try:
             return cls.decode(paths.local_host.read_bytes())
         except FileNotFoundError:
@@ -95,11 +94,10 @@ class LocalHost(Record):
         this host are called by. Returns whether one was made. Raises OSError."""
         tls, issuer, now = paths.tls, Authority.derived(secret.authority(), cluster), now or time.time()
         names = [*dict.fromkeys([self.address, LOOPBACK, "localhost", self.name,
-                                 *(name for name in also if name not in _EVERYWHERE)])]
+                                 *(name for name in also if name not in UNSPECIFIED)])]
         tls.folder.mkdir(mode=0o700, exist_ok=True)
-        key = _read(tls.key) if issuer.is_own(_read(tls.ca)) else b""
-        if not key:  # the authority last: until then the next call makes a key, too
-            tls.cert.unlink(missing_ok=True)
+        same_secret = issuer.is_own(_read(tls.ca))
+        key = _read(tls.key) if same_secret else b""
         if not (why := issuer.objection(_read(tls.cert), key, names, now)):
             return False
         log.info("a certificate is made for %s: %s", self.address, why)
@@ -109,7 +107,7 @@ class LocalHost(Record):
             made = issuer.issue(key := authority.new_key(), names, now)
             replace_file(tls.key, key, private=True, durable=True)
         replace_file(tls.cert, made, private=True, durable=True)
-        if not issuer.is_own(_read(tls.ca)):
+        if not same_secret:  # last: until then the next call finds another authority, and makes all three again
             replace_file(tls.ca, issuer.certificate, durable=True)
         return True
 
@@ -131,7 +129,7 @@ def with_address(cfg: Config, before: LocalHost, after: LocalHost, tls: TlsFolde
     own = {"tls_cert": str(tls.cert), "tls_key": str(tls.key), "tls_ca": str(tls.ca)}
     none = dict.fromkeys(own, "")
     coordinator, etcd = cfg.coordinator, cfg.etcd
-    certified = coordinator.tls_cert == own["tls_cert"] and coordinator.host not in _EVERYWHERE
+    certified = coordinator.tls_cert == own["tls_cert"] and coordinator.host not in UNSPECIFIED
     if certified or coordinator.host == before.address:
         coordinator = coordinator.model_copy(update={"host": LOOPBACK})
     coordinator = coordinator.model_copy(update={"host": after.listens_at(coordinator.host)})

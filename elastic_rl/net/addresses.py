@@ -14,6 +14,8 @@ import psutil
 from elastic_rl.errors import PreflightFailed
 
 LOOPBACK = "127.0.0.1"
+UNSPECIFIED = ("", "0.0.0.0", "::")
+"""What a server binds that listens on all addresses of its host."""
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PORTS = range(20_000, 30_000)
@@ -61,7 +63,7 @@ def reachable_address(bound: str, peers: Iterable[str] = ()) -> str:
     route, else of any interface that is up, and loopback only on a machine that has nothing else. The host name is not
     looked up: Debian resolves it to 127.0.1.1. No packet is sent.
     """
-    if bound not in ("", "0.0.0.0", "::"):
+    if bound not in UNSPECIFIED:
         return bound
     families = [socket.AF_INET, socket.AF_INET6] if bound == "::" else [socket.AF_INET]
     for family in families:

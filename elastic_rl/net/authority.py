@@ -101,7 +101,7 @@ class Authority:
     def _build(self, builder: x509.CertificateBuilder, subject: x509.Name, key: ec.EllipticCurvePublicKey,
                begin: datetime.datetime, end: datetime.datetime,
                extensions: Iterable[tuple[x509.ExtensionType, bool]]) -> x509.Certificate:
-        """``extensions``: each with whether it is critical."""
+        """Builds a certificate that this authority signs. ``extensions``: each with whether it is critical."""
         own = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         builder = (builder.subject_name(subject).issuer_name(self._name).public_key(key)
                    .serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)

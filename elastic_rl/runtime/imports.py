@@ -16,6 +16,6 @@ def imported(name: str) -> Any:
 
 
 def class_of(named: type | str) -> type:
-    """A class, which may be named. Raises as ``imported``."""
+    """Returns a class that is given itself or by its name (``module:Class``). Raises whatever importing it raises."""
     found: type = imported(named) if isinstance(named, str) else named
     return found

@@ -9,13 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.api.auth import Role
+from elastic_rl.coordinator.hosts.times import LONGEST_DRAIN_S
 from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.etcd.cluster_records import Drain
 from elastic_rl.etcd.records import Engine, Event, Member, Operation, SampleRecord, Silence, StepMetrics, Version
-
-LONGEST_DRAIN_S = 7 * 86400.0
 
 
 class Body(BaseModel):
@@ -45,7 +44,7 @@ class HostChange(Body):
     cordoned: StrictBool = False
     """Whether the host is given nothing more; it keeps what it has."""
     drain: HostDrain | None = None
-    """Has the host emptied; null withdraws that. One that is asked for again begins its time anew."""
+    """Has the host emptied; null withdraws that. Another request restarts its deadline."""
     reason: StrictStr = Field(default="", max_length=500, examples=["new kernel"])
     """Why, for the other operators; it takes the place of the reason before. That of a drain stays as long as that."""
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic_rl.coordinator.etags import check_revision, etag
+from elastic_rl.coordinator.etags import check_revision, etag, revision_of
 from elastic_rl.coordinator.hosts.view import HostView, read_host
 from elastic_rl.coordinator.problems import Kind, Problem, concurrent_modification
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -29,7 +29,7 @@ _WANTED = ("cordoned", "drain")
 def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, Any], *, by: str,
            if_revision: int | None = None, dry_run: bool = False, clock: Callable[[], float] = time.time) -> HostView:
     """Changes what is wanted of a host: ``cordoned`` or ``drain``, with the ``reason``. What is wanted already is not
-    written again, but for a drain, whose time then begins once more. ``if_revision``: the spec's revision that the
+    written again, but for a drain, whose deadline then restarts. ``if_revision``: the spec's revision that the
     change was made from, None for any. ``dry_run``: returns the host as it would be.
 
     Raises problems: 404; 409 for a spec that this release cannot read; 412 when it has changed. Raises EtcdUnavailable
@@ -38,7 +38,7 @@ def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, An
     key = keys.host_spec(name)
     for _ in range(_TRIES):
         host, _ = read_host(etcd, keys, name)
-        revision = int(host.etag.strip('"'))
+        revision = revision_of(host.etag)
         check_revision(revision, if_revision, "host")
         if key in host.unreadable:
             raise Problem(409, Kind.CONFLICT, "What is wanted of the host cannot be read",
@@ -51,14 +51,14 @@ def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, An
             return host.model_copy(update={"spec": after})
         done = etcd.txn([Compare.mod(key, "==", revision)], [Op.put(key, after.encode())])
         if done.succeeded:
-            log.info("host %s: %s", name, after.told(_described(after)))
+            log.info("host %s: %s", name, after.described(_described(after)))
             return host.model_copy(update={"spec": after, "etag": etag(done.revision)})
     raise concurrent_modification()
 
 
 def _changed(spec: HostSpec, changes: dict[str, Any], by: str, at: float) -> HostSpec:
-    """The spec with what a request changes. While a host is drained, who asked, when and why are of the drain: its time
-    begins anew by another drain alone."""
+    """The spec with what a request changes. While a host is drained, who asked, when and why describe the drain: only
+    another drain restarts its deadline."""
     if spec.drain is not None and "drain" not in changes:
         return spec.replace(cordoned=changes["cordoned"])
     return spec.replace(**{"reason": "", **changes}, by=by, at=at)

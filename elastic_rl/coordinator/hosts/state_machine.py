@@ -94,12 +94,12 @@ def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:
     """Phase and reason of a host that is registered under the incarnation of ``before``, which is not LOST."""
     if seen.spec.drain is not None:
         if seen.holds or seen.status is None:  # without a report of its agent, what it held may still end there
-            return HostPhase.DRAINING, seen.spec.told("drained")
-        return HostPhase.LEFT, seen.spec.told("was drained")
+            return HostPhase.DRAINING, seen.spec.described("drained")
+        return HostPhase.LEFT, seen.spec.described("was drained")
     if before.phase not in (HostPhase.READY, HostPhase.CORDONED) and not seen.ready:
         waits_for = seen.status.not_ready if seen.status is not None else ""
         return HostPhase.JOINING, waits_for or "its agent has not reported yet"
-    return (HostPhase.CORDONED, seen.spec.told("cordoned")) if seen.spec.cordoned else (HostPhase.READY, "")
+    return (HostPhase.CORDONED, seen.spec.described("cordoned")) if seen.spec.cordoned else (HostPhase.READY, "")
 
 
 def _entered(before: HostState, phase: HostPhase, leader_s: float, reason: str) -> HostState:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from elastic_rl.errors import ConfigError
 
+LONGEST_DRAIN_S = 7 * 86400.0
+"""Longest time that a drain may wait before it moves what the host holds."""
+
 
 @dataclass(frozen=True)
 class HostTimes:
