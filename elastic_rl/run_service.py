@@ -130,6 +130,7 @@ class RunService:
         cfg = config.parse(submission.settings)
         if self._cluster.named:  # it may have another address than when the job was submitted
             cfg = cluster_settings.with_sections_of_cluster(self._cluster.paths.settings, cfg, {})
+            cfg = self._cluster.host.settings_here(cfg, self._cluster.paths.tls)
         logs.setup("train", cfg.telemetry.log_level)
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on,

@@ -71,14 +71,13 @@ def follow(cluster: Cluster, info: ClusterInfo, *, may_detach: bool, attached: b
 def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     """Returns when the run has ended."""
     from elastic_rl.cli.live_view import LiveView
-    from elastic_rl.etcd.client import EtcdClient
     from elastic_rl.host.paths import JobPaths
     from elastic_rl.telemetry import logs
     cfg, paths = cluster.cfg, JobPaths.of(cluster.cfg)
     # On stderr, this process's log lines would tear the live view apart.
     logs.setup("follower", cfg.telemetry.log_level, file=paths.log("train"))
     reading = cluster.run.look()
-    etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
+    etcd = cluster.etcd(info, retry_budget_s=_VIEW_ETCD_BUDGET_S)
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
                     started_at=reading.submitted_at or None, skip_past=attached, faults_path=paths.faults,
                     past=() if paths.steps.exists() else _past(cluster, etcd))

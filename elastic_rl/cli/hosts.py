@@ -104,7 +104,7 @@ def drain(cluster: Target, host: HostName, within: Annotated[float, typer.Option
     if not within <= LONGEST_DRAIN_S:
         raise ConfigError(f"--within={within:g} is too long", hint=f"give at most {LONGEST_DRAIN_S:g} seconds")
     with _api(cluster) as api:
-        found = api.change_host(host, {"drain": {"timeout_s": within}, **_because(reason)}, dry_run=dry_run)
+        found = api.change_host(host, {"drain": {"within_s": within}, **_because(reason)}, dry_run=dry_run)
         if wait and not dry_run:
             found = _await_left(cluster, api, host, timeout)
             _answer(found, output, dry_run, f"host {host} holds no run any more; what else runs there, "
@@ -224,7 +224,7 @@ def _shown(host: Mapping[str, Any], output: Format) -> Any:
              "gpus", "memory", "shm", "labels", "release", "incarnation")
     spec = host["spec"]
     shown = {**host, **facts, "registered": _yes(host["registered"]), "cordoned": _yes(spec["cordoned"]),
-             "drain": f"within {tables.duration(spec['drain']['timeout_s'])}" if spec["drain"] else "",
+             "drain": f"within {tables.duration(spec['drain']['within_s'])}" if spec["drain"] else "",
              "asked": _asked(spec)}
     parts = [tables.facts({name: shown[name] for name in names})]
     for what, columns in (("service", _SERVICE), ("assignment", _ASSIGNMENT)):

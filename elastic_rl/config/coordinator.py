@@ -14,7 +14,8 @@ class CoordinatorConfig(Section):
     replicas: Positive = 2
     """Number of coordinator processes that ``elastic-rl up`` starts. One leads; another takes over when it dies."""
     host: str = "127.0.0.1"
-    """Address that the admin API listens on; 0.0.0.0 for all addresses of the host."""
+    """Address that the admin API listens on; 0.0.0.0 for all addresses of the host. 127.0.0.1 stands for the host's
+    address where that has one (``up --address``)."""
     ports: list[Annotated[int, Field(ge=1, le=65535)]] = []
     """Port of each replica's admin API, one a replica. Empty: free ports are chosen."""
     parallel_jobs: Positive = 1
@@ -68,7 +69,7 @@ class CoordinatorConfig(Section):
     is 0.0.0.0, the address of the route to etcd. With TLS the certificate must be valid for it."""
     tls_cert: PathText = ""
     """PEM file with the certificate (chain) of the admin API. With ``tls_key`` the API speaks TLS only. A renewed file
-    is used without a restart."""
+    is used without a restart. Empty: that of the host, in a cluster with an address (``up --address``), else no TLS."""
     tls_key: PathText = ""
     """PEM file with the private key of ``tls_cert``."""
     tls_ca: PathText = ""

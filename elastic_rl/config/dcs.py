@@ -27,7 +27,8 @@ class Stream(StrEnum):
 
 class DcsConfig(Section):
     host: str = "127.0.0.1"
-    """Address that a DCS node listens on; 0.0.0.0 for all addresses of the host, which needs ``advertise_host``."""
+    """Address that a DCS node listens on; 0.0.0.0 for all addresses of the host, which needs ``advertise_host``.
+    127.0.0.1 stands for the host's address where that has one (``up --address``)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port that the node listens on; 0: a free one."""
     advertise_host: str = ""

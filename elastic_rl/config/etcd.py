@@ -32,8 +32,8 @@ class EtcdConfig(Section):
     etcd has users. Turn it off where others maintain etcd; without either, a full etcd accepts no writes."""
 
     tls_ca: PathText = ""
-    """PEM file of the authority that signed the members' certificates. When it is set, every connection to etcd uses
-    TLS."""
+    """PEM file of the authority that signed the members' certificates, for an etcd that someone else runs
+    (``endpoints``). When it is set, every connection to etcd uses TLS. A cluster with an address makes its own."""
     tls_cert: PathText = ""
     """PEM file with this client's certificate, for an etcd that runs with ``--client-cert-auth``."""
     tls_key: PathText = ""

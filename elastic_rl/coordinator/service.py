@@ -59,11 +59,11 @@ a request that needs several switches waits for most of a pass."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _arguments(argv)
+    args, overrides = _arguments(argv)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     logs.setup(args.replica)
     try:
-        cfg = config.load(args.config)
+        cfg = config.load(args.config, overrides)
         logs.setup(args.replica, cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
         return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port, tokens_file=args.tokens,
@@ -77,9 +77,11 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_NO_ETCD
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
+def _arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and those that are settings."""
     parser = argparse.ArgumentParser(prog="elastic_rl.coordinator.service", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=Path, required=True,
+                        help="the cluster's configuration; each key also as --key.sub=value")
     parser.add_argument("--etcd", required=True, help="host:port of each member, separated by commas")
     parser.add_argument("--replica", required=True, help="name of this replica, the same after each start")
     parser.add_argument("--port", type=int, required=True)
@@ -88,7 +90,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tls", type=Path, help="folder with this host's certificate, for DCS nodes of jobs that name "
                                                  "none")
     parser.add_argument("--logs", type=Path, help="folder of the logs of this host, which the replica then bounds")
-    return parser.parse_args(argv)
+    return parser.parse_known_args(argv)
 
 
 async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, tokens_file: Path, secret: Path,

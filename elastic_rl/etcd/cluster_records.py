@@ -101,7 +101,7 @@ class Drain(Record):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    timeout_s: float
+    within_s: float
     """Seconds within which each singleton may choose when it moves; after that it is moved."""
 
 

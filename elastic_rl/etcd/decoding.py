@@ -34,11 +34,12 @@ def decode_all(kvs: Iterable[KeyValue], kind: type[R], unreadable: MutableMappin
     return [(record, kv) for kv in kvs if (record := decode(kv, kind, unreadable)) is not None]
 
 
-def readable(kvs: Iterable[KeyValue | None], kind: type[R]) -> list[tuple[R, KeyValue]]:
+def readable(kvs: Iterable[KeyValue | None], kind: type[R], unreadable: dict[str, str] | None = None
+             ) -> list[tuple[R, KeyValue]]:
     """The records that can be read, with their keys; None for a key that does not exist is skipped. For processes
     other than the leader: one bad record must not end them, and the leader raises the alert about it. The log has each
-    unreadable record once."""
-    unreadable: dict[str, str] = {}
+    unreadable record once; ``unreadable`` gets why, by key."""
+    unreadable = {} if unreadable is None else unreadable
     found = decode_all((kv for kv in kvs if kv is not None), kind, unreadable)
     for key, reason in unreadable.items():
         if _reported.get(key) != reason:

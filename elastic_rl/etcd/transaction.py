@@ -177,6 +177,11 @@ class TxnResult:
         """What a get of the branch found under the key."""
         return next((kv for kv in self.kvs if kv.key == key), None)
 
+    def unchanged(self, key: str) -> Compare:
+        """The condition that a key is still as a get of the branch has found it, absent included."""
+        found = self.get(key)
+        return Compare.mod(key, "==", found.mod_revision if found is not None else 0)
+
 
 def result(succeeded: bool, responses: Iterable[Any], revision: int) -> TxnResult:
     """The value of the wire answers of a transaction's steps."""

@@ -13,6 +13,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import JobSpec
 from elastic_rl.host import cluster_settings
 from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
             "job": from_job, "run_dir": str(cfg.run_dir), "cluster": source.cluster})
         if source.cluster:
             source = cluster_settings.with_sections_of_cluster(cluster.settings, source, {})
+            source = LocalHost.of(cluster).settings_here(source, cluster.tls)
         endpoints = info.etcd_endpoints
     elif cfg.etcd.endpoints:
         source, endpoints = cfg.model_copy(update={"job": from_job}), list(cfg.etcd.endpoints)

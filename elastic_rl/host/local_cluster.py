@@ -30,6 +30,7 @@ import httpx
 import psutil
 
 from elastic_rl.config import Config, Stream
+from elastic_rl.config.root import CLUSTER_SECTIONS
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.listening import advertised
@@ -52,7 +53,6 @@ from elastic_rl.host import (
     file_lock,
     kept_state,
     leftovers,
-    local_host,
     processes,
 )
 from elastic_rl.host.job_run import JobRun, Submission, all_stopped
@@ -157,10 +157,15 @@ class Cluster:
             self._host = LocalHost.of(self.paths)
         return self._host
 
+    @property
+    def here(self) -> Config:
+        """The settings as they hold on this host (``LocalHost.settings_here``); ``cfg`` has them as they are stored.
+        Raises ConfigError."""
+        return self.host.settings_here(self.cfg, self.paths.tls)
+
     def _place(self, name: str, address: str) -> None:
-        """Gives this host a name and an address, and the services the settings that follow from these. Raises
-        ConfigError for what cannot be one, and where services run under another one, and PreflightFailed for an address
-        that this machine does not have."""
+        """Gives this host a name and an address. Raises ConfigError for what cannot be one, and where services run
+        under another one, and PreflightFailed for an address that this machine does not have."""
         before = self.host
         if (name or address) and not self.named:
             raise ConfigError("only a host of a cluster with a name has a name and an address",
@@ -172,7 +177,7 @@ class Cluster:
                                   hint=f"`elastic-rl down {kept_state.cluster_options(self.cfg)}` first")
             after.save(self.paths)
         require_address(after.address, setting="--address")
-        self.cfg, self._host = local_host.with_address(self.cfg, before, after, self.paths.tls), after
+        self._host = after
 
     def _up(self, running: set[str], resubmit: bool) -> ClusterInfo:
         self._require_same_etcd()
@@ -182,7 +187,7 @@ class Cluster:
         self._require_records()
         self._check_coordinators(running)
         self._secrets(running)
-        self.certify()
+        self._certify(renew_only=bool(running))
         if not self.named:
             self._check_node(running)
         cluster_settings.save(self.cfg, self.paths.settings)
@@ -196,7 +201,7 @@ class Cluster:
         self._await_coordinators(coordinators)
         if not self.named:
             self._await_job(coordinators.values(), endpoints, node_pid, resubmit=resubmit, reseal=not running)
-        ca = self.cfg.coordinator.tls_ca
+        ca = self.here.coordinator.tls_ca
         info = ClusterInfo("" if self.named else self.cfg.job, endpoints, list(coordinators.values()),
                            str(self.paths.credentials), str(Path(ca).resolve()) if ca else "",
                            not self.cfg.etcd.endpoints)
@@ -208,20 +213,31 @@ class Cluster:
         self._new_data = None
         return self._addressed(info)
 
-    def certify(self) -> None:
-        """Makes the certificate of this host where it needs one and has none, or one that is about to expire. Raises
+    def renew_certificate(self) -> bool:
+        """Makes the certificate of this host anew where it is about to expire, or is damaged. False while another
+        command starts or stops the cluster. Raises ConfigError where the cluster's secret is another one than its
+        services run with, or cannot be read, and OSError."""
+        try:
+            with self._locked(0.0):
+                self._certify(renew_only=True)
+                return True
+        except DeadlineExceeded:
+            return False
+
+    def _certify(self, *, renew_only: bool) -> None:
+        """Makes the certificate of this host where it needs one. ``renew_only``: as for ``LocalHost.certify``. Raises
         ConfigError and OSError."""
         if not self.host.is_local:
-            coordinator = self.cfg.coordinator
+            coordinator = self.here.coordinator
             self.host.certify(self.paths, self.cfg.cluster_name, ClusterSecret.read(self.paths.secret),
-                              also=(coordinator.host, coordinator.advertise_host))
+                              also=(coordinator.host, coordinator.advertise_host), renew_only=renew_only)
 
     def _put_spec(self, endpoints: list[str]) -> None:
         """Writes what the coordinators decide about runs by, and stops those that are not to go on: of a cluster that
         was taken down, or whose owner has ended, or that this process owns, which submits its own."""
         keys = ClusterKeys(self.cfg.cluster_name)
         spec = ClusterSpec(parallel_jobs=self.cfg.coordinator.parallel_jobs if self.named else 1).encode()
-        with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
+        with EtcdClient.from_config(self.here.etcd, endpoints) as etcd:
             found = etcd.get(keys.spec())
             if found is None or found.value != spec:
                 etcd.put(keys.spec(), spec)
@@ -268,7 +284,7 @@ class Cluster:
         """Sets aside what an earlier job of this name has left, where etcd knows none. Raises ConfigError where etcd
         lists versions that ended with the DCS node: the run would wait for them without end."""
         keys = Keys(self.cfg.job)
-        with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
+        with EtcdClient.from_config(self.here.etcd, endpoints) as etcd:
             if etcd.get(keys.job_spec()) is None and etcd.get(keys.epoch()) is None:
                 self._set_aside(self._job.steps, self._job.faults, self._job.model)
             lost = not kept_state.keeps_versions(self.cfg) and any(
@@ -381,10 +397,11 @@ class Cluster:
 
     def _check_coordinators(self, running: set[str]) -> None:
         """Raises PreflightFailed where this machine cannot have the coordinators."""
-        require_address(self.cfg.coordinator.host, setting="coordinator.host")
+        host = self.here.coordinator.host
+        require_address(host, setting="coordinator.host")
         for i, port in enumerate(self.cfg.coordinator.ports):
             if f"coordinator-{i}" not in running:
-                require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
+                require_port_free(host, port, setting=f"coordinator.ports[{i}]")
 
     def _check_node(self, running: set[str]) -> None:
         """Raises PreflightFailed where this machine cannot have the job's DCS node."""
@@ -490,7 +507,7 @@ class Cluster:
 
     def _start_coordinator(self, i: int, endpoints: list[str]) -> str:
         """Starts one replica; returns its URL."""
-        cfg, name = self.cfg.coordinator, f"coordinator-{i}"
+        cfg, name = self.here.coordinator, f"coordinator-{i}"
         port = cfg.ports[i] if cfg.ports else self._last_port(name, cfg.host)
         url = advertised(cfg, port, endpoints)
         self._spawn(name, processes.python(
@@ -513,7 +530,7 @@ class Cluster:
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
         for name, url in urls.items():
-            self._await(name, name, partial(_answers, f"{url}/healthz", self.cfg.coordinator.tls_ca), _START_TIMEOUT_S)
+            self._await(name, name, partial(_answers, f"{url}/healthz", self.here.coordinator.tls_ca), _START_TIMEOUT_S)
 
     def _start_dcs_node(self, running: set[str], endpoints: list[str]) -> int | None:
         """Starts the job's DCS node; returns its pid, or None where it is running."""
@@ -536,12 +553,19 @@ class Cluster:
         """Options of every service but etcd. ``logs``: the folder whose files it keeps within their bounds."""
         tls = self.host.tls(self.paths)
         return ["--config", str(settings), "--etcd", ",".join(endpoints), "--secret", str(self.paths.secret),
-                *(("--tls", str(tls.folder)) if tls else ()), "--logs", str(logs)]
+                *(("--tls", str(tls.folder)) if tls else ()), "--logs", str(logs), *self._options_here()]
+
+    def _options_here(self) -> Iterator[str]:
+        """Options for the settings that hold on this host alone, on top of the stored ones."""
+        stored, here = (cfg.model_dump(mode="json", include=set(CLUSTER_SECTIONS)) for cfg in (self.cfg, self.here))
+        for section, values in here.items():
+            yield from (f"--{section}.{key}={json.dumps(value)}" for key, value in values.items()
+                        if value != stored[section][key])
 
     def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
         one is recognised by its pid."""
-        etcd = EtcdClient.from_config(self.cfg.etcd, endpoints)
+        etcd = EtcdClient.from_config(self.here.etcd, endpoints)
         key = Keys(self.cfg.job).dcs_node(kept_state.NODE)
         try:
             self._await("the DCS node", self.node,
@@ -568,7 +592,7 @@ class Cluster:
         ``token``: the fencing token of a writer that may be stale. Raises Fenced, PreflightFailed where the settings
         were sealed with another secret and coordinators run, ConfigError and EtcdUnavailable."""
         keys = ClusterKeys(self.cfg.cluster_name)
-        with EtcdClient.from_config(self.cfg.etcd, endpoints) as etcd:
+        with EtcdClient.from_config(self.here.etcd, endpoints) as etcd:
             try:
                 job_settings.submit(etcd, keys, self.cfg, ClusterSecret.read(self.paths.secret), resubmit=resubmit,
                                     reseal=reseal, token=token)
@@ -587,7 +611,7 @@ class Cluster:
         for i, url in enumerate(urls):
             name = f"coordinator-{i}"
             self._await(f"job {self.cfg.job} on {name}", name, partial(
-                _answers, url + job_path(self.cfg.job), self.cfg.coordinator.tls_ca, token), _START_TIMEOUT_S)
+                _answers, url + job_path(self.cfg.job), self.here.coordinator.tls_ca, token), _START_TIMEOUT_S)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: Mapping[str, str | None] | None = None,
                cwd: Path | None = None) -> int:
@@ -709,13 +733,14 @@ class Cluster:
     def etcd_healthy(self, endpoint: str, *, timeout_s: float = 0.5) -> bool:
         """Whether the member of the cluster's own etcd at ``host:port`` answers and has a leader. Raises ConfigError
         for a certificate that cannot be used."""
-        return etcd_server.healthy(endpoint, Access.from_config(self.cfg.etcd), timeout_s=timeout_s)
+        return etcd_server.healthy(endpoint, Access.from_config(self.here.etcd), timeout_s=timeout_s)
 
     def etcd(self, info: ClusterInfo, **options: Any) -> EtcdClient:
         """A client of the cluster's etcd. This object may have been made by the location of the cluster alone, without
         the settings that say how to connect."""
-        return EtcdClient.from_config(cluster_settings.of_etcd(self.paths.settings, self.cfg.etcd),
-                                      info.etcd_endpoints, **options)
+        stored = cluster_settings.of_etcd(self.paths.settings, self.cfg.etcd)
+        here = self.host.settings_here(self.cfg.model_copy(update={"etcd": stored}), self.paths.tls)
+        return EtcdClient.from_config(here.etcd, info.etcd_endpoints, **options)
 
     def _etcd_if_up(self) -> EtcdClient | None:
         """A client of the cluster's etcd; None while the cluster is not up, or nothing of it runs."""
@@ -950,7 +975,7 @@ class Cluster:
             raise ConfigError(f"job {self.cfg.job} is not on cluster {self.cfg.cluster}",
                               hint="leave --cluster out: the job's own files say where it is")
         keys, job = ClusterKeys(self.cfg.cluster_name), self.cfg.job
-        with EtcdClient.from_config(self.cfg.etcd, info.etcd_endpoints) as etcd:
+        with EtcdClient.from_config(self.here.etcd, info.etcd_endpoints) as etcd:
             stopped = [self.run.name] if self.stop_run() else []
             # Not its assignment, which counts the generations of its driver.
             etcd.txn([], [Op.delete(key) for key in (keys.job(job), keys.job_state(job), keys.run_status(job),

@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -25,6 +25,8 @@ from elastic_rl.runtime.files import replace_file
 
 log = logging.getLogger(__name__)
 
+_BROADCAST = IPv4Address("255.255.255.255")
+_ONE_OF_ITS_OWN = "give one that `ip addr` lists for an interface that the other hosts reach"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 
 
@@ -47,10 +49,11 @@ class LocalHost(Record):
         """The host as the cluster's folder describes it; without a file, a host on loopback with its own name. Raises
         ConfigError for a damaged file."""
         try:
-            return cls.decode(paths.local_host.read_bytes())
+            found = cls.decode(paths.local_host.read_bytes())
+            return found.named(found.name, found.address)
         except FileNotFoundError:
             return cls(name=host_name())
-        except (OSError, ValidationError) as e:
+        except (OSError, ValidationError, ConfigError) as e:
             raise ConfigError(f"{paths.local_host} cannot be read: {e}", hint=(
                 "`elastic-rl down`, delete the file, and give --name and --address to `elastic-rl up`")) from e
 
@@ -59,14 +62,7 @@ class LocalHost(Record):
         if name and (not _NAME.fullmatch(name) or _is_address(name)):
             raise ConfigError(f"--name={name} cannot name a host",
                               hint="take letters, digits, dots, hyphens and underscores, at most 100")
-        try:
-            found = ip_address(address) if address else None
-        except ValueError as e:
-            raise ConfigError(f"--address={address} is no IP address", hint="give one that `ip addr` lists") from e
-        if found is not None and (found.is_unspecified or found.is_multicast):
-            raise ConfigError(f"--address={address} is no address that others can reach",
-                              hint="give one that `ip addr` lists")
-        return self.replace(name=name or self.name, address=str(found) if found is not None else self.address)
+        return self.replace(name=name or self.name, address=_plain(address) if address else self.address)
 
     @property
     def is_local(self) -> bool:
@@ -78,6 +74,24 @@ class LocalHost(Record):
         default."""
         return self.address if setting == LOOPBACK else setting
 
+    def settings_here(self, cfg: Config, tls: TlsFolder) -> Config:
+        """The settings of the cluster as they hold on this host: at its address, with its certificate (``tls``), but
+        for what the operator chose. They are not stored: the address may change, and so may the folder. Pure. Raises
+        ConfigError for certificates of an etcd that the cluster starts itself."""
+        own = {"tls_cert": str(tls.cert), "tls_key": str(tls.key), "tls_ca": str(tls.ca)}
+        if not cfg.etcd.endpoints and cfg.etcd.tls_ca not in ("", own["tls_ca"]):
+            raise ConfigError("etcd.tls_ca is for an etcd that someone else runs", hint=(
+                "set etcd.endpoints; the certificates of a cluster's own etcd are made by `elastic-rl up`"))
+        if self.is_local:
+            return cfg
+        coordinator = cfg.coordinator
+        allowed = [*dict.fromkeys([*coordinator.allowed_hosts, self.name])]
+        coordinator = coordinator.model_copy(update={
+            "host": self.listens_at(coordinator.host), "allowed_hosts": allowed,
+            **(own if not coordinator.tls_cert else {})})
+        etcd = cfg.etcd if cfg.etcd.endpoints else cfg.etcd.model_copy(update=own)
+        return cfg.model_copy(update={"coordinator": coordinator, "etcd": etcd})
+
     def save(self, paths: ClusterPaths) -> None:
         replace_file(paths.local_host, self.encode(), private=True, durable=True)
 
@@ -87,16 +101,21 @@ class LocalHost(Record):
         return None if self.is_local else paths.tls
 
     def certify(self, paths: ClusterPaths, cluster: str, secret: ClusterSecret, *, also: Iterable[str] = (),
-                now: float | None = None) -> bool:
+                renew_only: bool = False, now: float | None = None) -> bool:
         """Makes the certificate of its servers, and the authority's, unless good ones are there; whoever uses them
         follows the files. The private key stays the same for as long as the cluster's secret does, so that it fits the
         certificate at every moment; another secret withdraws it. ``also``: further addresses and names that servers of
-        this host are called by. Returns whether one was made. Raises OSError."""
+        this host are called by. ``renew_only``: servers run with what is there, which another secret must not replace:
+        those that they talk to would refuse them. Returns whether one was made. Raises ConfigError for such a secret,
+        and OSError."""
         tls, issuer, now = paths.tls, Authority.derived(secret.authority(), cluster), now or time.time()
         names = [*dict.fromkeys([self.address, LOOPBACK, "localhost", self.name,
                                  *(name for name in also if name not in UNSPECIFIED)])]
         tls.folder.mkdir(mode=0o700, exist_ok=True)
-        same_secret = issuer.is_own(_read(tls.ca))
+        same_secret = issuer.is_own(found := _read(tls.ca))
+        if renew_only and not same_secret and authority.is_certificate(found):
+            raise ConfigError(f"{paths.secret} is not the secret that {tls.ca} was made with",
+                              hint="put that one back; or `elastic-rl down`, then `up`, for another secret")
         key = _read(tls.key) if same_secret else b""
         if not (why := issuer.objection(_read(tls.cert), key, names, now)):
             return False
@@ -112,6 +131,19 @@ class LocalHost(Record):
         return True
 
 
+def _plain(address: str) -> str:
+    """An IP address of one host, as certificates and URLs have it. Raises ConfigError."""
+    try:
+        found = ip_address(address)
+    except ValueError as e:
+        raise ConfigError(f"--address={address} is no IP address", hint=_ONE_OF_ITS_OWN) from e
+    # An IPv6 address of a link needs a zone, whose name means something on this host alone.
+    if (found.is_unspecified or found.is_multicast or found == _BROADCAST
+            or isinstance(found, IPv6Address) and (found.ipv4_mapped or found.is_link_local)):
+        raise ConfigError(f"--address={address} is no address that others can reach", hint=_ONE_OF_ITS_OWN)
+    return str(found)
+
+
 def _is_address(name: str) -> bool:
     """Whether a name is an IP address. As the name of a host it would be in its certificate, for another machine."""
     try:
@@ -119,28 +151,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def with_address(cfg: Config, before: LocalHost, after: LocalHost, tls: TlsFolder) -> Config:
-    """The settings with which a cluster is reached that a host serves at its address: those of ``before`` that followed
-    from its address, and were not chosen, follow from that of ``after``. So do those that have the host's certificate,
-    of whichever address: a start that was killed may have stored them. ``tls``: the files of this host. Pure. Raises
-    ConfigError for certificates of an etcd that the cluster starts itself."""
-    own = {"tls_cert": str(tls.cert), "tls_key": str(tls.key), "tls_ca": str(tls.ca)}
-    none = dict.fromkeys(own, "")
-    coordinator, etcd = cfg.coordinator, cfg.etcd
-    certified = coordinator.tls_cert == own["tls_cert"] and coordinator.host not in UNSPECIFIED
-    if certified or coordinator.host == before.address:
-        coordinator = coordinator.model_copy(update={"host": LOOPBACK})
-    coordinator = coordinator.model_copy(update={"host": after.listens_at(coordinator.host)})
-    if coordinator.tls_cert in ("", own["tls_cert"]):
-        coordinator = coordinator.model_copy(update=none if after.is_local else own)
-    if not etcd.endpoints:
-        if etcd.tls_ca not in ("", own["tls_ca"]):
-            raise ConfigError("etcd.tls_ca is for an etcd that someone else runs", hint=(
-                "set etcd.endpoints; the certificates of a cluster's own etcd are made by `elastic-rl up`"))
-        etcd = etcd.model_copy(update=none if after.is_local else own)
-    return cfg.model_copy(update={"coordinator": coordinator, "etcd": etcd})
 
 
 def _read(path: Path) -> bytes:

@@ -21,7 +21,8 @@ from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
 from elastic_rl.host import etcd_server, model_folder
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.addresses import require_port_free
 
 _ETCD_BUDGET_S = 2.0
@@ -62,7 +63,14 @@ def examine(cfg: Config) -> list[Finding]:
     """Runs every check, in the order in which their findings are best fixed."""
     checks: tuple[Callable[[Config], Iterable[Finding]], ...] = (
         _python, _packages, _devices, _memory, _shared_memory, _temporary, _model, _etcd, _ports, _admin_api, _files)
-    return [finding for check in checks for finding in check(cfg)]
+    faults = []
+    try:
+        host = LocalHost.of(paths := ClusterPaths.of(cfg))
+        cfg = host.settings_here(cfg, paths.tls)
+        cfg = cfg.model_copy(update={"dcs": cfg.dcs.model_copy(update={"host": host.listens_at(cfg.dcs.host)})})
+    except ConfigError as e:
+        faults = [Finding("host", Verdict.FAILED, e.message, e.hint)]
+    return [*faults, *(finding for check in checks for finding in check(cfg))]
 
 
 def _python(cfg: Config) -> Iterable[Finding]:

@@ -112,6 +112,15 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256())
 
 
+def is_certificate(pem: bytes) -> bool:
+    """Whether this is a certificate in PEM, whoever has issued it."""
+    try:
+        x509.load_pem_x509_certificate(pem)
+    except ValueError:
+        return False
+    return True
+
+
 def new_key() -> bytes:
     """A new private key, in PEM."""
     return ec.generate_private_key(_CURVE).private_bytes(

@@ -591,7 +591,7 @@ class ClusterWorld(ElectionWorld):
             self._submit(name, record.replace(stopped=True))
 
     def _change_host(self, host: SimHost) -> None:
-        spec = self.rng.choice([HostSpec(), HostSpec(cordoned=True), HostSpec(drain=Drain(timeout_s=4.0))])
+        spec = self.rng.choice([HostSpec(), HostSpec(cordoned=True), HostSpec(drain=Drain(within_s=4.0))])
         if host.name not in self.spared:
             self.etcd.txn([], [Op.put(KEYS.host_spec(host.name), spec.encode())])
 

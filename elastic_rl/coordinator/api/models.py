@@ -34,7 +34,7 @@ class EngineDrain(Body):
 
 
 class HostDrain(Body):
-    timeout_s: float = Field(default=600.0, ge=0, le=LONGEST_DRAIN_S, allow_inf_nan=False, strict=True)
+    within_s: float = Field(default=600.0, ge=0, le=LONGEST_DRAIN_S, allow_inf_nan=False, strict=True)
     """Seconds within which each singleton may choose when it moves; after that it is moved."""
 
 
@@ -59,7 +59,7 @@ class HostChange(Body):
         """The fields of ``HostSpec`` that change."""
         found = {name: getattr(self, name) for name in self.model_fields_set}
         if self.drain is not None:
-            found["drain"] = Drain(timeout_s=self.drain.timeout_s)
+            found["drain"] = Drain(within_s=self.drain.within_s)
         return found
 
 

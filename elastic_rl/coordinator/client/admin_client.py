@@ -151,7 +151,11 @@ class AdminClient:
     def forget_host(self, host: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Deletes what is recorded of a host that is lost or has left; returns it as it was. Raises NotFound, and
         Changed for any other host."""
-        return dict(self._send("DELETE", _with_dry_run(host_path(host), dry_run)).json())
+        before = self.host(host)
+        try:
+            return dict(self._send("DELETE", _with_dry_run(host_path(host), dry_run)).json())
+        except NotFound:  # an earlier attempt was applied, and its answer lost
+            return before
 
     def _patch(self, path: str, body: dict[str, Any], of: Callable[[Any], dict[str, Any]], *, dry_run: bool = False
                ) -> Any:
@@ -249,7 +253,7 @@ class AdminClient:
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None,
               headers: dict[str, str] | None = None) -> httpx.Response:
         """One request, tried on each replica, and again while they wait for a leader or for etcd. No attempt is applied
-        twice: a POST and a DELETE have their key, and a PATCH its If-Match."""
+        twice: a POST has its key, a PATCH its If-Match, and a DELETE its key or nothing left to delete."""
         end, retry = time.monotonic() + self._budget_s, RetryBackoff(_POLL_S, _MAX_POLL_S)
         may_be_applied = False
         while True:

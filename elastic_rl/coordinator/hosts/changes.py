@@ -37,7 +37,7 @@ def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, An
     """
     key = keys.host_spec(name)
     for _ in range(_TRIES):
-        host, _ = read_host(etcd, keys, name)
+        host, found, _ = read_host(etcd, keys, name)
         revision = revision_of(host.etag)
         check_revision(revision, if_revision, "host")
         if key in host.unreadable:
@@ -49,7 +49,9 @@ def change(etcd: EtcdClient, keys: ClusterKeys, name: str, changes: dict[str, An
             return host
         if dry_run:
             return host.model_copy(update={"spec": after})
-        done = etcd.txn([Compare.mod(key, "==", revision)], [Op.put(key, after.encode())])
+        # One that is forgotten meanwhile would leave what is wanted of it behind.
+        known = [Compare.exists(k) for k in (keys.host_state(name), keys.host_registration(name)) if found.get(k)]
+        done = etcd.txn([Compare.mod(key, "==", revision), *known[:1]], [Op.put(key, after.encode())])
         if done.succeeded:
             log.info("host %s: %s", name, after.described(_described(after)))
             return host.model_copy(update={"spec": after, "etag": etag(done.revision)})
@@ -66,32 +68,38 @@ def _changed(spec: HostSpec, changes: dict[str, Any], by: str, at: float) -> Hos
 
 def _described(spec: HostSpec) -> str:
     if spec.drain is not None:
-        return f"is to be drained within {spec.drain.timeout_s:g} s, asked"
+        return f"is to be drained within {spec.drain.within_s:g} s, asked"
     return f"is to be {'cordoned' if spec.cordoned else 'used'}, asked"
 
 
 def forget(etcd: EtcdClient, keys: ClusterKeys, name: str, *, by: str, dry_run: bool = False) -> HostView:
-    """Deletes what is recorded of a host that is lost or has left, and to which nothing is assigned; returns it as it
-    was. One that comes back all the same registers as a new one.
+    """Deletes what is recorded of a host that is lost or has left, or that ended before any leader had decided about
+    it, and to which nothing is assigned; returns it as it was. One that comes back all the same registers as a new one.
 
-    Raises problems: 404; 409 for any other host. Raises EtcdUnavailable and OutcomeUnknown.
+    Raises problems: 404; 409 for any other host, and while assignments cannot be read. Raises EtcdUnavailable and
+    OutcomeUnknown.
     """
+    of_host = (keys.host(name), keys.host_registration(name), keys.host_state(name), keys.host_spec(name))
     for _ in range(_TRIES):
-        host, revision = read_host(etcd, keys, name)
-        if host.registered or host.phase not in (HostPhase.LOST, HostPhase.LEFT):
+        host, found, unreadable = read_host(etcd, keys, name)
+        decided = found.get(keys.host_state(name)) is not None
+        if host.registered or decided and host.phase not in (HostPhase.LOST, HostPhase.LEFT):
             phase = host.phase or "in a phase that cannot be read"
             raise Problem(409, Kind.CONFLICT, "The host is not gone",
-                          f"host {name} is {'registered' if host.registered else phase}: end its agent, and wait until "
-                          "the host is lost or, after a drain, has left")
+                          f"host {name} is {'registered' if host.registered else phase}: end its agent (`elastic-rl "
+                          "down` on that host), and wait until the host is lost or, after a drain, has left")
+        if unreadable:
+            raise Problem(409, Kind.CONFLICT, "What the host holds is not known",
+                          f"{', '.join(unreadable)} cannot be read, which a later release may have written: forget the "
+                          "host with that one")
         if host.assignments:
             raise Problem(409, Kind.CONFLICT, "The host holds something",
                           f"{', '.join(host.assignments)} moves as soon as another host is fit")
         if dry_run:
             return host
-        unchanged = [Compare.absent(keys.host(name)),
-                     Compare.none_changed_since(keys.assignments_prefix(), revision)]
-        if etcd.txn(unchanged, [Op.delete(key) for key in (
-                keys.host_registration(name), keys.host_state(name), keys.host_spec(name))]).succeeded:
+        unchanged = [*map(found.unchanged, of_host),
+                     Compare.none_changed_since(keys.assignments_prefix(), found.revision)]
+        if etcd.txn(unchanged, [Op.delete(key) for key in of_host[1:]]).succeeded:
             log.info("host %s was forgotten, asked by %s", name, by)
             return host
     raise concurrent_modification()

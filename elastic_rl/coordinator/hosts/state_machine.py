@@ -87,7 +87,7 @@ def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
         return after.replace(drain_deadline_s=0.0, drain_at=0.0)
     if before.drain_deadline_s and before.drain_at == seen.spec.at:
         return after
-    return after.replace(drain_deadline_s=leader_s + seen.spec.drain.timeout_s, drain_at=seen.spec.at)
+    return after.replace(drain_deadline_s=leader_s + seen.spec.drain.within_s, drain_at=seen.spec.at)
 
 
 def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,6 +27,7 @@ from elastic_rl.etcd.cluster_records import (
 from elastic_rl.etcd.decoding import decode, readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.record import Record
+from elastic_rl.etcd.transaction import TxnResult
 
 R = TypeVar("R", bound=Record)
 
@@ -156,29 +157,42 @@ def page(etcd: EtcdClient, keys: ClusterKeys, limit: int, after: str = "") -> tu
     return [each for each in views if each is not None], len(names) > limit
 
 
+class HostReading(NamedTuple):
+    """A host, and what it was read from."""
+
+    host: HostView
+    found: TxnResult
+    """The keys of the host."""
+    unreadable: dict[str, str]
+    """Assignments that this release cannot read, by key, and why: any may be of this host."""
+
+
 def get_host(etcd: EtcdClient, keys: ClusterKeys, name: str) -> HostView:
     """One host, as of one revision. Raises a 404 problem, and EtcdUnavailable."""
-    return read_host(etcd, keys, name)[0]
+    return read_host(etcd, keys, name).host
 
 
-def read_host(etcd: EtcdClient, keys: ClusterKeys, name: str) -> tuple[HostView, int]:
-    """One host, and the revision that it is as of. Raises a 404 problem, and EtcdUnavailable."""
+def read_host(etcd: EtcdClient, keys: ClusterKeys, name: str) -> HostReading:
+    """One host, as of the revision of what was found. Raises a 404 problem, and EtcdUnavailable."""
     clock = keys.leader_clock()
     of_host = (keys.host(name), keys.host_registration(name), keys.host_state(name), keys.host_status(name),
                keys.host_spec(name))
     read = etcd.txn([], [Op.get(key) for key in (clock, *of_host)])
     found = {kv.key: kv for kv in read.kvs}
-    assignments = etcd.range(keys.assignments_prefix(), revision=read.revision)[0]
-    shown = view(keys, name, found, _assigned(keys, assignments).get(name, {}), _leader_s(found.get(clock)))
+    assignments, unreadable = etcd.range(keys.assignments_prefix(), revision=read.revision)[0], dict[str, str]()
+    assigned = _assigned(keys, assignments, unreadable).get(name, {})
+    shown = view(keys, name, found, assigned, _leader_s(found.get(clock)))
     if shown is None:
         raise not_found("host", name)
-    return shown, read.revision
+    return HostReading(shown, read, unreadable)
 
 
-def _assigned(keys: ClusterKeys, kvs: Iterable[KeyValue]) -> Mapping[str, dict[str, HostAssignment]]:
-    """The singletons of each host by name. One whose record cannot be read is left out, and logged."""
+def _assigned(keys: ClusterKeys, kvs: Iterable[KeyValue], unreadable: dict[str, str] | None = None
+              ) -> Mapping[str, dict[str, HostAssignment]]:
+    """The singletons of each host by name. One whose record cannot be read is left out, and logged; ``unreadable`` gets
+    why, by key."""
     found: defaultdict[str, dict[str, HostAssignment]] = defaultdict(dict)
-    for record, kv in readable(kvs, Assignment):
+    for record, kv in readable(kvs, Assignment, unreadable):
         if record.host:
             found[record.host][kv.key.removeprefix(keys.assignments_prefix())] = HostAssignment(
                 generation=kv.version, incarnation=record.incarnation, reason=record.reason)

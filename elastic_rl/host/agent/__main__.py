@@ -33,7 +33,8 @@ from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
-_CERTIFY_EVERY_S = 3600.0
+_CERTIFY_EVERY_S = 10.0
+"""The certificate of the host is looked at so often: it may expire, and its files may be damaged or gone."""
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
 
@@ -67,7 +68,7 @@ class HostAgent:
         self._supervisor = ServiceSupervisor()
         self._rotation: LogRotation | None = None
         self._stopping = False
-        self._certify_at = 0.0
+        self._certify_at, self._certify_error = 0.0, ""
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
@@ -130,7 +131,7 @@ class HostAgent:
         except ConfigError as e:
             info, error = None, str(e)
         if info is not None:
-            self._certify()
+            error = error or self._certify()
         services = self._supervisor.supervise(self._cluster, info, _other(self._name))
         status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), services=services,
                              error=error or self._waits_for(info))
@@ -154,15 +155,20 @@ class HostAgent:
                 return f"this host cannot take work: {e}"
         return self._work.waits_for if self._work is not None else ""
 
-    def _certify(self) -> None:
-        """Renews the certificate of this host in time: a cluster is up for years."""
-        if time.monotonic() < self._certify_at:
-            return
-        self._certify_at = time.monotonic() + _CERTIFY_EVERY_S
-        try:
-            self._cluster.certify()
-        except (ElasticRLError, OSError) as e:  # it is valid for months yet
-            log.error("the certificate of this host cannot be renewed: %s", e)
+    def _certify(self) -> str:
+        """Keeps the certificate of this host good. Returns why it cannot be made anew."""
+        if time.monotonic() >= self._certify_at:
+            before = self._certify_error
+            try:
+                if not self._cluster.renew_certificate():
+                    return before
+                self._certify_error = ""
+            except (ElasticRLError, OSError) as e:  # it may be valid for months yet
+                self._certify_error = f"the certificate of this host cannot be made anew: {e}"
+                if self._certify_error != before:
+                    log.error("%s", self._certify_error)
+            self._certify_at = time.monotonic() + _CERTIFY_EVERY_S
+        return self._certify_error
 
     def _read_settings(self) -> str:
         """Reads the cluster's settings if they have changed. Returns why they cannot be used: those before then hold.

@@ -173,7 +173,7 @@ class HostSession:
         self._leases.append(lease.id)
         try:
             record = self.host.encode()
-            outcome = self._etcd.txn([_unchanged(before, key) for key in (self._key, self._registration_key)],
+            outcome = self._etcd.txn([before.unchanged(key) for key in (self._key, self._registration_key)],
                                      [Op.put(self._key, record, lease.id), Op.put(self._registration_key, record)])
         except BaseException:
             lease.close()
@@ -301,8 +301,3 @@ class _StatusWriter:
         elif now - self._checked_at >= _CHECK_EVERY_S:
             self._writer.require()
             self._checked_at = now
-
-
-def _unchanged(before: TxnResult, key: str) -> Compare:
-    found = before.get(key)
-    return Compare.mod(key, "==", found.mod_revision if found is not None else 0)

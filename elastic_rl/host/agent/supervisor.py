@@ -17,9 +17,8 @@ from collections.abc import Callable
 from functools import partial
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ElasticRLError
+from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd import event_kinds, events
-from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import RunState, ServiceStatus
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
@@ -133,7 +132,7 @@ class ServiceSupervisor:
         if not due or now < self._report_at:
             return
         try:
-            with EtcdClient.from_config(cluster.cfg.etcd, info.etcd_endpoints, retry_budget_s=_EVENT_BUDGET_S) as etcd:
+            with cluster.etcd(info, retry_budget_s=_EVENT_BUDGET_S) as etcd:
                 for name, count in due.items():
                     times = f", {count} times" if count > 1 else ""
                     kind, subject = event_of(name)
@@ -148,7 +147,10 @@ class ServiceSupervisor:
 
 def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
     """Whether the services that need etcd to start would find it."""
-    return not info.own_etcd or any(map(partial(cluster.etcd_healthy, timeout_s=1.0), info.etcd_endpoints))
+    try:
+        return not info.own_etcd or any(map(partial(cluster.etcd_healthy, timeout_s=1.0), info.etcd_endpoints))
+    except ConfigError:  # the host's certificate is damaged; the agent, which makes it anew, says why it cannot
+        return False
 
 
 def event_of(name: str) -> tuple[EventKind, str]:

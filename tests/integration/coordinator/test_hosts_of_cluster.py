@@ -21,7 +21,7 @@ from elastic_rl.coordinator.cluster_reconciler import ClusterReconciler
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.hosts import changes
 from elastic_rl.coordinator.hosts import view as hosts
-from elastic_rl.coordinator.hosts.view import HostView
+from elastic_rl.coordinator.hosts.view import HostReading, HostView
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, Page
 from elastic_rl.etcd.cluster_records import (
@@ -212,7 +212,7 @@ def test_host_is_cordoned_drained_and_used_again(
     assert shown().assignments == {}, "nothing more is given to it"
     ask(cordoned=False)
     assert shown().phase is HostPhase.READY and list(shown().assignments) == [DRIVER]
-    ask(drain=Drain(timeout_s=0.0))
+    ask(drain=Drain(within_s=0.0))
     assert (shown().phase, list(shown().assignments)) == (HostPhase.DRAINING, [DRIVER]), "there is no other host"
     agents.register("h2")
     assert (shown().phase, shown().assignments, shown().reason) == (HostPhase.LEFT, {}, "was drained by ann")
@@ -236,13 +236,13 @@ def test_change_is_of_the_host_as_it_was_read(
     assert ask(revision, cordoned=True).etag == f'"{revision}"', "nothing changes"
     again = ask(revision, cordoned=True, reason="other disk")
     assert again.spec.reason == "other disk" and again.etag != f'"{revision}"'
-    drained = ask(drain=Drain(timeout_s=5.0))
+    drained = ask(drain=Drain(within_s=5.0))
     assert ask(cordoned=False).spec == drained.spec.replace(cordoned=False), "its time does not begin anew"
     drained = ask(cordoned=True)
-    assert drained.spec.cordoned and ask(drain=Drain(timeout_s=5.0)).etag != drained.etag, "its time begins anew"
+    assert drained.spec.cordoned and ask(drain=Drain(within_s=5.0)).etag != drained.etag, "its time begins anew"
     read = changes.read_host
 
-    def changed_meanwhile(*args: Any) -> tuple[HostView, int]:
+    def changed_meanwhile(*args: Any) -> HostReading:
         found = read(*args)
         monkeypatch.undo()
         etcd.put(cluster_keys.host_spec("h1"), HostSpec(cordoned=True, reason="other").encode())
@@ -286,22 +286,63 @@ def test_only_a_host_that_is_gone_and_holds_nothing_is_forgotten(
     assert forget().phase is HostPhase.LOST
     assert [host.id for host in hosts.page(etcd, cluster_keys, 10)[0]] == ["h10"]
     assert etcd.get(cluster_keys.host_spec("h1")) is None
+    agents.register("h1")  # while nobody leads
+    agents.leave("h1")
+    etcd.put(cluster_keys.assignment(DRIVER), b"{")
+    with pytest.raises(Problem, match="cannot be read"):
+        forget()
+    etcd.delete(cluster_keys.assignment(DRIVER))
+    assert forget().phase is HostPhase.JOINING
+    assert etcd.get(cluster_keys.host_registration("h1")) is None
 
 
-def test_host_that_returns_while_it_is_forgotten_stays(
-        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    etcd.put(cluster_keys.host_state("h1"), HostState(phase=HostPhase.LEFT, incarnation="1", since_s=0.0).encode())
-    read = changes.read_host
+@pytest.mark.parametrize("meanwhile", ["registers", "is assigned", "is suspected", "is drained"])
+def test_host_that_changes_while_it_is_forgotten_is_decided_about_anew(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, agents: Agents, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+        ) -> None:
+    state = HostState(phase=HostPhase.LEFT, incarnation="1", since_s=0.0)
+    etcd.put(cluster_keys.host_state("h1"), state.encode())
+    read, readings = changes.read_host, list[HostReading]()
 
-    def returns_meanwhile(*args: Any) -> tuple[HostView, int]:
-        found = read(*args)
-        monkeypatch.undo()
-        agents.register("h1")
+    def changes_meanwhile(*args: Any) -> HostReading:
+        readings.append(found := read(*args))
+        if len(readings) == 1:
+            match meanwhile:
+                case "registers":
+                    agents.register("h1")
+                case "is assigned":
+                    etcd.put(cluster_keys.assignment(DRIVER), Assignment(host="h1", incarnation="1").encode())
+                case "is suspected":
+                    etcd.put(cluster_keys.host_state("h1"), state.replace(phase=HostPhase.SUSPECTED).encode())
+                case "is drained":
+                    changes.change(etcd, cluster_keys, "h1", {"drain": Drain(within_s=1.0)}, by="bob")
         return found
 
-    monkeypatch.setattr(changes, "read_host", returns_meanwhile)
-    with pytest.raises(Problem, match="is registered"):
-        changes.forget(etcd, cluster_keys, "h1", by="ann")
+    monkeypatch.setattr(changes, "read_host", changes_meanwhile)
+    if meanwhile == "is drained":
+        assert changes.forget(etcd, cluster_keys, "h1", by="ann").spec.drain is not None
+    else:
+        with pytest.raises(Problem, match="is registered|is suspected|moves as soon as"):
+            changes.forget(etcd, cluster_keys, "h1", by="ann")
+    assert len(readings) >= 2
+
+
+def test_host_that_is_forgotten_while_it_is_changed_leaves_nothing(
+        etcd: EtcdClient, cluster_keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd.put(cluster_keys.host_state("h1"),
+             HostState(phase=HostPhase.LEFT, incarnation="1", since_s=0.0).encode())
+    read = changes.read_host
+
+    def forgotten_meanwhile(*args: Any) -> HostReading:
+        found = read(*args)
+        monkeypatch.undo()
+        changes.forget(etcd, cluster_keys, "h1", by="bob")
+        return found
+
+    monkeypatch.setattr(changes, "read_host", forgotten_meanwhile)
+    with pytest.raises(Problem, match="no host 'h1'"):
+        changes.change(etcd, cluster_keys, "h1", {"cordoned": True}, by="ann")
+    assert etcd.get(cluster_keys.host_spec("h1")) is None
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -349,11 +390,11 @@ def test_operators_change_and_forget_hosts_over_http(cluster: ApiCluster, api: h
     path, any_tag = "/v1/hosts/o1", {"If-Match": "*"}
     etag = api.get(path).headers["etag"]
     problem(api.patch(path, json={"cordoned": True}), 428, "precondition-required")
-    for body in ({}, {"reason": "x"}, {"cordoned": 1}, {"drain": {"timeout_s": -1}}, {"drain": {"timeout_s": 1e9}},
+    for body in ({}, {"reason": "x"}, {"cordoned": 1}, {"drain": {"within_s": -1}}, {"drain": {"within_s": 1e9}},
                  {"drain": True}, {"cordoned": True, "reason": "x" * 501}, {"cordoned": True, "phase": "lost"}):
         problem(api.patch(path, json=body, headers=any_tag), 422, "invalid")
     would = api.patch(f"{path}?dry_run=true", json={"drain": {}}, headers={"If-Match": etag})
-    assert would.json()["spec"]["drain"] == {"timeout_s": 600.0} and api.get(path).headers["etag"] == etag
+    assert would.json()["spec"]["drain"] == {"within_s": 600.0} and api.get(path).headers["etag"] == etag
     done = api.patch(path, json={"cordoned": True, "reason": "disk"}, headers={"If-Match": etag})
     assert done.status_code == 200 and done.headers["etag"] == api.get(path).headers["etag"] != etag
     spec = done.json()["spec"]
@@ -378,7 +419,7 @@ def test_client_cordons_drains_and_forgets_hosts(cluster: ApiCluster) -> None:
     client = AdminClient(ClusterInfo("", [], [replicas.urls["a"]], str(replicas.credentials)))
     assert client.change_host("p1", {"cordoned": True}, dry_run=True)["spec"]["cordoned"]
     assert not client.host("p1")["spec"]["cordoned"]
-    assert client.change_host("p1", {"drain": {"timeout_s": 5.0}})["spec"]["drain"] == {"timeout_s": 5.0}
+    assert client.change_host("p1", {"drain": {"within_s": 5.0}})["spec"]["drain"] == {"within_s": 5.0}
     with pytest.raises(NotFound):
         client.change_host("p2", {"cordoned": True})
     with pytest.raises(Changed, match="is registered"):

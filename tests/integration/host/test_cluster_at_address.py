@@ -21,13 +21,15 @@ from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
+from elastic_rl.errors import AccessDenied, ConfigError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.host.agent.status import AgentStatus
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.net.addresses import LOOPBACK, reachable_address
+from elastic_rl.net.cluster_secret import ClusterSecret
 
 ADDRESS = reachable_address("0.0.0.0")
 pytestmark = pytest.mark.skipif(ADDRESS == LOOPBACK, reason="this machine has no address but loopback")
@@ -68,6 +70,15 @@ def _phase(cluster: Cluster) -> str:
         return ""
 
 
+def _said_by_agent(cluster: Cluster) -> str:
+    status = AgentStatus.load(cluster.paths.agent_status)
+    return status.error if status is not None else ""
+
+
+def _listening(pid: int) -> list[int]:
+    return [c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
 def test_servers_are_at_the_address_and_take_nobody_without_a_certificate(
         lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     put_stub_in_place(tmp_path, monkeypatch)
@@ -105,8 +116,25 @@ def test_servers_are_at_the_address_and_take_nobody_without_a_certificate(
             publisher.publish([("w", tensor)], meta={})
         with Puller(etcd, keys, "test", io_timeout_s=10, security=security) as puller, puller.pull("policy") as pulled:
             assert torch.equal(dict(pulled.tensors())["w"], tensor)
-        with Puller(etcd, keys, "test", io_timeout_s=2, security=Security(token=security.token)) as puller:
-            assert pytest.raises(Exception, puller.pull, "policy").value  # noqa: B017
+        with (Puller(etcd, keys, "test", io_timeout_s=2, security=Security(token=security.token)) as puller,
+              pytest.raises(AccessDenied, match="speaks TLS only")):
+            puller.pull("policy")
+
+    # Another member: its peers want a certificate, too.
+    peer = next(port for port in _listening(lab.pid("etcd-0")) if port != int(endpoint.rpartition(":")[2]))
+    for context in (False, ssl.create_default_context(cafile=str(cluster.paths.tls.ca))):
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"https://{ADDRESS}:{peer}/version", verify=context, trust_env=False, timeout=5.0)
+
+    # The agent makes a certificate anew that is gone, and none while the secret is another one.
+    secret = ClusterSecret.read(cluster.paths.secret)
+    ClusterSecret.generate().save(cluster.paths.secret)
+    cluster.paths.tls.cert.unlink()
+    wait_until(lambda: "is not the secret" in _said_by_agent(cluster), what="the agent to find another secret")
+    assert not cluster.paths.tls.cert.exists()
+    secret.save(cluster.paths.secret)
+    wait_until(cluster.paths.tls.cert.exists, what="a certificate made anew")
+    wait_until(lambda: not _said_by_agent(cluster), what="the agent to be content")
 
     # A run of it begins, and what ends comes back where it was.
     assert _run(capsys, "train", "--detach", f"--job={JOB}", *lab.options)[0] == 0
@@ -127,7 +155,12 @@ def test_cluster_keeps_its_address_until_it_is_given_another(lab: Lab, capsys: p
     code, said = _run(capsys, "up", *lab.options, f"--address={LOOPBACK}")
     assert code == Exit.USAGE and "coordinator-0" in said and "elastic-rl down --cluster=lab" in said
     lab.of().down()
-    assert lab.of().up().etcd_endpoints[0].startswith(ADDRESS), "as before"
+    lab.run_dir = lab.run_dir.rename(lab.run_dir.with_name("moved"))
+    info = lab.of().up()
+    assert info.etcd_endpoints[0].startswith(ADDRESS), "as before"
+    assert str(lab.run_dir) in info.ca_file
+    code, said = _run(capsys, "doctor", "--cluster=lab", f"--run_dir={lab.run_dir}")
+    assert "speaks TLS" in said
     lab.of().down()
     info = lab.of().up(address=LOOPBACK)
     assert info.coordinators[0].startswith(f"http://{LOOPBACK}:") and not info.ca_file

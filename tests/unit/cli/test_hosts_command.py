@@ -127,7 +127,7 @@ def test_reason_names_what_has_no_consequence_yet() -> None:
     cordoned = HostSpec(cordoned=True)
     assert reasons(spec=cordoned) == "is to be cordoned"
     assert reasons(spec=cordoned, phase=HostPhase.CORDONED, reason="cordoned") == "cordoned"
-    assert reasons(spec=cordoned.replace(drain=Drain(timeout_s=60.0))) == "is to be drained"
+    assert reasons(spec=cordoned.replace(drain=Drain(within_s=60.0))) == "is to be drained"
     assert reasons(phase=None, unreadable={"/k": "no HostState: …"}) == "cannot be read: /k"
 
 
@@ -136,7 +136,7 @@ def test_host_is_shown_with_its_services_and_assignments(
     host = READY.model_copy(update={
         "services": {"driver/j": ServiceStatus(state=RunState.ENDED, generation=3, reason="restarted in 2 s")},
         "assignments": {"driver/j": HostAssignment(generation=3, incarnation="i2", reason="host g is lost")},
-        "spec": HostSpec(drain=Drain(timeout_s=600.0), reason="new kernel", by="ann", at=1.7e9)})
+        "spec": HostSpec(drain=Drain(within_s=600.0), reason="new kernel", by="ann", at=1.7e9)})
     monkeypatch.setattr(httpx, "request", lambda *_, **__: httpx.Response(200, json=host.model_dump(mode="json")))
     assert run("hosts", "h1", "--url=http://a") == Exit.OK
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -181,7 +181,7 @@ HOLDS = {"driver/j": HostAssignment(generation=3, incarnation="i2", reason="")}
 def reading(phase: HostPhase = HostPhase.READY, *, drain: bool = False, holds: bool = False) -> HostView:
     return READY.model_copy(update={
         "phase": phase, "assignments": HOLDS if holds else {},
-        "spec": HostSpec(drain=Drain(timeout_s=600.0) if drain else None, by="ann", at=1.7e9)})
+        "spec": HostSpec(drain=Drain(within_s=600.0) if drain else None, by="ann", at=1.7e9)})
 
 
 def test_cordon_and_uncordon_say_what_follows(
@@ -204,7 +204,7 @@ def test_drain_names_what_moves_and_the_commands_that_follow_it_or_take_it_back(
     assert "host h1 is emptied of driver/j after 2m, once another host is fit; follow it with" in said
     assert "`elastic-rl hosts h1 --url=http://a --watch`" in said
     assert "`elastic-rl uncordon h1 --url=http://a`" in said
-    assert asked.sent == [("PATCH", "http://a/v1/hosts/h1", {"drain": {"timeout_s": 120.0}})]
+    assert asked.sent == [("PATCH", "http://a/v1/hosts/h1", {"drain": {"within_s": 120.0}})]
     for wrong in ("inf", "nan", "1e9"):
         assert run("drain", "h1", "--url=http://a", f"--within={wrong}") == Exit.USAGE
     assert len(asked.sent) == 1

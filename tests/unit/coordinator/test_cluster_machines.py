@@ -39,7 +39,7 @@ from elastic_rl.etcd.transaction import Compare, KeyValue
 
 TIMES, LIMITS = HostTimes(), AssignmentLimits()
 READY = HostStatus(registration=1)
-DRAIN = HostSpec(drain=Drain(timeout_s=60.0))
+DRAIN = HostSpec(drain=Drain(within_s=60.0))
 
 
 def seen(incarnation: str | None = "1", status: HostStatus | None = READY, spec: HostSpec = HostSpec(),
@@ -89,7 +89,7 @@ def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_w
 
 def test_drain_that_is_asked_for_again_begins_its_time_anew() -> None:
     draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
-    sooner = HostSpec(drain=Drain(timeout_s=0.0), by="ann", reason="it burns", at=7.0)
+    sooner = HostSpec(drain=Drain(within_s=0.0), by="ann", reason="it burns", at=7.0)
     asked_again = hosts.advance(draining, seen(spec=sooner), 20.0, TIMES)
     assert asked_again is not None and asked_again.drain_deadline_s == 20.0
     assert asked_again.reason == "drained by ann: it burns"

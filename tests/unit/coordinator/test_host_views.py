@@ -32,7 +32,7 @@ READY = HostState(phase=HostPhase.READY, incarnation="i2", since_s=100.0, reason
 KEY_OF = {"host": KEYS.host("h"), "registration": KEYS.host_registration("h"), "status": KEYS.host_status("h"),
           "spec": KEYS.host_spec("h"), "state": KEYS.host_state("h")}
 ALL: Mapping[str, Record] = {"host": HOST, "registration": HOST, "status": STATUS, "state": READY,
-                             "spec": HostSpec(cordoned=True, drain=Drain(timeout_s=60.0), reason="new kernel", by="ann",
+                             "spec": HostSpec(cordoned=True, drain=Drain(within_s=60.0), reason="new kernel", by="ann",
                                               at=5.0)}
 
 
@@ -54,7 +54,7 @@ def test_host_shows_what_its_agent_the_leader_and_operators_wrote() -> None:
     assert found.model_dump(mode="json") == {
         **HOST.model_dump(mode="json", exclude={"machine"}), "phase": "ready", "phase_age_s": 60.5, "reason": "",
         "registered": True, "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
-        "spec": {"cordoned": True, "drain": {"timeout_s": 60.0}, "reason": "new kernel", "by": "ann", "at": 5.0},
+        "spec": {"cordoned": True, "drain": {"within_s": 60.0}, "reason": "new kernel", "by": "ann", "at": 5.0},
         "services": {"driver/j": {"state": "running", "pid": 7, "generation": 3, "restarts": 0, "reason": ""}},
         "assignments": {"driver/j": driver.model_dump()}}
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_rl.config import Config, parse
 from elastic_rl.errors import ConfigError
-from elastic_rl.host.local_host import LocalHost, host_name, with_address
+from elastic_rl.host.local_host import LocalHost, host_name
 from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.net.authority import VALID_DAYS, Authority
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -31,9 +31,10 @@ def test_host_of_a_folder_without_a_file_is_on_loopback_under_its_own_name(paths
     again = LocalHost.of(paths)
     assert (again.name, again.address) == ("gpu-7", "10.0.0.7") and again.tls(paths) == TlsFolder(paths.folder / "tls")
     assert again.named("", "") == again
-    paths.local_host.write_text("{")
-    with pytest.raises(ConfigError, match=r"host\.json cannot be read"):
-        LocalHost.of(paths)
+    for damaged in ("{", '{"name": "a", "address": "nowhere"}', '{"name": "a/b"}'):
+        paths.local_host.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"host\.json cannot be read"):
+            LocalHost.of(paths)
 
 
 @pytest.mark.parametrize("name", ["a/b", "-a", "a b", "ä", "a" * 101, ".", "10.0.0.9"])
@@ -42,43 +43,49 @@ def test_name_that_no_key_or_url_can_have_is_refused(name: str) -> None:
         LOCAL.named(name, "")
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "gpu-7", "10.0.0", "10.0.0.7:80"])
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "gpu-7", "10.0.0", "10.0.0.7:80", "255.255.255.255",
+                                     "fe80::1%lo", "fe80::1", "::ffff:10.0.0.7"])
 def test_address_that_others_cannot_use_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"--address=.* is no"):
         LOCAL.named("", address)
 
 
-def test_settings_follow_the_address_to_and_fro() -> None:
-    plain = parse({"cluster": "lab"})
-    far = with_address(plain, LOCAL, FAR, TLS)
-    assert (far.coordinator.host, far.coordinator.tls_ca) == ("10.0.0.7", "/c/tls/ca.pem")
-    assert (far.etcd.tls_cert, far.etcd.tls_key) == ("/c/tls/host.pem", "/c/tls/host.key")
-    assert with_address(far, FAR, FAR, TLS) == far
-    further = with_address(far, FAR, FAR.replace(address="10.0.0.8"), TLS)
-    assert further.coordinator.host == "10.0.0.8" and further.etcd == far.etcd
-    assert with_address(further, FAR.replace(address="10.0.0.8"), LOCAL, TLS) == plain
-    assert parse(far.model_dump(mode="json")) == far, "they can be stored"
-
-
-def test_settings_that_a_killed_start_has_stored_follow_the_address_that_holds() -> None:
-    """Address and settings are two files, of which a start may have written one only."""
-    plain = parse({"cluster": "lab"})
-    far = with_address(plain, LOCAL, FAR, TLS)
-    assert with_address(far, LOCAL, LOCAL, TLS) == plain, "never at the address without TLS"
-    assert with_address(plain, FAR, FAR, TLS) == far
-    everywhere = with_address(parse({"cluster": "lab", "coordinator": {"host": "0.0.0.0"}}), LOCAL, FAR, TLS)
-    assert everywhere.coordinator.host == "0.0.0.0" and everywhere.coordinator.tls_cert == "/c/tls/host.pem"
-    assert with_address(everywhere, FAR, FAR, TLS) == everywhere
+def test_settings_follow_the_address_and_the_folder() -> None:
+    stored = parse({"cluster": "lab"})
+    here = FAR.settings_here(stored, TLS)
+    assert (here.coordinator.host, here.coordinator.tls_ca) == ("10.0.0.7", "/c/tls/ca.pem")
+    assert here.coordinator.allowed_hosts == ["a"]
+    assert (here.etcd.tls_cert, here.etcd.tls_key) == ("/c/tls/host.pem", "/c/tls/host.key")
+    assert FAR.settings_here(here, TLS) == here
+    moved = FAR.replace(address="10.0.0.8").settings_here(stored, TlsFolder(Path("/d/tls")))
+    assert (moved.coordinator.host, moved.etcd.tls_ca) == ("10.0.0.8", "/d/tls/ca.pem")
+    assert LOCAL.settings_here(stored, TLS) == stored
 
 
 def test_what_an_operator_chose_stays() -> None:
     chosen = parse({"cluster": "lab", "coordinator": {"host": "0.0.0.0", "tls_cert": "/x.pem", "tls_key": "/x.key"},
                     "etcd": {"endpoints": ["e:2379"], "tls_ca": "/e.pem"}})
-    assert with_address(chosen, LOCAL, FAR, TLS) == with_address(chosen, FAR, LOCAL, TLS) == chosen
+    allowed = chosen.coordinator.model_copy(update={"allowed_hosts": ["a"]})
+    assert FAR.settings_here(chosen, TLS) == chosen.model_copy(update={"coordinator": allowed})
+    everywhere = FAR.settings_here(parse({"cluster": "lab", "coordinator": {"host": "0.0.0.0"}}), TLS)
+    assert everywhere.coordinator.host == "0.0.0.0" and everywhere.coordinator.tls_cert == "/c/tls/host.pem"
     own: Config = parse({"etcd": {"tls_ca": "/e.pem"}})
-    for after in (LOCAL, FAR):
+    for host in (LOCAL, FAR):
         with pytest.raises(ConfigError, match=r"etcd\.tls_ca is for an etcd that someone else runs"):
-            with_address(own, LOCAL, after, TLS)
+            host.settings_here(own, TLS)
+
+
+def test_servers_that_run_keep_the_secret_that_they_were_started_with(paths: ClusterPaths) -> None:
+    secret, now = ClusterSecret.generate(), 1.8e9
+    assert FAR.certify(paths, "lab", secret, now=now, renew_only=True), "there is none yet"
+    files = [path.read_bytes() for path in (paths.tls.ca, paths.tls.cert, paths.tls.key)]
+    with pytest.raises(ConfigError, match="is not the secret that"):
+        FAR.certify(paths, "lab", ClusterSecret.generate(), now=now, renew_only=True)
+    assert [path.read_bytes() for path in (paths.tls.ca, paths.tls.cert, paths.tls.key)] == files
+    for damaged in (paths.tls.cert, paths.tls.key, paths.tls.ca):
+        damaged.unlink()
+        assert FAR.certify(paths, "lab", secret, now=now, renew_only=True)
+        assert not FAR.certify(paths, "lab", secret, now=now, renew_only=True)
 
 
 def test_certificate_is_made_once_and_renewed_with_the_same_key(paths: ClusterPaths) -> None:

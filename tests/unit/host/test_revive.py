@@ -181,13 +181,7 @@ def test_restart_is_reported_once_the_service_has_run_for_a_while(
     """One that keeps ending would be an event, and an alert, every half a minute."""
     monkeypatch.setattr("elastic_rl.host.etcd_server.healthy", lambda endpoint, access, timeout_s=0.5: True)
     now, reported = [5.0], []
-
-    class Etcd:
-        @classmethod
-        def from_config(cls, *_: object, **__: object) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()
-
-    monkeypatch.setattr("elastic_rl.host.agent.supervisor.EtcdClient", Etcd)
+    monkeypatch.setattr(Cluster, "etcd", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr("elastic_rl.host.agent.supervisor.events.emit",
                         lambda etcd, keys, kind, subject, text, **more: reported.append((subject, more["restarts"])))
     supervisor = ServiceSupervisor(limits=RestartLimits(backoff_initial_s=0.0), clock=lambda: now[0])
