@@ -62,6 +62,8 @@ class RunService:
         self._submission, self._generation = submission, generation
         self._withdrawn = threading.Event()
         self._interrupted = False
+        self._at_home = True
+        """Whether this is the host that it was submitted on."""
 
     def run(self) -> int:
         """Carries the submission out; returns the exit code."""
@@ -78,6 +80,7 @@ class RunService:
                                            submitted_at=reading.record.submitted_at)
                     if reading.record.stopped:
                         self._withdrawn.set()
+                    self._at_home = reading.record.host in ("", self._cluster.host.name)
                     if not before.phase.ended:
                         submission = self._run.submission(
                             etcd, ClusterSecret.read(self._cluster.paths.secret), self._submission)
@@ -122,12 +125,15 @@ class RunService:
             self._interrupted = True
             if status.phase is JobPhase.RUNNING or isinstance(e, EtcdUnavailable | Fenced | Conflict):
                 raise  # an outage refuses nothing
+            if not self._at_home:
+                raise  # this host may lack files that the one has which it was submitted on
             log.exception("what was submitted is refused")
             return job_run.failed(status, e, see=self._run.log)
 
     def _train(self, submission: Submission, info: ClusterInfo, begun_at: float, begin: train.OnBegun,
                goes_on: Callable[[], bool]) -> int:
-        cfg = config.parse(submission.settings)
+        # The folder of the cluster may be another one on each host.
+        cfg = config.parse({**submission.settings, "run_dir": str(self._cluster.cfg.run_dir)})
         if self._cluster.named:  # it may have another address than when the job was submitted
             cfg = cluster_settings.with_sections_of_cluster(self._cluster.paths.settings, cfg, {})
             cfg = self._cluster.host.settings_here(cfg, self._cluster.paths.tls)
@@ -151,8 +157,9 @@ class RunService:
     # -- whether it is to go on ----------------------------------------------------------------------------------------
     @property
     def _stopped(self) -> bool:
-        """Whether its operator has stopped the run, or the cluster."""
-        return self._withdrawn.is_set() or self._cluster.taken_down
+        """Whether its operator has stopped the run, or the cluster. A host that only leaves the cluster stops no run.
+        """
+        return self._withdrawn.is_set() or (self._cluster.taken_down and not self._cluster.host.joined)
 
     @contextmanager
     def _following(self, info: ClusterInfo) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -42,28 +43,77 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or i
 
 
 # -- the cluster and the run -------------------------------------------------------------------------------------------
+Address = Annotated[str, typer.Option("--address", metavar="IP", help=(
+    "IP address of this host under which others reach the cluster, with TLS; a cluster with a name keeps it."))]
+HostName = Annotated[str, typer.Option("--name", metavar="HOST", help=(
+    "Name of this host in the cluster; else its host name."))]
+Labels = Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help=(
+    "Label of this host, as `elastic-rl hosts` shows it; may be repeated. Those before stay where none is given."))]
+
+
 @app.command(context_settings=EXTRA)
-def up(ctx: typer.Context, file: File = None,
-       address: Annotated[str, typer.Option("--address", metavar="IP", help=(
-           "IP address of this host under which others reach the cluster, with TLS; a cluster with a name keeps it."
-           ))] = "",
-       name: Annotated[str, typer.Option("--name", metavar="HOST", help=(
-           "Name of this host in the cluster; else its host name."))] = "") -> None:
+def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostName = "", label: Labels = None) -> None:
     """Start a local cluster, or the parts of it that do not run. A running one keeps the settings that are not
     given.
 
     With --cluster=NAME it is one for any number of jobs, which `elastic-rl train --cluster=NAME` adds."""
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
     with signals_interrupt():
-        info = cluster.up(name=name, address=address)
+        info = cluster.up(name=name, address=address, labels=_labels(label))
         if cluster.named and names_job:
             cluster = named_cluster(ctx, file, say=_say)
             info = cluster.admit(resubmit=True)
     out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
     _print_access(cluster.cfg, info, with_job=names_job or not cluster.named)
+    if not cluster.host.is_local:
+        say(f"  join        elastic-rl node --join=FILE --address=IP, on another machine, with a copy of "
+            f"{cluster.paths.join_file}")
     for job in map(cluster.of_job, cluster.jobs):
         if job.run.look().wanted:
             follow.say_goes_on(job)
+
+
+@app.command(context_settings=EXTRA)
+def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metavar="FILE", help=(
+             "The file cluster.join in the folder of the cluster on its first host."))],
+         address: Address = "", name: HostName = "", label: Labels = None,
+         grace: Annotated[float, typer.Option(min=0, max=86400, metavar="SECONDS", help=(
+             "Time for what the host holds to move to others when this is told to end."))] = 60.0) -> None:
+    """Make this machine a host of a cluster, until SIGTERM or Ctrl-C: it then leaves, once what it holds has moved to
+    others. A second signal does not wait for that.
+
+    The only setting is --run_dir. When this command is killed, what it has started runs on, and the next one finds
+    it."""
+    from elastic_rl.config import reading
+    from elastic_rl.host.join_file import JoinFile
+    from elastic_rl.host.joined_host import JoinedHost
+    from elastic_rl.host.local_cluster import Cluster
+    given = reading.values(None, overrides(ctx.args))
+    if other := sorted(given.keys() - {"run_dir"}):
+        raise ConfigError(f"a host that joins has the settings of its cluster, and no {', '.join(other)} of its own",
+                          hint="give them to `elastic-rl up` on the cluster's first host")
+    file = JoinFile.read(join.expanduser())
+    cluster = Cluster(file.config(given.get("run_dir")), say=_say)
+    with signals_interrupt():
+        cluster.join(file, name=name, address=address, labels=_labels(label))
+        host = JoinedHost(cluster, _say)
+        try:
+            host.follow()
+        except KeyboardInterrupt:
+            _say(f"host {cluster.host.name} leaves cluster {file.cluster}, in at most {grace:g} s; once more: at once")
+            with contextlib.suppress(KeyboardInterrupt):
+                host.leave(grace)
+    with ignore_signals():
+        _print_stopped(cluster.down())
+
+
+def _labels(given: Sequence[str] | None) -> dict[str, str] | None:
+    """Labels as name=value; None where none is given. Raises ConfigError."""
+    for text in given or ():
+        if not re.fullmatch(r"[A-Za-z0-9._/-]{1,63}=[A-Za-z0-9._/-]{0,63}", text):
+            raise ConfigError(f"--label={text} is no label",
+                              hint="write NAME=VALUE, of letters, digits and ._/-, at most 63 each; one option a label")
+    return dict(text.split("=", 1) for text in given) if given else None
 
 
 @app.command(context_settings=EXTRA)

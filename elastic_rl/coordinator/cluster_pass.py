@@ -246,7 +246,8 @@ def _decisions(reading: ClusterReading, seen_jobs: Mapping[str, SeenJob], changi
         stored = reading.assignments.get(name)
         now, generation = (stored.record, stored.version) if stored else (Assignment(), 0)
         if name in wanted:
-            singleton = Singleton(name, wanted[name], movable=name in reading.movable)
+            home = seen_jobs[wanted[name]["job"]].record.host
+            singleton = Singleton(name, wanted[name], movable=name in reading.movable, home=home)
             decisions[name] = assignments.decide(singleton, now, generation, _assignable(reading, name, changing),
                                                  reading.leader_s, limits.assignments)
         elif now.host and job_of_driver(name) not in reading.untouched_jobs:

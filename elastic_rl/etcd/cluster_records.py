@@ -205,6 +205,8 @@ class JobRecord(Record):
     """An operator asked to stop this submission."""
     submitted_at: float = 0.0
     """Unix seconds, for people."""
+    host: str = ""
+    """The host that it was submitted on, which has its files: others take its driver only while that one is not fit."""
 
 
 class JobPhase(OpenEnum):

@@ -271,14 +271,16 @@ class JobRun:
         return RunReading(readable_one(found.get(status), RunStatus) if job is not None else None, job,
                           readable_one(found.get(state), JobState), pid=self.pid)
 
-    def submit(self, etcd: EtcdClient, submission: Submission, secret: ClusterSecret) -> None:
-        """Has the run wanted: once more, if it has ended. Raises ConfigError for a submission that is too large for
-        etcd, or a job that is not on the cluster, Conflict where another command changes the job, and EtcdUnavailable.
+    def submit(self, etcd: EtcdClient, submission: Submission, secret: ClusterSecret, *, host: str = "") -> None:
+        """Has the run wanted: once more, if it has ended. ``host``: the one that has its files. Raises ConfigError for
+        a submission that is too large for etcd, or a job that is not on the cluster, Conflict where another command
+        changes the job, and EtcdUnavailable.
         """
         key = self._keys.job(self._job)
         found = etcd.get(key)
         record = self._submittable(found.value if found is not None else None)
-        again = record.replace(submission=record.submission + 1, stopped=False, submitted_at=time.time())
+        again = record.replace(submission=record.submission + 1, stopped=False, submitted_at=time.time(),
+                               host=host)
         sealed = job_settings.seal(submission.replace(number=again.submission).encode(), self._job, secret)
         if len(sealed) > _MAX_SUBMISSION_BYTES:
             raise ConfigError(f"settings and environment of this command take {len(sealed) >> 10} KiB of etcd, and may "

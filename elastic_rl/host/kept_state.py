@@ -16,10 +16,9 @@ from elastic_rl.dcs.storage.disk import owner
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import cluster_settings
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.runtime.files import os_error_text
-
-NODE = "node-0"
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ def require_same_disk(cfg: Config) -> None:
     old, new = chunks(cfg), _node_folder(cfg, cfg.dcs.disk_dir)
     if old.resolve() != new.resolve() and owner(old) in ("", cfg.job) and _has_chunks(old):
         raise ConfigError(f"the versions of job {cfg.job} are in {old}, and dcs.disk_dir would have them in {new}",
-                          hint=f"give --dcs.disk_dir={shlex.quote(str(old.parent))}, or move {NODE} there while the "
-                               "cluster is stopped")
+                          hint=f"give --dcs.disk_dir={shlex.quote(str(old.parent))}, or move {old.name} there while "
+                               "the cluster is stopped")
 
 
 def elsewhere(cfg: Config) -> list[str]:
@@ -199,7 +198,7 @@ def _node_folder(cfg: Config, disk_dir: object) -> Path:
     path = Path(str(disk_dir)) if disk_dir else JobPaths.of(cfg).disk
     with contextlib.suppress(RuntimeError):  # there is no such user
         path = path.expanduser()
-    return path / NODE
+    return path / LocalHost.of(ClusterPaths.of(cfg)).node
 
 
 def _has_chunks(folder: Path) -> bool:

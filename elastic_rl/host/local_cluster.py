@@ -57,6 +57,7 @@ from elastic_rl.host import (
 )
 from elastic_rl.host.job_run import JobRun, Submission, all_stopped
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
+from elastic_rl.host.join_file import JoinFile
 from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord, job_of_node, node_service
@@ -119,10 +120,11 @@ class Cluster:
         """Whether this process owns the cluster."""
 
     # -- up -----------------------------------------------------------------------------------------------------
-    def up(self, *, resubmit: bool = True, name: str = "", address: str = "") -> ClusterInfo:
+    def up(self, *, resubmit: bool = True, name: str = "", address: str = "", labels: Mapping[str, str] | None = None
+           ) -> ClusterInfo:
         """Starts what does not run and returns when every service answers. A cluster with a name starts without the
         job (``admit``). ``resubmit``: whether the job's record gets these settings where it has others. ``name``,
-        ``address``: of this host in a cluster with a name; empty: as before.
+        ``address``, ``labels``: of this host in a cluster with a name; empty, or None: as before.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
         small, no etcd program, no space or no locks in run_dir), EtcdUnavailable (a configured etcd does not answer) or
@@ -133,7 +135,7 @@ class Cluster:
         with (preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S),
               cluster_settings.unchanged_on_error(self.paths.settings),
               cluster_settings.unchanged_on_error(self.paths.local_host)):
-            self._place(name, address)
+            self._place(name, address, labels=labels)
             known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
             supervised = bool(self.agents.running())
             try:
@@ -163,21 +165,76 @@ class Cluster:
         Raises ConfigError."""
         return self.host.settings_here(self.cfg, self.paths.tls)
 
-    def _place(self, name: str, address: str) -> None:
-        """Gives this host a name and an address. Raises ConfigError for what cannot be one, and where services run
-        under another one, and PreflightFailed for an address that this machine does not have."""
+    def _place(self, name: str, address: str, *, joined: bool = False, labels: Mapping[str, str] | None = None) -> None:
+        """Gives this host a name, an address, and labels if any are given. Raises ConfigError for what cannot be one,
+        for one that has become a host of the cluster in the other way (``joined``), and where services run under
+        another one, and PreflightFailed for an address that this machine does not have."""
         before = self.host
-        if (name or address) and not self.named:
-            raise ConfigError("only a host of a cluster with a name has a name and an address",
+        if joined != before.joined and self.known:
+            raise ConfigError(
+                f"this machine has joined cluster {self.cfg.cluster}, whose etcd and coordinators are elsewhere"
+                if before.joined else f"cluster {self.cfg.cluster} was started on this machine, in {self.dir}",
+                hint="`elastic-rl node --join=FILE` starts what runs here" if before.joined else
+                "`elastic-rl up` starts what runs here; to join another cluster of that name, set another --run_dir")
+        if (name or address or labels) and not self.named:
+            raise ConfigError("only a host of a cluster with a name has a name, an address and labels",
                               hint="give --cluster=NAME, too")
-        after = before.named(name, address)
+        after = before.named(name, address).replace(joined=joined)
+        if labels is not None:
+            after = after.replace(labels=dict(labels))
         if after != before:
             if running := [r.name for r in self._running()]:
-                raise ConfigError(f"this host is {before.name} at {before.address} while {', '.join(running)} run",
+                raise ConfigError(f"this host is {before.described} while {', '.join(running)} run",
                                   hint=f"`elastic-rl down {kept_state.cluster_options(self.cfg)}` first")
             after.save(self.paths)
         require_address(after.address, setting="--address")
         self._host = after
+
+    def join(self, file: JoinFile, *, name: str = "", address: str = "", labels: Mapping[str, str] | None = None
+             ) -> ClusterInfo:
+        """Makes this machine a host of the cluster that a join file describes, and starts its agent unless that runs.
+        ``name``, ``address``, ``labels``: of this host; empty, or None: as before.
+
+        Raises ConfigError (nothing that others can reach, another secret than that of what runs here, an etcd without
+        this cluster), PreflightFailed as ``up``, EtcdUnavailable where the cluster's etcd does not answer, and
+        DeadlineExceeded. After any error nothing is started, and what was stored is as before."""
+        self._make_folder(self.dir)
+        with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S), contextlib.ExitStack() as undo:
+            for path in (self.paths.settings, self.paths.local_host, self.paths.secret, self.paths.credentials,
+                         self.paths.tokens, self.paths.viewer_token):
+                undo.enter_context(cluster_settings.unchanged_on_error(path))
+            self._place(name, address, joined=True, labels=labels)
+            if self.host.is_local:
+                raise ConfigError("the other hosts of the cluster cannot reach this one",
+                                  hint="give --address=IP, an address of this machine that `ip addr` lists")
+            self._require_records()
+            running = bool(self._running())
+            self._take_secret(ClusterSecret(file.secret), running)
+            self._certify(renew_only=running)
+            with EtcdClient.from_config(self.here.etcd, file.etcd_endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
+                if etcd.get(ClusterKeys(self.cfg.cluster_name).spec()) is None:
+                    raise ConfigError(f"the etcd at {', '.join(file.etcd_endpoints)} has no cluster {self.cfg.cluster}",
+                                      hint="copy cluster.join from the folder of the cluster on its first host again")
+            cluster_settings.save(self.cfg, self.paths.settings)
+            info = ClusterInfo("", file.etcd_endpoints, file.coordinators, str(self.paths.credentials),
+                               self.here.coordinator.tls_ca)
+            info.save(self.paths.info)
+            self.paths.stopped.unlink(missing_ok=True)
+            if not self.agents.running():
+                self._say("starting the host agent")
+                self._start_agent(AGENTS[0])
+            return info
+
+    def _take_secret(self, secret: ClusterSecret, running: bool) -> None:
+        """Stores the secret of the cluster that this host joins. Raises ConfigError where what runs has another one."""
+        if not self.paths.secret.exists() or ClusterSecret.read(self.paths.secret) != secret:
+            if running:
+                raise ConfigError("the join file has another secret than what runs on this host", hint=(
+                    f"`elastic-rl down {kept_state.cluster_options(self.cfg)}` first"))
+            for path in (self.paths.credentials, self.paths.tokens, self.paths.viewer_token):
+                path.unlink(missing_ok=True)
+            secret.save(self.paths.secret)
+        cluster_secrets.write_secrets(self.paths, self._say)
 
     def _up(self, running: set[str], resubmit: bool) -> ClusterInfo:
         self._require_same_etcd()
@@ -205,6 +262,9 @@ class Cluster:
         info = ClusterInfo("" if self.named else self.cfg.job, endpoints, list(coordinators.values()),
                            str(self.paths.credentials), str(Path(ca).resolve()) if ca else "",
                            not self.cfg.etcd.endpoints)
+        if not self.host.is_local:
+            JoinFile.of(self.cfg, ClusterSecret.read(self.paths.secret), endpoints, info.coordinators).save(
+                self.paths.join_file)
         info.save(self.paths.info)
         self._disown()
         self.paths.stopped.unlink(missing_ok=True)
@@ -446,13 +506,13 @@ class Cluster:
             self._say(f"continuing with what {who} has kept in {self.dir}")
         elif not running:
             self._begin_new_run(data)
-        port = int(old.rpartition(":")[2]) if old and running else 0
-        if port:  # the services that run connect to this one
-            require_port_free(self.host.address, port, setting="the port of this cluster's etcd")
-        elif running:
+        if running and not old:
             raise PreflightFailed(f"services run, and there is no record of their etcd in {self.services.folder}",
                                   hint=self._restart_hint)
-        return [self._start_etcd(binary, data, port)]
+        if running:  # the services that run connect to this one
+            require_port_free(self.host.address, port_of(old), setting="the port of this cluster's etcd")
+        return [self._start_etcd(binary, data, port_of(old) if running else self._known_port(
+            etcd_server.SERVICE, self.host.address), required=bool(running))]
 
     def _own_endpoint(self) -> str:
         """Endpoint of the etcd that ``up`` started, running or not; empty where nothing has recorded it."""
@@ -475,10 +535,11 @@ class Cluster:
             if aside := kept_state.set_aside(path):
                 self._say(f"{path.name} of an earlier run is now {aside}")
 
-    def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
-        attempts = 1 if port else 3  # another process may take a port that was free
+    def _start_etcd(self, binary: Path, data: Path, port: int, *, required: bool) -> str:
+        """``port``: 0 for a free one. ``required``: whether no other one will do."""
+        attempts = 1 if required else 3  # another process may take a port that was free
         for attempt in range(attempts):
-            endpoint = self._spawn_etcd(binary, data, port or free_port(self.host.address))
+            endpoint = self._spawn_etcd(binary, data, (port if not attempt else 0) or free_port(self.host.address))
             try:
                 self._await("etcd", etcd_server.SERVICE, partial(self.etcd_healthy, endpoint),
                             self.cfg.etcd.start_timeout_s)
@@ -516,17 +577,33 @@ class Cluster:
         return url
 
     def _last_port(self, name: str, host: str) -> int:
-        """The port that a service had, whose clients know it; a free one where it had none or another has taken it."""
+        """The port that a service had; a free one where it had none or another has taken it."""
+        return self._known_port(name, host) or free_port(host)
+
+    def _known_port(self, name: str, host: str) -> int:
+        """The port that a service had, whose clients know it, also before the cluster was taken down; 0 where it had
+        none or another process has taken it."""
         record = self.services.get(name)
-        url = record.url if record is not None else ""
-        port = int(url.rpartition(":")[2] or 0) if url.rpartition(":")[2].isdigit() else 0
+        port = port_of(record.url if record is not None else self._urls_before.get(name, ""))
         try:
             if port:
                 require_port_free(host, port, setting=f"the port of {name}")
-                return port
         except PreflightFailed as e:
             self._say(f"warning: {e.message}; {name} gets another one")
-        return free_port(host)
+            return 0
+        return port
+
+    @property
+    def _urls_before(self) -> dict[str, str]:
+        """Where etcd and the coordinators were before the cluster was taken down, by service."""
+        try:
+            info = ClusterInfo.load(self.paths.stopped)
+        except ConfigError:
+            info = None
+        if info is None:
+            return {}
+        return {**{f"coordinator-{i}": url for i, url in enumerate(info.coordinators)},
+                **({etcd_server.SERVICE: info.etcd_endpoints[0]} if info.own_etcd else {})}
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
         for name, url in urls.items():
@@ -537,17 +614,20 @@ class Cluster:
         dcs, host = self.cfg.dcs, self._dcs_host
         if self.node in running:
             return None
+        if self.host.joined:  # these are of the host that the job was submitted on
+            dcs = dcs.model_copy(update={"advertise_host": "", "advertise_port": 0})
         port = dcs.port or self._last_port(self.node, host)
         return self._spawn(self.node, processes.python(
             "elastic_rl.dcs.node.service", *self._common(self._job.submitted_settings, endpoints, self._job.logs),
-            "--id", kept_state.NODE, f"--dcs.host={host}", f"--dcs.port={port}",
-            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
+            "--id", self.host.node, f"--dcs.host={host}", f"--dcs.port={port}",
+            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}",
+            *(('--dcs.advertise_host=""', "--dcs.advertise_port=0") if self.host.joined else ())),
             url=host_port(dcs.advertise_host or host, dcs.advertise_port or port))
 
     @property
     def _dcs_host(self) -> str:
-        """Where the job's DCS node listens."""
-        return self.host.listens_at(self.cfg.dcs.host)
+        """Where the job's DCS node listens. What its settings say is for the host that it was submitted on."""
+        return self.host.address if self.host.joined else self.host.listens_at(self.cfg.dcs.host)
 
     def _common(self, settings: Path, endpoints: list[str], logs: Path) -> list[str]:
         """Options of every service but etcd. ``logs``: the folder whose files it keeps within their bounds."""
@@ -566,7 +646,7 @@ class Cluster:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
         one is recognised by its pid."""
         etcd = EtcdClient.from_config(self.here.etcd, endpoints)
-        key = Keys(self.cfg.job).dcs_node(kept_state.NODE)
+        key = Keys(self.cfg.job).dcs_node(self.host.node)
         try:
             self._await("the DCS node", self.node,
                         lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid, _START_TIMEOUT_S)
@@ -728,7 +808,7 @@ class Cluster:
                     raise self._trained_already() from e
                 self._disown()
                 self.run.submit(etcd, Submission.of_this_process(self.cfg, faults=faults, from_job=from_job),
-                                ClusterSecret.read(self.paths.secret))
+                                ClusterSecret.read(self.paths.secret), host=self.host.name)
 
     def etcd_healthy(self, endpoint: str, *, timeout_s: float = 0.5) -> bool:
         """Whether the member of the cluster's own etcd at ``host:port`` answers and has a leader. Raises ConfigError
@@ -779,9 +859,10 @@ class Cluster:
             raise
         return self._end_run() or wanted
 
-    def _end_run(self, *, locked: bool = False) -> bool:
+    def _end_run(self, *, locked: bool = False, moves: bool = False) -> bool:
         """Ends the process of a run that was stopped, and what its compute plane has left; returns whether there was
-        one. ``locked``: this process holds the cluster's lock."""
+        one. ``locked``: this process holds the cluster's lock. ``moves``: the run was not stopped, and goes on on
+        another host."""
         record = self.singletons.get(quote(self.run.name, safe=""))
         if record is None or not record.running:
             return not locked and self._sweep_compute()
@@ -791,6 +872,8 @@ class Cluster:
         with contextlib.suppress(psutil.NoSuchProcess):
             if record.named:
                 process = psutil.Process(record.pid)
+        if moves and process is not None:
+            processes.stop(process.pid, grace_s=_EXIT_GRACE_S, descendants=False)
         try:
             wait_until(lambda: not (self.run.pid if process is None else runs(process)),
                        timeout_s=_STOP_RUN_S if locked else _EXIT_GRACE_S, what="the end of the run")
@@ -858,6 +941,38 @@ class Cluster:
         cfg = cluster_settings.on_top(path, location)
         return Cluster(cluster_settings.with_sections_of_cluster(self.paths.settings, cfg, {}), say=self._say)
 
+    # -- for the host agent: the jobs that etcd lists -------------------------------------------------------------
+    def serve(self, settings: Config) -> bool:
+        """Starts the DCS node of a job of the cluster on this host, unless it is there. ``settings``: the job's, which
+        the next start of the node follows. False, with nothing done, while another command starts or stops the cluster.
+        Raises as ``admit`` does for what this host cannot have."""
+        job = Cluster(settings.model_copy(update={"run_dir": self.cfg.run_dir, "cluster": self.cfg.cluster}),
+                      say=self._say)
+        try:
+            with self._locked(0.0):
+                if (info := self._info()) is None:
+                    return False
+                is_new = self.services.get(job.node) is None
+                if is_new:
+                    job._make_folder(job._job.private)
+                    kept_state.require_same_cluster(job.cfg)
+                    job._check_node(set())
+                    replace_file(job._job.cluster_name, self.cfg.cluster, durable=True)
+                if is_new or self.host.joined:  # else `admit` has stored them
+                    cluster_settings.save(job.cfg, job._job.submitted_settings)
+                if is_new:
+                    job._start_dcs_node(set(), info.etcd_endpoints)
+                return True
+        except DeadlineExceeded:
+            return False
+
+    def stop_serving(self, job: str, is_gone: Callable[[], bool]) -> None:
+        """Ends the DCS node of a job that is no more on the cluster, and keeps its chunks. ``is_gone``: asked once no
+        command can be adding the job; raises EtcdUnavailable."""
+        with contextlib.suppress(DeadlineExceeded), self._locked(0.0):
+            if is_gone() and (record := self.services.get(node_service(job))):
+                self._stop([record])
+
     # -- one service ----------------------------------------------------------------------------------------------
     @property
     def _restart_hint(self) -> str:
@@ -896,7 +1011,7 @@ class Cluster:
                                       hint=self._restart_hint)
             if etcd_server.data_in_use(data):
                 raise PreflightFailed(f"an etcd without a record runs on {data}", hint=self._restart_hint)
-            port = int(info.etcd_endpoints[0].rpartition(":")[2])
+            port = port_of(info.etcd_endpoints[0])
             require_port_free(self.host.address, port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
         elif (job := job_of_node(record.name)) in self.jobs:
@@ -945,7 +1060,7 @@ class Cluster:
                 with contextlib.suppress(OSError):  # somebody has removed the job's folder, or there is no room
                     job._job.unsaved.touch()
             self.paths.info.replace(self.paths.stopped)
-        stopped = [job.run.name for job in jobs if job._end_run(locked=True)]
+        stopped = [job.run.name for job in jobs if job._end_run(locked=True, moves=self.host.joined)]
         stopped += [f"compute {pid}" for job in jobs for pid in leftovers.sweep(job._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services
@@ -1055,8 +1170,14 @@ class Cluster:
 
     def segments(self) -> list[Path]:
         """Shared-memory files of this job."""
-        pattern = re.compile(rf"{PREFIX}{re.escape(self.cfg.job)}-node-\d+-[^-]+")
+        pattern = re.compile(rf"{PREFIX}{re.escape(self.cfg.job)}-{re.escape(self.host.node)}-[^-]+")
         return [p for p in SHM.glob(f"{PREFIX}{self.cfg.job}-*") if pattern.fullmatch(p.name)]
+
+
+def port_of(url: str) -> int:
+    """The port of a URL or of ``HOST:PORT``; 0 where it has none."""
+    port = url.rpartition(":")[2]
+    return int(port) if port.isdigit() else 0
 
 
 def _down_order(name: str) -> int:

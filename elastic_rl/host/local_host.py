@@ -43,6 +43,19 @@ class LocalHost(Record):
     address: str = LOOPBACK
     """Where etcd, the coordinators and the DCS nodes of this host listen."""
     labels: dict[str, str] = {}
+    joined: bool = False
+    """Whether it has joined a cluster (`elastic-rl node`) whose etcd and coordinators are elsewhere."""
+
+    @property
+    def node(self) -> str:
+        """Id of each job's DCS node on this host."""
+        return f"node-{self.name}" if self.joined else "node-0"
+
+    @property
+    def described(self) -> str:
+        """What it is called, for errors."""
+        labels = "".join(f", {name}={value}" for name, value in self.labels.items())
+        return f"{self.name} at {self.address}{labels}"
 
     @classmethod
     def of(cls, paths: ClusterPaths) -> LocalHost:

@@ -108,6 +108,11 @@ class ClusterPaths:
         return self.folder / "host.json"
 
     @property
+    def join_file(self) -> Path:
+        """What another machine needs to join the cluster (``host.join_file``); of a cluster with an address."""
+        return self.folder / "cluster.join"
+
+    @property
     def tls(self) -> TlsFolder:
         """The certificate of this host, and its authority's; made for a host that others can reach."""
         return TlsFolder(self.folder / "tls")

@@ -22,7 +22,7 @@ from elastic_rl.bench.recovery.trials import Trial, follow
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.faults.context import kill
-from elastic_rl.host import etcd_server, kept_state
+from elastic_rl.host import etcd_server
 from elastic_rl.host.agent.restart_policy import RestartLimits
 from elastic_rl.host.service_files import ServiceRecord
 from elastic_rl.net import http_client
@@ -96,7 +96,7 @@ def _etcd_works(testbed: Testbed, _name: str = "") -> bool:
 
 def _node_works(testbed: Testbed, _name: str = "") -> bool:
     """Whether the record of the node is that of a process that runs: it registers once it serves."""
-    node = readable_one(testbed.etcd.get(testbed.context.keys.dcs_node(kept_state.NODE)), DcsNode)
+    node = readable_one(testbed.etcd.get(testbed.context.keys.dcs_node(testbed.cluster.host.node)), DcsNode)
     return node is not None and alive(node.pid)
 
 

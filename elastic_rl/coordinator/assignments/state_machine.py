@@ -50,6 +50,8 @@ class Singleton:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     movable: bool = False
     """Whether its holder loses nothing when it moves now, so that a drain need not wait."""
+    home: str = ""
+    """The host that it goes to where that is fit; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,13 @@ def _move_failed(wanted: Singleton, now: Assignment, hosts: Mapping[str, Assigna
 
 def _move(wanted: Singleton, now: Assignment, hosts: Mapping[str, AssignableHost], failed: list[FailedHost],
           reason: str) -> Decision:
-    host = _best(hosts, {f.host for f in failed})
+    host = _best(hosts, wanted.home, {f.host for f in failed})
     if host is None:
         return Decision(waits_for=f"{reason}; no other host is fit to take it" if now.host else "no host is READY")
     return Decision(Assignment(host=host, incarnation=hosts[host].state.incarnation, arguments=dict(wanted.arguments),
                                reason=reason, failed=failed))
 
 
-def _best(hosts: Mapping[str, AssignableHost], avoided: Iterable[str]) -> str | None:
+def _best(hosts: Mapping[str, AssignableHost], home: str, avoided: Iterable[str]) -> str | None:
     fit = [name for name, host in hosts.items() if host.fit and not host.changing]
-    return min(fit, key=lambda name: (name in avoided, hosts[name].assigned, name), default=None)
+    return min(fit, key=lambda name: (name in avoided, name != home, hosts[name].assigned, name), default=None)

@@ -23,6 +23,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
+from elastic_rl.host.agent.job_nodes import JobNodes
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.file_lock import taken
@@ -72,6 +73,7 @@ class HostAgent:
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
+        self._nodes: JobNodes | None = None
         self._endpoints: list[str] = []
         """Endpoints of the etcd that has the assignments."""
 
@@ -115,8 +117,7 @@ class HostAgent:
                 if failed != (failed := f"{type(e).__name__}: {e}"):
                     log.exception("a pass of the agent failed")
             _await_end(pids)
-        if self._work is not None:
-            self._work.close()
+        self._close_work()
         if self._rotation is not None:
             self._rotation.close()
         self._cluster.paths.agent_status.unlink(missing_ok=True)
@@ -144,16 +145,25 @@ class HostAgent:
     def _waits_for(self, info: ClusterInfo | None) -> str:
         """Begins to carry out assignments once the cluster is up. Returns why this host takes none; empty if it does,
         or is to take none."""
-        if info is not None and info.etcd_endpoints != self._endpoints and self._work is not None:
-            self._work.close()  # etcd has other addresses now: the singletons run on, and are adopted
-            self._work = None
+        if info is not None and info.etcd_endpoints != self._endpoints:
+            self._close_work()  # etcd has other addresses now: the singletons run on, and are adopted
         if self._work is None and self._work_of is not None and info is not None:
             try:
                 self._work = self._work_of(self._cluster, info).start()
+                if self._cluster.named:
+                    self._nodes = JobNodes(lambda: self._cluster, self._cluster.etcd(info)).start()
                 self._endpoints = info.etcd_endpoints
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"
-        return self._work.waits_for if self._work is not None else ""
+        if self._work is None:
+            return ""
+        return self._work.waits_for or (self._nodes.waits_for if self._nodes is not None else "")
+
+    def _close_work(self) -> None:
+        for part in (self._nodes, self._work):
+            if part is not None:
+                part.close()
+        self._nodes = self._work = None
 
     def _certify(self) -> str:
         """Keeps the certificate of this host good. Returns why it cannot be made anew."""

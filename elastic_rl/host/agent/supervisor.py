@@ -23,7 +23,7 @@ from elastic_rl.etcd.cluster_records import RunState, ServiceStatus
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
-from elastic_rl.host import etcd_server, kept_state
+from elastic_rl.host import etcd_server
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
 from elastic_rl.host.local_cluster import AGENTS, Cluster, last_message
@@ -135,7 +135,7 @@ class ServiceSupervisor:
             with cluster.etcd(info, retry_budget_s=_EVENT_BUDGET_S) as etcd:
                 for name, count in due.items():
                     times = f", {count} times" if count > 1 else ""
-                    kind, subject = event_of(name)
+                    kind, subject = event_of(name, cluster.host.node)
                     for job in [job_of_node(name)] if job_of_node(name) else cluster.jobs:
                         events.emit(etcd, Keys(job), kind, subject, f"{name} ended and was started again{times}",
                                     severity=Severity.WARNING, restarts=count)
@@ -153,10 +153,11 @@ def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
         return False
 
 
-def event_of(name: str) -> tuple[EventKind, str]:
-    """Kind and subject of the event that a service was started again. The subject is the service's id as a member."""
+def event_of(name: str, node: str) -> tuple[EventKind, str]:
+    """Kind and subject of the event that a service was started again. The subject is the service's id as a member.
+    ``node``: that of the DCS nodes of this host."""
     if name == etcd_server.SERVICE:
         return event_kinds.ETCD_RESTARTED, name
     if job_of_node(name):
-        return event_kinds.DCS_RESTARTED, kept_state.NODE
+        return event_kinds.DCS_RESTARTED, node
     return event_kinds.COORDINATOR_RESTARTED, name

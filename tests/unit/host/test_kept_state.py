@@ -96,7 +96,7 @@ def test_purge_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_purge_follows_stored_settings_and_leaves_other_jobs_chunks(tmp_path: Path) -> None:
     cfg = _started(tmp_path / "runs", dcs={"disk_dir": str(tmp_path / "chunks")})
     bare = parse({"job": "prod", "run_dir": str(tmp_path / "runs")})
-    assert kept_state.chunks(bare) == tmp_path / "chunks" / kept_state.NODE
+    assert kept_state.chunks(bare) == tmp_path / "chunks" / "node-0"
     (kept_state.chunks(cfg) / "lock").write_text("another")
     Cluster(bare).down(purge=True)
     assert kept_state.chunks(cfg).exists() and not ClusterPaths.of(cfg).etcd.exists()

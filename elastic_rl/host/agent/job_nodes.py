@@ -1,0 +1,109 @@
+"""A DCS node on this host for each job of its cluster that is queued or runs, for the host's agent.
+
+The host that a job is submitted on has its node before the job's record is written (``Cluster.admit``); the others
+follow what etcd says. The node of a job that has ended runs on, since it may be the only one with some of its versions.
+A job that is taken off the cluster loses its node, and its chunks stay: that a record is missing may be the fault of an
+etcd that was restored from an older copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Self
+
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd import job_settings
+from elastic_rl.etcd.changed_range import ChangedRange
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import JobState
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.service_files import job_of_node
+from elastic_rl.net.cluster_secret import ClusterSecret
+
+log = logging.getLogger(__name__)
+
+_READ_EVERY_S = 30.0
+"""The jobs are read when one has changed, and so often."""
+_TURN_S = 0.5
+_PAUSE_S = 5.0
+"""Pause after an error, and before another try of what could not be done."""
+_JOIN_S = 5.0
+
+
+class JobNodes:
+    """Starts and ends the nodes from ``start`` until ``close``, in a thread of its own: etcd may be away. The nodes run
+    on after that; the agent restarts those that end as it does any service."""
+
+    def __init__(self, cluster: Callable[[], Cluster], etcd: EtcdClient) -> None:
+        """``cluster``: the cluster with its present settings. ``etcd``: a client for this object, which closes it."""
+        self.waits_for = ""
+        """Why a job has no node here; empty while each has one."""
+        self._cluster, self._etcd = cluster, etcd
+        self._keys = ClusterKeys(cluster().cfg.cluster_name)
+        self._followed: dict[str, int] = {}
+        """The submissions that have been followed, by job."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="job-nodes", daemon=True)
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        self._etcd.close()
+
+    def _run(self) -> None:
+        prefix = self._keys.job_states_prefix()
+        jobs = ChangedRange(self._etcd, prefix, every_s=_READ_EVERY_S, turn_s=_TURN_S)
+        states: Mapping[str, JobState] = {}
+        while not self._stopping.is_set():
+            try:
+                if (found := jobs.read()) is not None:
+                    states = {kv.key.removeprefix(prefix): state for state, kv in readable(found.kvs, JobState)}
+                elif self.waits_for:
+                    self._stopping.wait(_PAUSE_S)
+                else:
+                    continue
+                self._say("; ".join(self._follow(states)))
+            except Exception as e:
+                self._say(f"the jobs of the cluster cannot be followed: {type(e).__name__}: {e}")
+                self._stopping.wait(_PAUSE_S)
+        jobs.close()
+
+    def _say(self, waits_for: str) -> None:
+        if waits_for and waits_for != self.waits_for:
+            log.warning("%s", waits_for)
+        self.waits_for = waits_for
+
+    def _follow(self, states: Mapping[str, JobState]) -> Iterator[str]:
+        """Starts and ends what is to be; yields what could not be done, and why. Raises EtcdUnavailable and OSError."""
+        cluster = self._cluster()
+        served = {job for record in cluster.services.all() if (job := job_of_node(record.name))}
+        for job, state in sorted(states.items()):
+            if state.phase.ended or job in served and self._followed.get(job) == state.submission:
+                continue
+            try:
+                if (found := self._etcd.get(self._keys.job(job))) is None:
+                    continue
+                secret, record = ClusterSecret.read(cluster.paths.secret), job_settings.read_record(found.value, job)
+                if cluster.serve(job_settings.opened(record.settings, job, secret, cluster.cfg)):
+                    self._followed[job] = state.submission
+                else:
+                    yield f"job {job} has no DCS node here: another command starts or stops the cluster"
+            except (ElasticRLError, OSError) as e:
+                yield f"job {job} has no DCS node here: {e}"
+        for job in sorted(served - states.keys()):
+            self._followed.pop(job, None)
+            cluster.stop_serving(job, partial(self._is_gone, job))
+
+    def _is_gone(self, job: str) -> bool:
+        """Whether no record of the job is left; the leader may not have decided about one that is there."""
+        return self._etcd.get(self._keys.job(job)) is None

@@ -1,0 +1,109 @@
+"""A host that has joined a cluster, for the process that keeps it there (`elastic-rl node`).
+
+The host agent does the work, and runs on when that process is killed: another one finds it as it is. Only a process
+that is told to end has the host leave: what it holds moves elsewhere first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic_rl.coordinator.hosts import changes
+from elastic_rl.coordinator.problems import Problem
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import Drain, HostPhase, HostSpec, HostState
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.host.agent.status import AgentWatch
+from elastic_rl.host.local_cluster import Cluster
+
+_LEAVES = "the host leaves the cluster"
+"""Reason of a drain that this module has asked for, and takes back when the host returns."""
+_POLL_S = 1.0
+_ETCD_BUDGET_S = 2.0
+
+
+class JoinedHost:
+    """This host in a cluster that ``Cluster.join`` has made it a host of."""
+
+    def __init__(self, cluster: Cluster, say: Callable[[str], None], *,
+                 pause: Callable[[float], None] = time.sleep) -> None:
+        """``say``: gets each change, for the operator. ``pause``: waits; whoever wants this to end raises there."""
+        self._cluster, self._say, self._pause = cluster, say, pause
+        self._name, self._keys = cluster.host.name, ClusterKeys(cluster.cfg.cluster_name)
+        self._said: dict[str, str] = {}
+
+    def follow(self) -> None:
+        """Says how the host is, and starts its agent where that has ended, until a command takes down what runs here.
+        """
+        agent = AgentWatch(self._cluster)
+        returned = False
+        while not self._cluster.taken_down:
+            waiting = dict(agent.waiting())
+            try:
+                with self._etcd() as etcd:
+                    returned = returned or self._withdraw_drain(etcd)
+                    self._report("host", self._described(etcd))
+            except ElasticRLError as e:
+                waiting.setdefault("host agent", str(e))
+            self._report("waiting", "; ".join(f"{name}: {why}" for name, why in sorted(waiting.items())))
+            self._pause(_POLL_S)
+
+    def leave(self, within_s: float) -> None:
+        """Has what the host holds moved elsewhere, and returns when it holds nothing, at the latest after ``within_s``
+        seconds. What runs here runs on: ``Cluster.down`` ends it."""
+        end = time.monotonic() + within_s
+        asked = False
+        while time.monotonic() < end:
+            try:
+                with self._etcd() as etcd:
+                    if not asked:
+                        self._change(etcd, {"drain": Drain(within_s=0.0), "reason": _LEAVES})
+                        asked = True
+                    state = self._state(etcd)
+                    if state is None or state.phase in (HostPhase.LEFT, HostPhase.LOST):
+                        return
+                    self._report("host", self._described(etcd))
+            except Problem as e:
+                self._report("waiting", f"the host cannot be drained: {e}")
+            except ElasticRLError as e:
+                self._report("waiting", str(e))
+            self._pause(_POLL_S)
+        self._say(f"host {self._name} still holds something after {within_s:g} s: it moves once the host is lost")
+
+    def _etcd(self) -> EtcdClient:
+        return self._cluster.etcd(self._cluster.connect(), retry_budget_s=_ETCD_BUDGET_S)
+
+    def _withdraw_drain(self, etcd: EtcdClient) -> bool:
+        """Takes back the drain with which the host left. False while nobody knows the host yet."""
+        if self._state(etcd) is None:
+            return False
+        spec = readable_one(etcd.get(self._keys.host_spec(self._name)), HostSpec)
+        if spec is not None and spec.drain is not None and spec.reason == _LEAVES:
+            try:
+                self._change(etcd, {"drain": None})
+            except Problem as e:
+                self._report("waiting", f"its drain cannot be taken back: {e}")
+                return False
+        return True
+
+    def _change(self, etcd: EtcdClient, wanted: dict[str, Any]) -> None:
+        changes.change(etcd, self._keys, self._name, wanted, by=f"node {self._name}")
+
+    def _state(self, etcd: EtcdClient) -> HostState | None:
+        return readable_one(etcd.get(self._keys.host_state(self._name)), HostState)
+
+    def _described(self, etcd: EtcdClient) -> str:
+        state = self._state(etcd)
+        if state is None:
+            return f"host {self._name}: waits for a coordinator to take it in"
+        return f"host {self._name}: {state.phase}" + (f", {state.reason}" if state.reason else "")
+
+    def _report(self, topic: str, line: str) -> None:
+        """Says a line that differs from the last one of its topic."""
+        if line != self._said.get(topic, ""):
+            self._said[topic] = line
+            self._say(line or "it waits for nothing any more")

@@ -1,0 +1,175 @@
+"""A second host: it joins by a file, has a DCS node for each job, takes the run of a host that drains, and leaves.
+
+Both hosts are folders of one machine, at one address: they have different names, files and ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import run_in_one_line as _run
+from support.stub_run import put_stub_in_place
+from support.waiting import wait_until
+
+from elastic_rl import config
+from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.cluster_records import JobPhase
+from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.host import processes
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.net.addresses import LOOPBACK, reachable_address
+from elastic_rl.net.cluster_secret import ClusterSecret
+
+ADDRESS = reachable_address("0.0.0.0")
+pytestmark = pytest.mark.skipif(ADDRESS == LOOPBACK, reason="this machine has no address but loopback")
+JOB = f"j-{secrets.token_hex(3)}"
+
+
+def cluster_in(run_dir: Path, job: str = JOB) -> Cluster:
+    return Cluster(config.parse({"run_dir": str(run_dir), "cluster": "lab", "job": job,
+                                 "coordinator": {"replicas": 1}, "dcs": {"arena_bytes": 32 << 20}}))
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = cluster_in(tmp_path / "first")
+    cluster.up(name="gpu-1", address=ADDRESS)
+    yield cluster
+    cluster_in(tmp_path / "first").down()
+
+
+class Node:
+    """The command `elastic-rl node`, as systemd or Slurm runs it."""
+
+    def __init__(self, first: Cluster, run_dir: Path) -> None:
+        self.cluster = cluster_in(run_dir)
+        self._log = run_dir.parent / "node.log"
+        self._command = processes.python(
+            "elastic_rl.cli.main", "node", f"--join={first.paths.join_file}", "--name=gpu-2", f"--address={ADDRESS}",
+            "--label=zone=a", f"--run_dir={run_dir}")
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        return self.process
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture
+def node(first: Cluster, tmp_path: Path) -> Iterator[Node]:
+    made = Node(first, tmp_path / "second")
+    yield made
+    made.process.kill()
+    made.process.wait()
+    cluster_in(tmp_path / "second").down()
+
+
+def hosts(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    with contextlib.suppress(EtcdUnavailable):
+        return {host["id"]: host for host in AdminClient(cluster.connect(), retry_budget_s=1.0).hosts()}
+    return {}
+
+
+def phase(cluster: Cluster, host: str) -> str:
+    return str(hosts(cluster).get(host, {}).get("phase", ""))
+
+
+def holder(cluster: Cluster) -> str:
+    return next((name for name, host in hosts(cluster).items() if host["assignments"]), "")
+
+
+def nodes(cluster: Cluster) -> set[str]:
+    prefix = Keys(JOB).dcs_nodes_prefix()
+    with cluster.etcd(cluster.connect()) as etcd:
+        return {kv.key.removeprefix(prefix) for kv in etcd.range(prefix)[0]}
+
+
+def test_host_joins_takes_over_a_run_and_leaves(
+        first: Cluster, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    put_stub_in_place(tmp_path, monkeypatch)
+    wait_until(lambda: phase(first, "gpu-2") == "ready", what="the second host")
+    assert hosts(first)["gpu-2"]["labels"] == {"zone": "a"}
+    wait_until(lambda: "host gpu-2: ready" in node.said, what="the command to say so")
+
+    # A job that is submitted on the first host is carried out there, and has a DCS node on both.
+    first.admit()
+    options = [f"--job={JOB}", "--cluster=lab", f"--run_dir={first.cfg.run_dir}"]
+    assert _run(capsys, "train", "--detach", *options)[0] == Exit.OK
+    wait_until(lambda: first.run.look().phase is JobPhase.RUNNING, what="the run")
+    assert holder(first) == "gpu-1" and first.run.pid
+    wait_until(lambda: nodes(first) == {"node-0", "node-gpu-2"}, what="a DCS node on each host")
+
+    # The command is killed: what it has started runs on, and the next one finds it.
+    agents = {r.name: r.pid for r in node.cluster.agents.running()}
+    node.process.kill()
+    node.process.wait()
+    node.start()
+    assert {r.name: r.pid for r in node.cluster.agents.running()} == agents
+
+    # The first host is drained: the run goes on on the second one, in its folder.
+    assert _run(capsys, "drain", "gpu-1", "--within=0", "--wait", "--timeout=120", *options)[0] == Exit.OK
+    assert holder(first) == "gpu-2"
+    wait_until(lambda: bool(node.cluster.run.pid), what="the run on the second host")
+    wait_until(lambda: first.run.look().phase is JobPhase.RUNNING and not first.run.pid, what="the run to have moved")
+
+    # The second one is told to end: it gives the run back first.
+    assert _run(capsys, "uncordon", "gpu-1", *options)[0] == Exit.OK
+    wait_until(lambda: phase(first, "gpu-1") == "ready", what="the first host")
+    wait_until(lambda: node.said.count("host gpu-2: ready") == 2, what="the second command to say so")
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(150) == 0, node.said
+    assert holder(first) == "gpu-1" and phase(first, "gpu-2") == "left"
+    wait_until(lambda: first.run.look().phase is JobPhase.RUNNING and bool(first.run.pid), what="the run at home again")
+    assert not node.cluster.agents.running() and not node.cluster.services.running()
+
+    # It comes back, and is used again.
+    node.start()
+    wait_until(lambda: phase(first, "gpu-2") == "ready", what="the second host's return")
+    wait_until(lambda: nodes(first) == {"node-0", "node-gpu-2"}, what="its DCS node")
+
+    # A job that is taken off the cluster has no node there any more; its chunks stay.
+    assert _run(capsys, "down", "--purge", "--yes", *options)[0] == Exit.OK
+    wait_until(lambda: node.cluster.services.get(node.cluster.node) is None, what="the end of its node")
+    with first.etcd(first.connect()) as etcd:
+        assert etcd.get(ClusterKeys("lab").job(JOB)) is None
+
+
+def test_what_cannot_join_says_why_and_changes_nothing(
+        first: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, run_dir = first.paths.join_file, tmp_path / "second"
+    assert file.stat().st_mode & 0o077 == 0
+
+    def refused(*options: str, file: Path = file, run_dir: Path = run_dir) -> str:
+        code, said = _run(capsys, "node", f"--join={file}", f"--run_dir={run_dir}", *options)
+        assert code != Exit.OK and not cluster_in(run_dir).agents.running() or run_dir == first.cfg.run_dir
+        return said
+
+    assert "give --address=IP" in refused("--name=gpu-2")
+    assert "no address of this machine" in refused("--address=192.0.2.7")
+    assert "and no dcs of its own" in refused(f"--address={ADDRESS}", "--dcs.replicas=2")
+    assert "was started on this machine" in refused(f"--address={ADDRESS}", run_dir=first.cfg.run_dir)
+    copied = tmp_path / "copied.join"
+    copied.write_bytes(file.read_bytes())
+    os.chmod(copied, 0o644)
+    assert "others than the user" in refused(f"--address={ADDRESS}", file=copied)
+    os.chmod(copied, 0o600)
+    copied.write_text("{}")
+    assert "is no join file" in refused(f"--address={ADDRESS}", file=copied)
+    other = file.read_text().replace(ClusterSecret.read(first.paths.secret).value, ClusterSecret.generate().value)
+    copied.write_text(other)
+    assert "certificate" in refused(f"--address={ADDRESS}", file=copied)
+    assert not cluster_in(run_dir).paths.secret.exists() and not cluster_in(run_dir).paths.local_host.exists()
