@@ -25,6 +25,9 @@ class Stream(StrEnum):
     """The records of the run: a tensor of bytes for each sealed segment."""
 
 
+Replicas = Literal["auto"] | Positive
+
+
 class DcsConfig(Section):
     host: str = "127.0.0.1"
     """Address that a DCS node listens on; 0.0.0.0 for all addresses of the host, which needs ``advertise_host``.
@@ -56,8 +59,10 @@ class DcsConfig(Section):
     """A node verifies a chunk's digest again before it serves the chunk when the last verification is more than this
     many seconds ago. 0: every time."""
 
-    replicas: Positive = 1
-    """Number of nodes that must hold every chunk before a version is committed. One fewer may fail without loss."""
+    replicas: Replicas = "auto"
+    """Number of nodes that must hold every chunk before a version is committed. One fewer may fail without loss.
+    ``auto``: two where there are two, so that the loss of a host loses no version; with one alone a version is
+    committed all the same, and gets its other copy once there is a second node."""
     staging_ttl_s: Annotated[int, Field(ge=2)] = 10
     """Time to live, in seconds, of a publisher's lease. When the lease ends, the version that it was publishing is
     aborted."""

@@ -15,6 +15,7 @@ from typing import Any, Self
 import psutil
 import torch
 
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
@@ -147,7 +148,7 @@ class DcsCluster(Nodes):
         return out
 
     def publisher(self, node: str = "a", *, stream: str = "policy", epoch: int = 0, chunk_bytes: int = CHUNK,
-                  replicas: int = 1, staging_ttl_s: int = 10, kind: type[Publisher] = Publisher) -> Publisher:
+                  replicas: Replicas = 1, staging_ttl_s: int = 10, kind: type[Publisher] = Publisher) -> Publisher:
         return self.stack.enter_context(kind(
             self.etcd, self.keys, stream, epoch=epoch or self.epoch, owner=f"test-{next(self._names)}",
             chunk_bytes=chunk_bytes, replicas=replicas, staging_ttl_s=staging_ttl_s, io_timeout_s=10, node=node))
@@ -167,7 +168,7 @@ class DcsCluster(Nodes):
         publisher = self.publisher(**options)
         return [publisher.publish(model(seed).items(), meta={"seed": seed}) for seed in seeds][-1]
 
-    def publish_from(self, nodes: str, seed: int = 0, *, replicas: int = 1, stream: str = "policy"
+    def publish_from(self, nodes: str, seed: int = 0, *, replicas: Replicas = 1, stream: str = "policy"
                      ) -> tuple[Version, dict[str, torch.Tensor]]:
         """Publishes a version of which each node is given some tensors by a rank of its host; what it consists of."""
         leader = self.publisher(nodes[0], stream=stream, replicas=replicas)

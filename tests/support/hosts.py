@@ -20,6 +20,8 @@ class Host:
     name: str
     address: str
     """In the network of the clients."""
+    address_to_etcd: str
+    """In the other one, whose link can be cut."""
 
     @property
     def inside(self) -> list[str]:
@@ -76,7 +78,7 @@ class TwoNetworks:
             self._run("ip", "link", "set", outer, "master", self._bridge(side), "up")
             self._run("ip", "-n", space, "address", "add", f"{subnet}.{number}/24", "dev", f"{side}0")
             self._run("ip", "-n", space, "link", "set", f"{side}0", "up")
-        return Host(space, f"{self._subnets['c']}.{number}")
+        return Host(space, *(f"{self._subnets[side]}.{number}" for side in ("c", "s")))
 
     def cut_from_etcd(self, name: str) -> None:
         """Takes the host's link to etcd down; what is on its way, and what is sent then, is lost and nobody is told."""

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import leader_writes, reads, replica_sets
 from elastic_rl.dcs.catalog.reads import Entry, ReplicaSetsEntry
 from elastic_rl.dcs.catalog.writer import merge_acknowledged
@@ -50,7 +51,7 @@ class Repairer:
     is asked.
     """
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, *, replicas: int,
+    def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, *, replicas: Replicas,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._etcd, self._keys, self._client, self._replicas, self._clock = etcd, keys, client, replicas, clock
         self._examined: dict[_VersionKey, frozenset[tuple[str, _NodeState]]] = {}
@@ -69,6 +70,7 @@ class Repairer:
             return []
         found, as_of = read_nodes(self._etcd, self._keys)
         nodes = {i: n for i, n in found.items() if n.belongs_to(identity.id)}
+        wanted = replica_sets.wanted(self._replicas, len(nodes))
         there = frozenset((i, _state(n)) for i, n in nodes.items())
         committed = {(e.version.stream, e.version.number): e for e in self._committed()}
         for state in (self._examined, self._confirmed, self._failed):
@@ -80,7 +82,7 @@ class Repairer:
             if self._examined.get(key) == there or self._clock() < retry_at:
                 continue
             try:
-                lines += self._repair(entry, nodes, as_of, identity, guard)
+                lines += self._repair(entry, nodes, wanted, as_of, identity, guard)
             except ElasticRLError as e:
                 self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S))
                 lines.append(f"could not repair {key[0]} version {key[1]}: {e.message}")
@@ -95,15 +97,16 @@ class Repairer:
                    if e.version.state is VersionState.COMMITTED]
         return sorted(entries, key=lambda e: -e.version.number)
 
-    def _repair(self, entry: Entry, nodes: _Nodes, as_of: int, identity: CatalogIdentity,
+    def _repair(self, entry: Entry, nodes: _Nodes, wanted: int, as_of: int, identity: CatalogIdentity,
                 guard: Sequence[Compare]) -> list[str]:
-        """``as_of``: revision at which the nodes were read. Raises ElasticRLError where a later try may do better."""
+        """``wanted``: copies of each part. ``as_of``: revision at which the nodes were read. Raises ElasticRLError
+        where a later try may do better."""
         version = entry.version
         found = reads.read_replica_sets(self._etcd, self._keys, version.stream, version.number)
         holding = replica_sets.without(found.replica_sets, self._lost(version, found, nodes))
-        missing = replica_sets.short_of(holding, self._replicas)
+        missing = replica_sets.short_of(holding, wanted)
         errors: list[ElasticRLError] = []
-        copies, failed = in_parallel(missing, lambda part: self._copy(version, part, holding, nodes, errors),
+        copies, failed = in_parallel(missing, lambda part: self._copy(version, part, holding, nodes, wanted, errors),
                                      threads=_COPIES)
         acknowledged = merge_acknowledged(copies.values())
         now = replica_sets.with_copies(holding, ((part, n) for part, made in copies.items() for n in made))
@@ -116,7 +119,7 @@ class Repairer:
             on_each(self._client, acknowledged, lambda connection: connection.release_holds())
         for error in (*failed.values(), *errors):
             raise error
-        return _report(version, now, acknowledged, self._replicas)
+        return _report(version, now, acknowledged, wanted)
 
     # -- what is lost ------------------------------------------------------------------------------------------------
     def _lost(self, version: Version, found: ReplicaSetsEntry, nodes: _Nodes) -> dict[str, set[int]]:
@@ -166,15 +169,15 @@ class Repairer:
         raise ChunkMissing(f"no node has a valid manifest {version.manifest}")
 
     # -- making copies -----------------------------------------------------------------------------------------------
-    def _copy(self, version: Version, part: int, holding: ReplicaSets, nodes: _Nodes, errors: list[ElasticRLError]
-              ) -> dict[str, str]:
+    def _copy(self, version: Version, part: int, holding: ReplicaSets, nodes: _Nodes, wanted: int,
+              errors: list[ElasticRLError]) -> dict[str, str]:
         """Has as many nodes fetch a part as it lacks copies; which, with their incarnations. Fewer where there are no
         more nodes, or these failed: why is added to ``errors`` then."""
         digests = self._parts(version, nodes)[part]
         made: dict[str, str] = {}
         last: ElasticRLError | None = None
         for target in sorted(replica_sets.candidates(holding, part, list(nodes)), key=self._client.is_unreachable):
-            if len(holding.parts[part]) + len(made) >= self._replicas:
+            if len(holding.parts[part]) + len(made) >= wanted:
                 return made
             try:
                 connection = self._client.connect(target)
@@ -182,7 +185,7 @@ class Repairer:
                 made[target] = connection.node.incarnation
             except (NodeUnavailable, ArenaFull, DiskFull) as e:
                 last = e
-        if last is not None and len(holding.parts[part]) + len(made) < self._replicas:
+        if last is not None and len(holding.parts[part]) + len(made) < wanted:
             errors.append(last)
         return made
 

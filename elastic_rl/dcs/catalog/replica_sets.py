@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.etcd.records import ReplicaSets
 
+_AUTO = 2
+"""Copies of each part with ``dcs.replicas: auto``, where there are so many nodes."""
 SOURCES = 8
 """Nodes that a version's record names as those to ask first."""
 
@@ -55,6 +58,16 @@ def with_copies(sets: ReplicaSets, copies: Iterable[tuple[int, str]]) -> Replica
         if node_id not in parts[i]:
             parts[i].append(node_id)
     return sets.replace(parts=parts)
+
+
+def wanted(replicas: Replicas, nodes: int) -> int:
+    """How many nodes are to hold each chunk, where so many are there."""
+    return max(1, min(_AUTO, nodes)) if replicas == "auto" else replicas
+
+
+def required(replicas: Replicas) -> int:
+    """How many nodes must hold each chunk before a version is committed."""
+    return 1 if replicas == "auto" else replicas
 
 
 def short_of(sets: ReplicaSets, replicas: int) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.catalog import replica_sets
 from elastic_rl.dcs.catalog import writer as catalog_writer
@@ -71,10 +72,11 @@ class Publisher:
     in between."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, stream: str, *, epoch: int, owner: str, chunk_bytes: int,
-                 replicas: int = 1, digest: str = XXH3, staging_ttl_s: int, io_timeout_s: float = 30.0,
+                 replicas: Replicas = 1, digest: str = XXH3, staging_ttl_s: int, io_timeout_s: float = 30.0,
                  node: str = "", security: Security | None = None, token: FencedWriter | None = None) -> None:
-        """``replicas``: nodes that must hold every chunk before the commit. ``digest``: the kind that names chunks.
-        ``node``: id of the node to write to, where a host has several. ``token``: see ``StreamWriter``."""
+        """``replicas``: nodes that must hold every chunk before the commit (``dcs.replicas``). ``digest``: the kind that
+        names chunks. ``node``: id of the node to write to, where a host has several. ``token``: see ``StreamWriter``.
+        """
         self.stream = stream
         self._etcd, self._keys = etcd, keys
         self._owner, self._chunk_bytes, self._replicas = owner, chunk_bytes, replicas
@@ -235,21 +237,23 @@ class _Replication:
     """Copies the parts of one version from the nodes that wrote them to others. Thread-safe."""
 
     def __init__(self, client: DcsClient, writer: StreamWriter, manifest: Manifest, manifest_digest: str,
-                 manifest_node: str, replicas: int, deadline: float, bases: Mapping[str, str],
+                 manifest_node: str, replicas: Replicas, deadline: float, bases: Mapping[str, str],
                  kept: KeptChunks | None) -> None:
         """``manifest_node``: where the manifest is. ``bases``: see ``NodeConnection.fetch``."""
         self._client, self._manifest, self._digest = client, manifest, manifest_digest
-        self._manifest_node, self._replicas, self._bases, self._kept = manifest_node, replicas, bases, kept
+        self._manifest_node, self._bases, self._kept = manifest_node, bases, kept
         self._in_time = _within(deadline)
         catalog = writer.identity.id if writer.identity is not None else ""
-        self._ids = [i for i, n in client.registered().items() if n.belongs_to(catalog)] if replicas > 1 else []
+        self._ids = [i for i, n in client.registered().items() if n.belongs_to(catalog)] if replicas != 1 else []
+        self._wanted = replica_sets.wanted(replicas, len(self._ids))
+        self._required = replica_sets.required(replicas)
 
     def store_part(self, source: str, incarnation: str, digests: Sequence[str], held: Sequence[str]
                    ) -> dict[str, str]:
         """Has ``source`` hold the chunks ``held`` and the manifest (by which a node knows what it must keep), and then
-        ``replicas - 1`` others fetch the part's chunks and the manifest. ``incarnation``: the incarnation of the source
-        when it stored them; empty for a version without chunks. Returns the nodes that hold the part now, the source
-        first, each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
+        as many others as are wanted fetch the part's chunks and the manifest. ``incarnation``: the incarnation of the
+        source when it stored them; empty for a version without chunks. Returns the nodes that hold the part now, the
+        source first, each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
         connection = self._client.connect(source)
         if incarnation and connection.node.incarnation != incarnation:
             raise Conflict(f"DCS node {source} was restarted after chunks of the version had been stored on it")
@@ -260,16 +264,16 @@ class _Replication:
         acknowledged = {source: connection.node.incarnation}
         last: ElasticRLError | None = None
         for other in self._candidates(source):
-            if len(acknowledged) == self._replicas:
+            if len(acknowledged) == self._wanted:
                 break
             self._in_time(0, 0)
             try:
                 acknowledged[other] = self._copy(other, source, digests)
             except (NodeUnavailable, ArenaFull, DiskFull) as e:
                 last = e
-        if len(acknowledged) < self._replicas:
+        if len(acknowledged) < self._required:
             raise NodeUnavailable(
-                f"{self._replicas} copies are required and only {len(acknowledged)} nodes can hold one"
+                f"{self._required} copies are required and only {len(acknowledged)} nodes can hold one"
                 + (f" (the last one failed: {last})" if last else ""),
                 hint="start more DCS nodes or set fewer replicas") from last
         return acknowledged

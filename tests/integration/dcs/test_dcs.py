@@ -96,6 +96,16 @@ def test_commit_waits_for_replicas(dcs: DcsCluster) -> None:
     dcs.start("a")  # which removes the dead one's arena
 
 
+def test_second_copy_is_made_where_there_is_a_second_node(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    publisher, tensors = dcs.publisher("a", replicas="auto"), model(3)
+    assert dcs.parts(publisher.publish(tensors.items(), meta={}).number) == [["a"]]
+    dcs.start("b")
+    assert dcs.parts(publisher.publish(tensors.items(), meta={}).number) == [["a", "b"]]
+    dcs.kill("b")  # which is still registered
+    assert dcs.parts(publisher.publish(tensors.items(), meta={}).number) == [["a"]], "the loss of a host stops nobody"
+
+
 def test_commit_carries_other_writes(one_node: DcsCluster) -> None:
     key = one_node.keys.root + "other"
     version = one_node.publisher(stream="also").publish(model(1).items(), meta={}, also=[Op.put(key, b"together")])

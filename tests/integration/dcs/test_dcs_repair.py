@@ -10,6 +10,7 @@ from support.dcs_cluster import DcsCluster, model
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.errors import ChunkMissing
@@ -23,7 +24,7 @@ def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
         yield out
 
 
-def repairer(dcs: DcsCluster, replicas: int = 2) -> Repairer:
+def repairer(dcs: DcsCluster, replicas: Replicas = 2) -> Repairer:
     return Repairer(dcs.etcd, dcs.keys, dcs.client(io_timeout_s=20), replicas=replicas)
 
 
@@ -37,6 +38,17 @@ def require_replica_sets(dcs: DcsCluster, number: int) -> list[list[str]]:
     for nodes, part in zip(placed, digests, strict=True):
         assert all(client.connect(n).has([version.manifest, *part]) == [] for n in nodes)
     return placed
+
+
+def test_version_of_a_single_node_is_copied_to_the_second_one(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    dcs.publish(1, replicas="auto")
+    repairing = repairer(dcs, "auto")
+    assert repairing.round([]) == [], "there is no other node to have a copy"
+    dcs.start("b")
+    assert repairing.round([]) == ["copied policy version 1 to node b"]
+    dcs.kill("a")
+    dcs.require(model(1), 1, node="b")
 
 
 def test_versions_survive_the_loss_of_both_nodes_one_after_the_other(dcs: DcsCluster) -> None:
