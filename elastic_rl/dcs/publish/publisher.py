@@ -74,9 +74,9 @@ class Publisher:
     def __init__(self, etcd: EtcdClient, keys: Keys, stream: str, *, epoch: int, owner: str, chunk_bytes: int,
                  replicas: Replicas = 1, digest: str = XXH3, staging_ttl_s: int, io_timeout_s: float = 30.0,
                  node: str = "", security: Security | None = None, token: FencedWriter | None = None) -> None:
-        """``replicas``: nodes that must hold every chunk before the commit (``dcs.replicas``). ``digest``: the kind that
-        names chunks. ``node``: id of the node to write to, where a host has several. ``token``: see ``StreamWriter``.
-        """
+        """``replicas``: nodes that must hold every chunk before the commit (``dcs.replicas``). ``digest``: the kind
+        that names chunks. ``node``: id of the node to write to, where a host has several. ``token``: as for
+        ``StreamWriter``."""
         self.stream = stream
         self._etcd, self._keys = etcd, keys
         self._owner, self._chunk_bytes, self._replicas = owner, chunk_bytes, replicas
@@ -253,7 +253,8 @@ class _Replication:
         """Has ``source`` hold the chunks ``held`` and the manifest (by which a node knows what it must keep), and then
         as many others as are wanted fetch the part's chunks and the manifest. ``incarnation``: the incarnation of the
         source when it stored them; empty for a version without chunks. Returns the nodes that hold the part now, the
-        source first, each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
+        source first, each with the incarnation that acknowledged. Raises Conflict when the source was restarted since.
+        """
         connection = self._client.connect(source)
         if incarnation and connection.node.incarnation != incarnation:
             raise Conflict(f"DCS node {source} was restarted after chunks of the version had been stored on it")
