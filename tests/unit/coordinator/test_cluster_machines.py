@@ -129,9 +129,9 @@ def host(phase: HostPhase = HostPhase.READY, incarnation: str = "1", *, fit: boo
     return AssignableHost(state, phase is HostPhase.READY if fit is None else fit, **more)
 
 
-def decide(now: Assignment, leader_s: float = 0.0, movable: bool = False, **known: AssignableHost
+def decide(now: Assignment, leader_s: float = 0.0, movable: bool = False, home: str = "", **known: AssignableHost
            ) -> assignments.Decision:
-    return assignments.decide(Singleton("driver/j", movable=movable), now, 3, known, leader_s, LIMITS)
+    return assignments.decide(Singleton("driver/j", movable=movable, home=home), now, 3, known, leader_s, LIMITS)
 
 
 HELD = Assignment(host="a", incarnation="1")
@@ -145,6 +145,14 @@ def moved_to(decision: assignments.Decision) -> str:
 def test_singleton_goes_to_the_fit_host_that_holds_least() -> None:
     assert moved_to(decide(Assignment(), a=host(assigned=2), b=host(assigned=1), c=host(HostPhase.CORDONED))) == "b"
     assert decide(Assignment(), c=host(HostPhase.JOINING)).waits_for == "no host is READY"
+
+
+def test_singleton_goes_home_where_that_is_fit_and_did_not_fail_it() -> None:
+    assert moved_to(decide(Assignment(), home="b", a=host(), b=host(assigned=2))) == "b"
+    assert moved_to(decide(Assignment(), home="b", a=host(assigned=2), b=host(HostPhase.CORDONED))) == "a"
+    failed = Assignment(failed=[FailedHost(host="b", at_s=0.0)])
+    assert moved_to(decide(failed, home="b", a=host(assigned=2), b=host())) == "a"
+    assert decide(HELD, home="b", a=host(), b=host()).assignment is None, "nothing moves back"
 
 
 def test_singleton_of_a_lost_host_moves_only_if_another_host_is_fit() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import repair, replica_sets
 from elastic_rl.etcd.records import ReplicaSets, Version, VersionState
 
@@ -61,6 +63,12 @@ def test_lost_parts_are_short_and_copies_make_up_for_them(found: ReplicaSets, lo
 def test_candidates_are_the_registered_nodes_that_lack_the_part(found: ReplicaSets, ids: list[str]) -> None:
     for part, nodes in enumerate(found.parts):
         assert sorted(replica_sets.candidates(found, part, ids)) == sorted(set(ids) - set(nodes))
+
+
+@pytest.mark.parametrize(("replicas", "nodes", "wanted", "required"), [
+    ("auto", 0, 1, 1), ("auto", 1, 1, 1), ("auto", 2, 2, 1), ("auto", 9, 2, 1), (1, 9, 1, 1), (3, 2, 3, 3)])
+def test_copies_that_are_wanted_and_required(replicas: Replicas, nodes: int, wanted: int, required: int) -> None:
+    assert (replica_sets.wanted(replicas, nodes), replica_sets.required(replicas)) == (wanted, required)
 
 
 def test_version_without_a_record_of_its_replica_sets_is_reported() -> None:
