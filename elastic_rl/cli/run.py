@@ -77,6 +77,9 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
 def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metavar="FILE", help=(
              "The file cluster.join in the folder of the cluster on its first host."))],
          address: Address = "", name: HostName = "", label: Labels = None,
+         coordinator: Annotated[bool | None, typer.Option("--coordinator/--no-coordinator", show_default=False, help=(
+             "Whether a coordinator runs here, too; else as before. It needs an etcd that outlives the first host."
+             ))] = None,
          grace: Annotated[float, typer.Option(min=0, max=86400, metavar="SECONDS", help=(
              "Time for what the host holds to move to others when this is told to end."))] = 60.0) -> None:
     """Make this machine a host of a cluster, until SIGTERM or Ctrl-C: it then leaves, once what it holds has moved to
@@ -95,7 +98,7 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
     file = JoinFile.read(join.expanduser())
     cluster = Cluster(file.config(given.get("run_dir")), say=_say)
     with signals_interrupt():
-        cluster.join(file, name=name, address=address, labels=_labels(label))
+        cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator)
         host = JoinedHost(cluster, _say)
         try:
             host.follow()

@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,21 +136,27 @@ class Cluster:
               cluster_settings.unchanged_on_error(self.paths.settings),
               cluster_settings.unchanged_on_error(self.paths.local_host)):
             self._place(name, address, labels=labels)
-            known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
-            supervised = bool(self.agents.running())
-            try:
-                return self._up(before | {r.name for r in self.singletons.running()}, resubmit)
-            except BaseException:
-                if not supervised and not self.paths.info.exists():
-                    self._stop_agents()
-                for record in self.services.all():
-                    if record.name not in before:
-                        self._stop([record], forget=record.name not in known)
-                if not before and not self.named:
-                    self._unlink_segments()
-                if self._new_data is not None:  # nobody was told of it
-                    shutil.rmtree(self._new_data, ignore_errors=True)
-                raise
+            with self._stopped_on_error() as running:
+                return self._up(running, resubmit)
+
+    @contextlib.contextmanager
+    def _stopped_on_error(self) -> Iterator[set[str]]:
+        """Yields the names of what runs; stops what was started since when the block raises."""
+        known, before = {r.name for r in self.services.all()}, {r.name for r in self.services.running()}
+        supervised = bool(self.agents.running())
+        try:
+            yield before | {r.name for r in self.singletons.running()}
+        except BaseException:
+            if not supervised and not self.paths.info.exists():
+                self._stop_agents()
+            for record in self.services.all():
+                if record.name not in before:
+                    self._stop([record], forget=record.name not in known)
+            if not before and not self.named:
+                self._unlink_segments()
+            if self._new_data is not None:  # nobody was told of it
+                shutil.rmtree(self._new_data, ignore_errors=True)
+            raise
 
     @property
     def host(self) -> LocalHost:
@@ -165,10 +171,11 @@ class Cluster:
         Raises ConfigError."""
         return self.host.settings_here(self.cfg, self.paths.tls)
 
-    def _place(self, name: str, address: str, *, joined: bool = False, labels: Mapping[str, str] | None = None) -> None:
-        """Gives this host a name, an address, and labels if any are given. Raises ConfigError for what cannot be one,
-        for one that has become a host of the cluster in the other way (``joined``), and where services run under
-        another one, and PreflightFailed for an address that this machine does not have."""
+    def _place(self, name: str, address: str, *, joined: bool = False, labels: Mapping[str, str] | None = None,
+               coordinator: bool | None = None) -> None:
+        """Gives this host a name, an address, labels and a coordinator, those that are given. Raises ConfigError for
+        what cannot be one, for a host that has become one of the cluster in the other way (``joined``), and where
+        services run under another one, and PreflightFailed for an address that this machine does not have."""
         before = self.host
         if joined != before.joined and self.known:
             raise ConfigError(
@@ -182,6 +189,8 @@ class Cluster:
         after = before.named(name, address).replace(joined=joined)
         if labels is not None:
             after = after.replace(labels=dict(labels))
+        if coordinator is not None:
+            after = after.replace(coordinator=coordinator)
         if after != before:
             if running := [r.name for r in self._running()]:
                 raise ConfigError(f"this host is {before.described} while {', '.join(running)} run",
@@ -190,39 +199,43 @@ class Cluster:
         require_address(after.address, setting="--address")
         self._host = after
 
-    def join(self, file: JoinFile, *, name: str = "", address: str = "", labels: Mapping[str, str] | None = None
-             ) -> ClusterInfo:
+    def join(self, file: JoinFile, *, name: str = "", address: str = "", labels: Mapping[str, str] | None = None,
+             coordinator: bool | None = None) -> ClusterInfo:
         """Makes this machine a host of the cluster that a join file describes, and starts its agent unless that runs.
-        ``name``, ``address``, ``labels``: of this host; empty, or None: as before.
+        ``name``, ``address``, ``labels``: of this host; empty, or None: as before. ``coordinator``: whether one runs
+        here.
 
         Raises ConfigError (nothing that others can reach, another secret than that of what runs here, an etcd without
         this cluster), PreflightFailed as ``up``, EtcdUnavailable where the cluster's etcd does not answer, and
-        DeadlineExceeded. After any error nothing is started, and what was stored is as before."""
+        DeadlineExceeded. After any error it stops what it started, and what was stored is as before."""
         self._make_folder(self.dir)
         with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S), contextlib.ExitStack() as undo:
             for path in (self.paths.settings, self.paths.local_host, self.paths.secret, self.paths.credentials,
                          self.paths.tokens, self.paths.viewer_token):
                 undo.enter_context(cluster_settings.unchanged_on_error(path))
-            self._place(name, address, joined=True, labels=labels)
+            self._place(name, address, joined=True, labels=labels, coordinator=coordinator)
             if self.host.is_local:
                 raise ConfigError("the other hosts of the cluster cannot reach this one",
                                   hint="give --address=IP, an address of this machine that `ip addr` lists")
             self._require_records()
-            running = bool(self._running())
-            self._take_secret(ClusterSecret(file.secret), running)
-            self._certify(renew_only=running)
+            running = undo.enter_context(self._stopped_on_error())
+            self._take_secret(ClusterSecret(file.secret), bool(running))
+            self._certify(renew_only=bool(running))
+            self._check_coordinators(running)
             with EtcdClient.from_config(self.here.etcd, file.etcd_endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
                 if etcd.get(ClusterKeys(self.cfg.cluster_name).spec()) is None:
                     raise ConfigError(f"the etcd at {', '.join(file.etcd_endpoints)} has no cluster {self.cfg.cluster}",
                                       hint="copy cluster.join from the folder of the cluster on its first host again")
             cluster_settings.save(self.cfg, self.paths.settings)
-            info = ClusterInfo("", file.etcd_endpoints, file.coordinators, str(self.paths.credentials),
-                               self.here.coordinator.tls_ca)
-            info.save(self.paths.info)
-            self.paths.stopped.unlink(missing_ok=True)
             if not self.agents.running():
                 self._say("starting the host agent")
                 self._start_agent(AGENTS[0])
+            coordinators = self._start_coordinators(running, file.etcd_endpoints)
+            self._await_coordinators(coordinators)
+            info = ClusterInfo("", file.etcd_endpoints, [*coordinators.values(), *file.coordinators],
+                               str(self.paths.credentials), self.here.coordinator.tls_ca)
+            info.save(self.paths.info)
+            self.paths.stopped.unlink(missing_ok=True)
             return info
 
     def _take_secret(self, secret: ClusterSecret, running: bool) -> None:
@@ -257,7 +270,7 @@ class Cluster:
         node_pid = self._start_dcs_node(running, endpoints) if not self.named else None
         self._await_coordinators(coordinators)
         if not self.named:
-            self._await_job(coordinators.values(), endpoints, node_pid, resubmit=resubmit, reseal=not running)
+            self._await_job(coordinators, endpoints, node_pid, resubmit=resubmit, reseal=not running)
         ca = self.here.coordinator.tls_ca
         info = ClusterInfo("" if self.named else self.cfg.job, endpoints, list(coordinators.values()),
                            str(self.paths.credentials), str(Path(ca).resolve()) if ca else "",
@@ -458,9 +471,10 @@ class Cluster:
     def _check_coordinators(self, running: set[str]) -> None:
         """Raises PreflightFailed where this machine cannot have the coordinators."""
         host = self.here.coordinator.host
-        require_address(host, setting="coordinator.host")
-        for i, port in enumerate(self.cfg.coordinator.ports):
-            if f"coordinator-{i}" not in running:
+        if self._replicas:
+            require_address(host, setting="coordinator.host")
+        for i, (name, port) in enumerate(zip(self._replicas, self.cfg.coordinator.ports, strict=False)):
+            if name not in running:
                 require_port_free(host, port, setting=f"coordinator.ports[{i}]")
 
     def _check_node(self, running: set[str]) -> None:
@@ -561,15 +575,22 @@ class Cluster:
     def _start_coordinators(self, running: set[str], endpoints: list[str]) -> dict[str, str]:
         """Starts the replicas that are missing; returns the URL of each replica, by name."""
         urls = {r.name: r.url for r in self.services.running()}
-        for i in range(self.cfg.coordinator.replicas):
-            if (name := f"coordinator-{i}") not in running or name not in urls:  # or it has just ended
-                urls[name] = self._start_coordinator(i, endpoints)
-        return {name: urls[name] for name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas))}
+        for name in self._replicas:
+            if name not in running or name not in urls:  # or it has just ended
+                urls[name] = self._start_coordinator(name, endpoints)
+        return {name: urls[name] for name in self._replicas}
 
-    def _start_coordinator(self, i: int, endpoints: list[str]) -> str:
+    @property
+    def _replicas(self) -> list[str]:
+        """Names of the coordinators of this host, of which the i-th has the i-th of ``coordinator.ports``."""
+        if self.host.joined:
+            return [f"coordinator-{self.host.name}"] if self.host.coordinator else []
+        return [f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)]
+
+    def _start_coordinator(self, name: str, endpoints: list[str]) -> str:
         """Starts one replica; returns its URL."""
-        cfg, name = self.here.coordinator, f"coordinator-{i}"
-        port = cfg.ports[i] if cfg.ports else self._last_port(name, cfg.host)
+        cfg = self.here.coordinator
+        port = cfg.ports[self._replicas.index(name)] if cfg.ports else self._last_port(name, cfg.host)
         url = advertised(cfg, port, endpoints)
         self._spawn(name, processes.python(
             "elastic_rl.coordinator.service", *self._common(self.paths.settings, endpoints, self.paths.logs),
@@ -602,7 +623,7 @@ class Cluster:
             info = None
         if info is None:
             return {}
-        return {**{f"coordinator-{i}": url for i, url in enumerate(info.coordinators)},
+        return {**dict(zip(self._replicas, info.coordinators, strict=False)),
                 **({etcd_server.SERVICE: info.etcd_endpoints[0]} if info.own_etcd else {})}
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
@@ -680,7 +701,7 @@ class Cluster:
                 raise PreflightFailed(f"{self.paths.secret} is not the secret that the cluster's services run with",
                                       hint=f"put that one back, or {self._restart_hint}") from e
 
-    def _await_job(self, urls: Iterable[str], endpoints: list[str], node_pid: int | None, *, resubmit: bool,
+    def _await_job(self, urls: Mapping[str, str], endpoints: list[str], node_pid: int | None, *, resubmit: bool,
                    reseal: bool = False) -> None:
         """Returns when the job's DCS node has registered, unless it was there (None), the job's record is written, and
         each coordinator has taken the job up."""
@@ -688,8 +709,7 @@ class Cluster:
             self._await_dcs_node(endpoints, node_pid)
         self.put_job_record(endpoints, resubmit=resubmit, reseal=reseal)  # when nothing can be refused any more
         token = read_token(self.paths.credentials, Role.VIEWER)
-        for i, url in enumerate(urls):
-            name = f"coordinator-{i}"
+        for name, url in urls.items():
             self._await(f"job {self.cfg.job} on {name}", name, partial(
                 _answers, url + job_path(self.cfg.job), self.here.coordinator.tls_ca, token), _START_TIMEOUT_S)
 
@@ -1019,9 +1039,9 @@ class Cluster:
             if self.named:  # its sections may be others since
                 cluster_settings.save(found.cfg, found._job.submitted_settings)
             found._start_dcs_node(set(), info.etcd_endpoints)
-        elif record.name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)):
-            i = int(record.name.rpartition("-")[2])
-            url = self._start_coordinator(i, info.etcd_endpoints)
+        elif record.name in self._replicas:
+            i = self._replicas.index(record.name)
+            url = self._start_coordinator(record.name, info.etcd_endpoints)
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
                 dataclasses.replace(info, coordinators=urls).save(self.paths.info)

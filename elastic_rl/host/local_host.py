@@ -46,6 +46,9 @@ class LocalHost(Record):
     joined: bool = False
     """Whether it has joined a cluster (`elastic-rl node`) whose etcd and coordinators are elsewhere."""
 
+    coordinator: bool = False
+    """Whether a host that has joined runs a coordinator."""
+
     @property
     def node(self) -> str:
         """Id of each job's DCS node on this host."""
@@ -55,7 +58,8 @@ class LocalHost(Record):
     def described(self) -> str:
         """What it is called, for errors."""
         labels = "".join(f", {name}={value}" for name, value in self.labels.items())
-        return f"{self.name} at {self.address}{labels}"
+        coordinator = ", with a coordinator" if self.coordinator else ""
+        return f"{self.name} at {self.address}{labels}{coordinator}"
 
     @classmethod
     def of(cls, paths: ClusterPaths) -> LocalHost:

@@ -50,9 +50,11 @@ def epoch(lab: Lab) -> int:
         return fencing.current_epoch(etcd, Keys(lab.job))
 
 
-def wait_for_steps(lab: Lab, host: str) -> None:
-    """Returns when the run is on the host and has done further steps there."""
+def wait_for_steps(lab: Lab, host: str, in_epoch: int) -> None:
+    """Returns when the run is on the host and has done further steps there. What it has left on the host before does
+    steps until its epoch is over, or that host has ended it."""
     wait_until(lambda: lab.runs_on(host), what=f"the run on {host}", timeout_s=PATIENCE_S, poll_s=0.5)
+    wait_until(lambda: epoch(lab) == in_epoch, what=f"epoch {in_epoch}", timeout_s=PATIENCE_S, poll_s=0.5)
     before = status(lab).step
     wait_until(lambda: status(lab).step >= before + APART_STEPS, what=f"steps on {host}", timeout_s=PATIENCE_S,
                poll_s=0.5)
@@ -68,18 +70,16 @@ def test_run_goes_on_from_its_committed_state_on_another_host(lab: Lab) -> None:
     a, b = lab.machines.values()
     wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
     a.run("train", "--detach", f"--job={lab.job}", *a.location, *SETTINGS)
-    wait_for_steps(lab, "a")
-    assert epoch(lab) == 1
+    wait_for_steps(lab, "a", 1)
 
     a.run("drain", "a", "--within=0", "--wait", *a.location)
-    wait_for_steps(lab, "b")
-    assert epoch(lab) == 2
+    wait_for_steps(lab, "b", 2)
+    wait_until(lambda: not a.computes(), what="the end of the compute plane on a")
     a.run("uncordon", "a", *a.location)
     wait_until(lambda: lab.phase("a") == "ready", what="host a")
 
     b.power_off()
-    wait_for_steps(lab, "a")
-    assert epoch(lab) == 3
+    wait_for_steps(lab, "a", 3)
     wait_until(lambda: status(lab).phase == "finished", what="the end of the run", timeout_s=PATIENCE_S, poll_s=0.5)
     wait_until(lambda: lab.status() is not None and lab.status().phase == "finished", what="the end of its process")
     assert set(steps_of(lab, a)) == set(range(1, STEPS + 1))

@@ -44,18 +44,26 @@ class Machine:
         assert not done.returncode, (arguments, done.stdout, done.stderr)
         return done.stdout
 
-    def join(self, file: Path) -> None:
+    def join(self, file: Path, *options: str) -> None:
         """Starts `elastic-rl node` there."""
         with (self.folder.parent / f"{self.name}.log").open("ab") as log:
             self._commands.append(subprocess.Popen(
                 [*self._space.inside, *processes.python(
                     "elastic_rl.cli.main", "node", f"--join={file}", f"--name={self.name}",
-                    f"--address={self.address}", f"--run_dir={self.folder}")], stdout=log, stderr=log))
+                    f"--address={self.address}", f"--run_dir={self.folder}", *options)], stdout=log, stderr=log))
 
     def runs(self) -> list[psutil.Process]:
         """Processes of runs there, the stubs of their drivers included."""
+        return self._with("run_launcher", "run_service", "stub_driver")
+
+    def computes(self) -> list[psutil.Process]:
+        """Processes there of Ray, engines and ranks."""
+        return self._with("raylet", "gcs_server", "ray::", "elastic_rl.engine", "torchrun")
+
+    def _with(self, *names: str) -> list[psutil.Process]:
+        """Those there with one of the names in their command line."""
         return [p for p in self._space.processes() if any(
-            name in part for name in ("run_launcher", "run_service", "stub_driver") for part in _command_line(p))]
+            name in part for name in names for part in _command_line(p))]
 
     def power_off(self) -> None:
         self._space.power_off()
@@ -87,23 +95,26 @@ class Lab:
     """Machines of a cluster, of which the first has etcd and the coordinators, and the others join; and a job on it."""
 
     def __init__(self, network: TwoNetworks, folder: Path, names: Sequence[str], job: str) -> None:
-        self.job, self.folder = job, folder
+        self.job, self.folder, self.network = job, folder, network
         self.machines = {name: Machine(network, folder, name, job) for name in names}
         self.first = self.machines[names[0]]
+        self.watched_from = self.first
+        """The machine whose files say where the coordinators are."""
 
-    def start(self, *settings: str) -> None:
+    def start(self, *settings: str, joining: Sequence[str] = ()) -> None:
+        """``joining``: options of `elastic-rl node` on the machines that join."""
         first = self.first
         first.run("up", *first.location, *settings, f"--address={first.address}", f"--name={first.name}")
         for machine in self.machines.values():
             if machine is not first:
-                machine.join(self.join_file)
+                machine.join(self.join_file, *joining)
 
     @property
     def join_file(self) -> Path:
         return self.first.cluster.paths.join_file
 
     def api(self) -> AdminClient:
-        return AdminClient(self.first.cluster.connect(), retry_budget_s=1.0)
+        return AdminClient(self.watched_from.cluster.connect(), retry_budget_s=1.0)
 
     def etcd(self) -> EtcdClient:
         return self.first.cluster.etcd(self.first.cluster.connect())

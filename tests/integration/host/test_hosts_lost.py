@@ -3,20 +3,23 @@ nodes, and a stub in the place of a run's driver."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator
 
 import pytest
+from support.etcd_server import EtcdServers
 from support.lab import Lab, lab_of
 from support.stub_run import put_stub_in_place
 from support.waiting import wait_until
 
 SETTINGS = ("--coordinator.replicas=1", "--dcs.arena_bytes=33554432")
+JOB = f"j-{secrets.token_hex(3)}"
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with lab_of("abc", f"j-{secrets.token_hex(3)}") as made:
+    with lab_of("abc", JOB) as made:
         made.start(*SETTINGS)
         yield made
 
@@ -60,3 +63,32 @@ def test_run_goes_on_elsewhere_when_its_host_loses_power_or_network(lab: Lab, mo
     assert lab.holder() == "a" and lab.runs_on("a") and not b.runs() and not c.runs()
     status = lab.status()
     assert status is not None and status.phase == "running" and status.submission == 1
+
+
+def test_cluster_outlives_its_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an etcd of somebody else, and a coordinator on another host."""
+    with lab_of("ab", JOB) as lab, contextlib.closing(EtcdServers(
+            lab.folder / "etcd", 1, host=lab.network.etcd_address)) as etcd:
+        a, b = lab.machines.values()
+        settings = [*SETTINGS, f"--etcd.endpoints=[{','.join(etcd.start().endpoints)}]"]
+        lab.start(*settings, joining=["--coordinator"])
+        wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
+        put_stub_in_place(lab.folder, monkeypatch)
+        a.run("train", "--detach", f"--job={lab.job}", *a.location)
+        wait_until(lambda: lab.runs_on("a"), what="the run on the first host")
+        wait_until(lambda: lab.nodes() == {"node-0", "node-b"}, what="a DCS node on each host")
+        lab.watched_from = b
+        wait_until(lambda: lab.phase("a") == "ready", what="the second host's word")
+
+        a.power_off()
+        wait_until(lambda: lab.runs_on("b"), what="the run on the second host, by its coordinator")
+        assert lab.phase("a") == "lost"
+        generation = lab.generation()
+
+        a.power_on()
+        a.run("up", *a.location)
+        wait_until(lambda: lab.phase("a") == "ready", what="the return of the first host")
+        wait_until(lambda: lab.nodes() == {"node-0", "node-b"}, what="a DCS node on each host")
+        assert (lab.holder(), lab.generation()) == ("b", generation) and lab.runs_on("b") and not a.runs()
+        status = lab.status()
+        assert status is not None and status.phase == "running" and status.submission == 1
