@@ -46,8 +46,8 @@ class Singletons:
                  env: Mapping[str, str] | None = None, limits: RestartLimits = RestartLimits(),
                  clock: Callable[[], float] = boottime_s) -> None:
         """``files``: of singletons only. ``log_of``: the log of a service by the name of its file. ``on_released``:
-        ends what a singleton has started to outlive it, by its name, when no host is to run it any more. ``env``: for
-        each singleton. ``clock``: that of the host's lease."""
+        ends what a singleton has started to outlive it, by its name, when this host is not to run it any more: whoever
+        does then begins anew. ``env``: for each singleton. ``clock``: that of the host's lease."""
         self._host_id, self._incarnation, self._files = host_id, incarnation, files
         self._log_of, self._command_of, self._env = log_of, command_of, dict(env or {})
         self._on_released = on_released
@@ -66,7 +66,7 @@ class Singletons:
         self._left_nothing: set[tuple[str, bool]] = set()
         """Singletons that do not run and of which nothing is left; and whether that is so after their release."""
         self._released: set[str] = set()
-        """Those that no host is to run, and of which this host has run an older generation."""
+        """Those that no host is to run, or another one, and of which this host has run an older generation."""
         self._executor = ThreadPoolExecutor(_MAX_ENDED_AT_ONCE, thread_name_prefix="end-singleton")
 
     def look(self, view: HostView) -> HostStatus:
@@ -74,7 +74,7 @@ class Singletons:
         it ends, so that none can keep another one from its end. Raises OSError."""
         now, records = self._clock(), self._records()
         self._released = {name for name, record in records.items() if (order := view.known.orders.get(name)) is not None
-                          and not order.assignment.host and order.generation > record.generation}
+                          and order.assignment.host != self._host_id and order.generation > record.generation}
         for record in records.values():
             self._note(record, now)
         not_before = {key: state.start_at for key, state in self._states.items() if state.phase is Phase.ENDED}

@@ -99,7 +99,7 @@ class World:
         self.known, self.generation = KnownOrders(), 0
         self.lost_at: float | None = None
         self.swept: list[str] = []
-        """Singletons of which what they have started was ended, because no host is to run them."""
+        """Singletons of which what they have started was ended, because this host is not to run them."""
         patch.setattr(singletons.processes, "stop", self._stop)
         patch.setattr(singletons.processes, "sweep", lambda mark, variable, grace_s: self.files.left.discard(mark))
         patch.setattr(singletons, "ThreadPoolExecutor", lambda *_, **__: Executor())
@@ -233,20 +233,19 @@ def test_released_singleton_is_ended_and_then_no_longer_reported(world: World) -
     assert world.swept == [NAME]
 
 
-def test_what_a_singleton_has_started_is_ended_with_its_release_alone(world: World) -> None:
+@pytest.mark.parametrize("elsewhere", ["", "other"])
+def test_what_a_singleton_has_started_is_ended_when_this_host_is_not_to_run_it(world: World, elsewhere: str) -> None:
     world.assign(HOST)
     world.settle()
     world.files.end(FILE)  # killed: it is restarted
     world.settle()
-    world.assign("other")
+    world.assign(HOST)  # a later generation, which takes over
     world.settle()
-    assert world.swept == [] and not world.files.records
-    world.assign(HOST)
-    world.settle()
+    assert world.swept == []
     world.files.end(FILE, completed=True)
     world.settle()
     assert world.swept == [], "that it has ended by itself is no release"
-    world.assign("")
+    world.assign(elsewhere)
     assert world.look().services[NAME].state is RunState.COMPLETED, "it is not gone before"
     world.settle()
     assert world.swept == [NAME] and not world.files.records
