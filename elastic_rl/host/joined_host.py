@@ -55,8 +55,9 @@ class JoinedHost:
     def leave(self, within_s: float) -> None:
         """Has what the host holds moved elsewhere, and returns when it holds nothing, at the latest after ``within_s``
         seconds. What runs here runs on: ``Cluster.down`` ends it."""
-        end = time.monotonic() + within_s
-        asked = False
+        if not within_s:
+            return
+        end, asked = time.monotonic() + within_s, False
         while time.monotonic() < end:
             try:
                 with self._etcd() as etcd:

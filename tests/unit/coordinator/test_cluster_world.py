@@ -126,7 +126,7 @@ def _singletons_move_to_idle_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def balanced(wanted: Any, now: Assignment, generation: int, known: Any, *more: Any) -> Any:
         decision = decide(wanted, now, generation, known, *more)
-        if decision.assignment is None and now.host and (best := assignments._best(known, ())) not in (None, now.host):
+        if decision.assignment is None and now.host and (best := assignments._best(known, "", ())) not in (None, now.host):
             return assignments._move(wanted, now, {best: known[best]}, [], "it has less to do")
         return decision
 
