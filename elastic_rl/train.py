@@ -211,6 +211,8 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
         raise ConfigError(f"job {cfg.job} has been trained already, and did not begin with the policy of {from_job}",
                           hint="name a new job with --job=NEW, or resume this one without --from-job")
     if begun is not None:
+        if begun.from_job and not (inherited_model.folder(cfg) / "config.json").exists():  # as on another host
+            inherited_model.export_policy(cfg, begun.from_job, number=begun.from_version)
         cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
         job_spec.require_same(cfg, decided)
         job_check.require(cfg, begun=True)

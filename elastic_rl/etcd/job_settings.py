@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -69,7 +70,8 @@ def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecr
             pass
 
     def change(raw: bytes | None) -> bytes:
-        before = read_record(raw, cfg.job) if raw is not None else JobRecord(submitted_at=time.time())
+        before = read_record(raw, cfg.job) if raw is not None else JobRecord(
+            id=secrets.token_hex(8), submitted_at=time.time())
         return before.replace(settings=sealed(cfg, secret)).encode()
 
     etcd.update(keys.job(cfg.job), change, guards=token)

@@ -14,9 +14,10 @@ from elastic_rl.coordinator.hosts import changes
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import Drain, HostPhase, HostSpec, HostState
+from elastic_rl.etcd.cluster_records import Drain, Host, HostPhase, HostSpec, HostState
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.host.agent.host_facts import kept_incarnation
 from elastic_rl.host.agent.status import AgentWatch
 from elastic_rl.host.local_cluster import Cluster
 
@@ -57,13 +58,17 @@ class JoinedHost:
         seconds. What runs here runs on: ``Cluster.down`` ends it."""
         if not within_s:
             return
-        end, asked = time.monotonic() + within_s, False
+        agent, end = AgentWatch(self._cluster), time.monotonic() + within_s
         while time.monotonic() < end:
+            agent.waiting()  # which starts the agent again where it has ended
             try:
                 with self._etcd() as etcd:
-                    if not asked:
-                        self._change(etcd, {"drain": Drain(within_s=0.0), "reason": _LEAVES})
-                        asked = True
+                    if not self._is_registered(etcd):
+                        self._say(f"host {self._name} is not registered by this machine: nothing is to be moved")
+                        return
+                    spec, revision = self._spec(etcd)
+                    if spec.drain is None:  # else an operator has it drained, and what he wants holds
+                        self._change(etcd, {"drain": Drain(within_s=0.0), "reason": _LEAVES}, revision)
                     state = self._state(etcd)
                     if state is None or state.phase in (HostPhase.LEFT, HostPhase.LOST):
                         return
@@ -79,20 +84,31 @@ class JoinedHost:
         return self._cluster.etcd(self._cluster.connect(), retry_budget_s=_ETCD_BUDGET_S)
 
     def _withdraw_drain(self, etcd: EtcdClient) -> bool:
-        """Takes back the drain with which the host left. False while nobody knows the host yet."""
-        if self._state(etcd) is None:
+        """Takes back the drain with which the host left. False while this machine is not registered yet."""
+        if not self._is_registered(etcd):
             return False
-        spec = readable_one(etcd.get(self._keys.host_spec(self._name)), HostSpec)
-        if spec is not None and spec.drain is not None and spec.reason == _LEAVES:
+        spec, revision = self._spec(etcd)
+        if spec.drain is not None and spec.reason == _LEAVES:
             try:
-                self._change(etcd, {"drain": None})
+                self._change(etcd, {"drain": None}, revision)
             except Problem as e:
                 self._report("waiting", f"its drain cannot be taken back: {e}")
                 return False
         return True
 
-    def _change(self, etcd: EtcdClient, wanted: dict[str, Any]) -> None:
-        changes.change(etcd, self._keys, self._name, wanted, by=f"node {self._name}")
+    def _change(self, etcd: EtcdClient, wanted: dict[str, Any], revision: int) -> None:
+        """Changes what is wanted of the host, unless that has changed since ``revision``. Raises Problem."""
+        changes.change(etcd, self._keys, self._name, wanted, by=f"node {self._name}", if_revision=revision)
+
+    def _spec(self, etcd: EtcdClient) -> tuple[HostSpec, int]:
+        """What is wanted of the host, and the revision of that."""
+        found = etcd.get(self._keys.host_spec(self._name))
+        return readable_one(found, HostSpec) or HostSpec(), found.mod_revision if found is not None else 0
+
+    def _is_registered(self, etcd: EtcdClient) -> bool:
+        """Whether the agent of this machine has registered the host: another machine may have its name."""
+        host = readable_one(etcd.get(self._keys.host(self._name)), Host)
+        return host is not None and host.incarnation == kept_incarnation(self._cluster.paths.incarnation)
 
     def _state(self, etcd: EtcdClient) -> HostState | None:
         return readable_one(etcd.get(self._keys.host_state(self._name)), HostState)

@@ -143,7 +143,7 @@ def delete(cfg: Config) -> list[KeptFolder]:
     except OSError as e:
         raise ElasticRLError(f"cannot delete {os_error_text(e, job.private)}",
                              hint="see who owns it and the files in it") from e
-    for path in (job.unsaved, *of_cluster, job.run_status, job.submitted_settings, job.cluster_name):
+    for path in (job.unsaved, *of_cluster, job.run_status, job.submitted_settings, job.cluster_name, job.job_id):
         path.unlink(missing_ok=True)
     return gone
 

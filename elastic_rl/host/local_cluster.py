@@ -43,7 +43,8 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, Pr
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.cluster_records import ClusterSpec, job_of_driver
+from elastic_rl.etcd.cluster_records import ClusterSpec, JobRecord, job_of_driver
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare
 from elastic_rl.host import (
@@ -62,7 +63,7 @@ from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord, job_of_node, node_service
 from elastic_rl.net import http_client
-from elastic_rl.net.addresses import free_port, host_port, require_address, require_port_free
+from elastic_rl.net.addresses import LOOPBACK, free_port, host_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import preflight_writes, private_folder, replace_file, require_own_folder
 from elastic_rl.runtime.process import runs
@@ -187,6 +188,9 @@ class Cluster:
             raise ConfigError("only a host of a cluster with a name has a name, an address and labels",
                               hint="give --cluster=NAME, too")
         after = before.named(name, address).replace(joined=joined)
+        if before.joined and self.known and after.name != before.name:
+            raise ConfigError(f"this host has joined as {before.name}, whose versions its DCS nodes have",
+                              hint="leave --name out; or join with another --run_dir")
         if labels is not None:
             after = after.replace(labels=dict(labels))
         if coordinator is not None:
@@ -218,6 +222,11 @@ class Cluster:
                 raise ConfigError("the other hosts of the cluster cannot reach this one",
                                   hint="give --address=IP, an address of this machine that `ip addr` lists")
             self._require_records()
+            before = self._info()
+            if self._running() and before is not None and before.etcd_endpoints != file.etcd_endpoints:
+                raise ConfigError(f"what runs on this host connects to etcd at {', '.join(before.etcd_endpoints)}, and "
+                                  f"the join file names {', '.join(file.etcd_endpoints)}", hint=(
+                                      f"`elastic-rl down {kept_state.cluster_options(self.cfg)}` first"))
             running = undo.enter_context(self._stopped_on_error())
             self._take_secret(ClusterSecret(file.secret), bool(running))
             self._certify(renew_only=bool(running))
@@ -227,16 +236,23 @@ class Cluster:
                     raise ConfigError(f"the etcd at {', '.join(file.etcd_endpoints)} has no cluster {self.cfg.cluster}",
                                       hint="copy cluster.join from the folder of the cluster on its first host again")
             cluster_settings.save(self.cfg, self.paths.settings)
-            if not self.agents.running():
-                self._say("starting the host agent")
-                self._start_agent(AGENTS[0])
             coordinators = self._start_coordinators(running, file.etcd_endpoints)
             self._await_coordinators(coordinators)
             info = ClusterInfo("", file.etcd_endpoints, [*coordinators.values(), *file.coordinators],
                                str(self.paths.credentials), self.here.coordinator.tls_ca)
+            undo.close()  # nothing is undone from here on: the next call goes on where this one ends
             info.save(self.paths.info)
             self.paths.stopped.unlink(missing_ok=True)
+            if not self.agents.running():
+                self._say("starting the host agent")
+                self._start_agent(AGENTS[0])
             return info
+
+    def _save_join_file(self, info: ClusterInfo) -> None:
+        """Writes what other machines need to join, where they can."""
+        if not self.host.is_local and not self.host.joined:
+            JoinFile.of(self.cfg, ClusterSecret.read(self.paths.secret), info.etcd_endpoints, info.coordinators).save(
+                self.paths.join_file)
 
     def _take_secret(self, secret: ClusterSecret, running: bool) -> None:
         """Stores the secret of the cluster that this host joins. Raises ConfigError where what runs has another one."""
@@ -275,10 +291,8 @@ class Cluster:
         info = ClusterInfo("" if self.named else self.cfg.job, endpoints, list(coordinators.values()),
                            str(self.paths.credentials), str(Path(ca).resolve()) if ca else "",
                            not self.cfg.etcd.endpoints)
-        if not self.host.is_local:
-            JoinFile.of(self.cfg, ClusterSecret.read(self.paths.secret), endpoints, info.coordinators).save(
-                self.paths.join_file)
         info.save(self.paths.info)
+        self._save_join_file(info)
         self._disown()
         self.paths.stopped.unlink(missing_ok=True)
         if not self.named:
@@ -346,12 +360,20 @@ class Cluster:
             if pid is not None:
                 self._await_dcs_node(info.etcd_endpoints, pid)
             self.put_job_record(info.etcd_endpoints, resubmit=resubmit)
+            self._keep_id(info.etcd_endpoints)
             self._job.unsaved.unlink(missing_ok=True)
         # Without the lock: the host agent may have to start a coordinator again meanwhile.
         token, page = read_token(self.paths.credentials, Role.VIEWER), job_path(self.cfg.job)
         wait_until(lambda: any(_answers(url + page, info.ca_file, token) for url in info.coordinators), poll_s=0.2,
                    timeout_s=_START_TIMEOUT_S, what=f"a coordinator that takes up job {self.cfg.job}")
         return info
+
+    def _keep_id(self, endpoints: list[str]) -> None:
+        """Stores the id of the job that is on the cluster now."""
+        with EtcdClient.from_config(self.here.etcd, endpoints) as etcd:
+            record = readable_one(etcd.get(ClusterKeys(self.cfg.cluster_name).job(self.cfg.job)), JobRecord)
+        if record is not None:
+            replace_file(self._job.job_id, record.id, durable=True)
 
     def _begin_or_continue(self, endpoints: list[str]) -> None:
         """Sets aside what an earlier job of this name has left, where etcd knows none. Raises ConfigError where etcd
@@ -635,20 +657,17 @@ class Cluster:
         dcs, host = self.cfg.dcs, self._dcs_host
         if self.node in running:
             return None
-        if self.host.joined:  # these are of the host that the job was submitted on
-            dcs = dcs.model_copy(update={"advertise_host": "", "advertise_port": 0})
         port = dcs.port or self._last_port(self.node, host)
         return self._spawn(self.node, processes.python(
             "elastic_rl.dcs.node.service", *self._common(self._job.submitted_settings, endpoints, self._job.logs),
             "--id", self.host.node, f"--dcs.host={host}", f"--dcs.port={port}",
-            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}",
-            *(('--dcs.advertise_host=""', "--dcs.advertise_port=0") if self.host.joined else ())),
+            f"--dcs.disk_dir={dcs.disk_dir or self._job.disk}"),
             url=host_port(dcs.advertise_host or host, dcs.advertise_port or port))
 
     @property
     def _dcs_host(self) -> str:
-        """Where the job's DCS node listens. What its settings say is for the host that it was submitted on."""
-        return self.host.address if self.host.joined else self.host.listens_at(self.cfg.dcs.host)
+        """Where the job's DCS node listens."""
+        return self.host.listens_at(self.cfg.dcs.host)
 
     def _common(self, settings: Path, endpoints: list[str], logs: Path) -> list[str]:
         """Options of every service but etcd. ``logs``: the folder whose files it keeps within their bounds."""
@@ -962,10 +981,14 @@ class Cluster:
         return Cluster(cluster_settings.with_sections_of_cluster(self.paths.settings, cfg, {}), say=self._say)
 
     # -- for the host agent: the jobs that etcd lists -------------------------------------------------------------
-    def serve(self, settings: Config) -> bool:
-        """Starts the DCS node of a job of the cluster on this host, unless it is there. ``settings``: the job's, which
-        the next start of the node follows. False, with nothing done, while another command starts or stops the cluster.
-        Raises as ``admit`` does for what this host cannot have."""
+    def serve(self, settings: Config, record: JobRecord) -> bool:
+        """Starts the DCS node of a job of the cluster on this host, unless it is there. What an earlier job of the name
+        has left here is set aside. ``settings``: those of the job, which the next start of the node follows. False,
+        with nothing done, while another command starts or stops the cluster. Raises as ``admit`` does for what this
+        host cannot have."""
+        if record.host != self.host.name:  # these are for the host that it was submitted on
+            settings = settings.model_copy(update={"dcs": settings.dcs.model_copy(update={
+                "host": LOOPBACK, "port": 0, "advertise_host": "", "advertise_port": 0, "disk_dir": ""})})
         job = Cluster(settings.model_copy(update={"run_dir": self.cfg.run_dir, "cluster": self.cfg.cluster}),
                       say=self._say)
         try:
@@ -977,14 +1000,23 @@ class Cluster:
                     job._make_folder(job._job.private)
                     kept_state.require_same_cluster(job.cfg)
                     job._check_node(set())
+                    job._become(record.id)
                     replace_file(job._job.cluster_name, self.cfg.cluster, durable=True)
-                if is_new or self.host.joined:  # else `admit` has stored them
+                if is_new or record.host != self.host.name:  # else `admit` has stored them
                     cluster_settings.save(job.cfg, job._job.submitted_settings)
                 if is_new:
                     job._start_dcs_node(set(), info.etcd_endpoints)
                 return True
         except DeadlineExceeded:
             return False
+
+    def _become(self, job_id: str) -> None:
+        """Has the folder of the job be that of the one with this id."""
+        path = self._job.job_id
+        before = path.read_text() if path.exists() else job_id
+        if before != job_id:
+            self._set_aside(kept_state.chunks(self.cfg), self._job.steps, self._job.faults, self._job.model)
+        replace_file(path, job_id, durable=True)
 
     def stop_serving(self, job: str, is_gone: Callable[[], bool]) -> None:
         """Ends the DCS node of a job that is no more on the cluster, and keeps its chunks. ``is_gone``: asked once no
@@ -1044,7 +1076,9 @@ class Cluster:
             url = self._start_coordinator(record.name, info.etcd_endpoints)
             if info.coordinators[i:i + 1] != [url]:
                 urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
-                dataclasses.replace(info, coordinators=urls).save(self.paths.info)
+                info = dataclasses.replace(info, coordinators=urls)
+                info.save(self.paths.info)
+                self._save_join_file(info)
         else:
             return False
         return True

@@ -52,7 +52,7 @@ class LocalHost(Record):
     @property
     def node(self) -> str:
         """Id of each job's DCS node on this host."""
-        return f"node-{self.name}" if self.joined else "node-0"
+        return f"host-{self.name}" if self.joined else "node-0"
 
     @property
     def described(self) -> str:

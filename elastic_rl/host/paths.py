@@ -220,6 +220,11 @@ class JobPaths:
         return self.private / (f"context-{group}.json" if group else "run.json")
 
     @property
+    def job_id(self) -> Path:
+        """The id of the job (``JobRecord.id``) that the other files are of."""
+        return self.private / "job_id"
+
+    @property
     def submitted_settings(self) -> Path:
         """The settings that the job was last started with, which hold where a command names none. For a job with a
         cluster of its own they are ``ClusterPaths.settings``."""

@@ -26,6 +26,9 @@ from typing import Any
 from elastic_rl.etcd.cluster_records import Assignment, FailedHost, HostPhase, HostState, RunState, ServiceStatus
 from elastic_rl.runtime.backoff import doubled_s
 
+_HOME_S = 30.0
+"""A singleton waits for its home no longer than this while that is about to be ready, or is not heard."""
+
 
 @dataclass(frozen=True)
 class AssignmentLimits:
@@ -84,21 +87,21 @@ def decide(wanted: Singleton, now: Assignment, generation: int, hosts: Mapping[s
     failed = [f for f in now.failed if 0 <= leader_s - f.at_s < limits.remember_s]
     holder = hosts.get(now.host)
     if not now.host:
-        return _move(wanted, now, hosts, failed, "no host held it")
+        return _move(wanted, now, hosts, failed, "no host held it", leader_s)
     if holder is None:
-        return _move(wanted, now, hosts, failed, f"host {now.host} is unknown")
+        return _move(wanted, now, hosts, failed, f"host {now.host} is unknown", leader_s)
     if holder.changing:
         return Decision(waits_for=f"the state of host {now.host} is about to change")
     if holder.state.incarnation != now.incarnation:
-        return _move(wanted, now, hosts, failed, f"host {now.host} has booted")
+        return _move(wanted, now, hosts, failed, f"host {now.host} has booted", leader_s)
     if holder.state.phase is HostPhase.LOST:
-        return _move(wanted, now, hosts, failed, f"host {now.host} is lost")
+        return _move(wanted, now, hosts, failed, f"host {now.host} is lost", leader_s)
     if holder.state.phase is HostPhase.DRAINING:
         if leader_s < holder.state.drain_deadline_s and not wanted.movable:
             return Decision(waits_for=f"host {now.host} drains: waits for its holder to agree, or for the deadline")
-        return _move(wanted, now, hosts, failed, f"host {now.host} drains")
+        return _move(wanted, now, hosts, failed, f"host {now.host} drains", leader_s)
     if _of_generation(holder.service, generation) is RunState.COMPLETED:
-        return _move(wanted, now, hosts, failed, "it has completed, and is wanted")
+        return _move(wanted, now, hosts, failed, "it has completed, and is wanted", leader_s)
     if _keeps_ending(holder.service, generation, limits):
         return _move_failed(wanted, now, hosts, failed, leader_s, limits)
     return Decision()
@@ -126,12 +129,17 @@ def _move_failed(wanted: Singleton, now: Assignment, hosts: Mapping[str, Assigna
         return Decision(waits_for=f"it keeps ending, on host {now.host} after {failed[-1].host}")
     failed = [*failed, FailedHost(host=now.host, at_s=leader_s)][-limits.remember:]
     return _move(wanted, now, {i: h for i, h in hosts.items() if i != now.host}, failed,
-                 f"it ended on host {now.host} after {limits.restarts_in_place} restarts")
+                 f"it ended on host {now.host} after {limits.restarts_in_place} restarts", leader_s)
 
 
 def _move(wanted: Singleton, now: Assignment, hosts: Mapping[str, AssignableHost], failed: list[FailedHost],
-          reason: str) -> Decision:
-    host = _best(hosts, wanted.home, {f.host for f in failed})
+          reason: str, leader_s: float) -> Decision:
+    home, avoided = hosts.get(wanted.home), {f.host for f in failed}
+    if (home is not None and not home.fit and wanted.home not in (now.host, *avoided)
+            and home.state.phase in (HostPhase.JOINING, HostPhase.SUSPECTED)
+            and 0 <= leader_s - home.state.since_s < _HOME_S):
+        return Decision(waits_for=f"waits for host {wanted.home}, which has its files")
+    host = _best(hosts, wanted.home, avoided)
     if host is None:
         return Decision(waits_for=f"{reason}; no other host is fit to take it" if now.host else "no host is READY")
     return Decision(Assignment(host=host, incarnation=hosts[host].state.incarnation, arguments=dict(wanted.arguments),

@@ -151,7 +151,8 @@ class HostAgent:
             try:
                 self._work = self._work_of(self._cluster, info).start()
                 if self._cluster.named:
-                    self._nodes = JobNodes(lambda: self._cluster, self._cluster.etcd(info)).start()
+                    self._nodes = JobNodes(lambda: self._cluster, self._cluster.etcd(info), lambda: (
+                        self._work is not None and self._work.registered)).start()
                 self._endpoints = info.etcd_endpoints
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"

@@ -58,6 +58,11 @@ class AssignedWork:
         return self._fault or self._session.waits_for
 
     @property
+    def registered(self) -> bool:
+        """Whether this host is registered under its name."""
+        return bool(self._session.view().registration)
+
+    @property
     def replaced(self) -> bool:
         """Whether an agent of this host that was started later does the work. This one must end."""
         return self._session.replaced.is_set()

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Self
 
 from elastic_rl.errors import ElasticRLError
@@ -39,14 +40,16 @@ class JobNodes:
     """Starts and ends the nodes from ``start`` until ``close``, in a thread of its own: etcd may be away. The nodes run
     on after that; the agent restarts those that end as it does any service."""
 
-    def __init__(self, cluster: Callable[[], Cluster], etcd: EtcdClient) -> None:
-        """``cluster``: the cluster with its present settings. ``etcd``: a client for this object, which closes it."""
+    def __init__(self, cluster: Callable[[], Cluster], etcd: EtcdClient, is_registered: Callable[[], bool]) -> None:
+        """``cluster``: the cluster with its present settings. ``etcd``: a client for this object, which closes it.
+        ``is_registered``: whether this host has its name; another machine of that name has the nodes else."""
         self.waits_for = ""
         """Why a job has no node here; empty while each has one."""
         self._cluster, self._etcd = cluster, etcd
         self._keys = ClusterKeys(cluster().cfg.cluster_name)
-        self._followed: dict[str, int] = {}
-        """The submissions that have been followed, by job."""
+        self._followed: dict[str, tuple[int, int]] = {}
+        """What has been followed, by job: the revision at which its state was created, and the submission."""
+        self._is_registered = is_registered
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job-nodes", daemon=True)
 
@@ -63,16 +66,18 @@ class JobNodes:
     def _run(self) -> None:
         prefix = self._keys.job_states_prefix()
         jobs = ChangedRange(self._etcd, prefix, every_s=_READ_EVERY_S, turn_s=_TURN_S)
-        states: Mapping[str, JobState] = {}
+        states: Mapping[str, tuple[JobState, int]] = {}
         while not self._stopping.is_set():
             try:
                 if (found := jobs.read()) is not None:
-                    states = {kv.key.removeprefix(prefix): state for state, kv in readable(found.kvs, JobState)}
+                    states = {kv.key.removeprefix(prefix): (state, kv.create_revision)
+                              for state, kv in readable(found.kvs, JobState)}
                 elif self.waits_for:
                     self._stopping.wait(_PAUSE_S)
                 else:
                     continue
-                self._say("; ".join(self._follow(states)))
+                self._say("; ".join(self._follow(states)) if self._is_registered() else
+                          "the DCS nodes of jobs wait for this host to be registered")
             except Exception as e:
                 self._say(f"the jobs of the cluster cannot be followed: {type(e).__name__}: {e}")
                 self._stopping.wait(_PAUSE_S)
@@ -83,19 +88,21 @@ class JobNodes:
             log.warning("%s", waits_for)
         self.waits_for = waits_for
 
-    def _follow(self, states: Mapping[str, JobState]) -> Iterator[str]:
+    def _follow(self, states: Mapping[str, tuple[JobState, int]]) -> Iterator[str]:
         """Starts and ends what is to be; yields what could not be done, and why. Raises EtcdUnavailable and OSError."""
         cluster = self._cluster()
         served = {job for record in cluster.services.all() if (job := job_of_node(record.name))}
-        for job, state in sorted(states.items()):
-            if state.phase.ended or job in served and self._followed.get(job) == state.submission:
+        for job, (state, created) in sorted(states.items(), key=itemgetter(0)):
+            if state.phase.ended or job in served and self._followed.get(job) == (created, state.submission):
                 continue
             try:
                 if (found := self._etcd.get(self._keys.job(job))) is None:
                     continue
                 secret, record = ClusterSecret.read(cluster.paths.secret), job_settings.read_record(found.value, job)
-                if cluster.serve(job_settings.opened(record.settings, job, secret, cluster.cfg)):
-                    self._followed[job] = state.submission
+                if job in served and self._followed.get(job, (created, 0))[0] != created:
+                    cluster.stop_serving(job, lambda: True)  # it was taken off the cluster, and is another one now
+                if cluster.serve(job_settings.opened(record.settings, job, secret, cluster.cfg), record):
+                    self._followed[job] = created, state.submission
                 else:
                     yield f"job {job} has no DCS node here: another command starts or stops the cluster"
             except (ElasticRLError, OSError) as e:

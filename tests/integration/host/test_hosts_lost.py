@@ -31,7 +31,7 @@ def test_run_goes_on_elsewhere_when_its_host_loses_power_or_network(lab: Lab, mo
     put_stub_in_place(lab.folder, monkeypatch)
     a.run("train", "--detach", f"--job={lab.job}", *a.location, *SETTINGS)
     wait_until(lambda: lab.runs_on("a"), what="the run on the host that it was submitted on")
-    wait_until(lambda: lab.nodes() == {"node-0", "node-b", "node-c"}, what="a DCS node on each host")
+    wait_until(lambda: lab.nodes() == {"node-0", "host-b", "host-c"}, what="a DCS node on each host")
     a.run("drain", "a", "--within=0", "--wait", *a.location)
     wait_until(lambda: lab.runs_on("b"), what="the run on b")
     assert b.runs() and not c.runs()
@@ -42,7 +42,7 @@ def test_run_goes_on_elsewhere_when_its_host_loses_power_or_network(lab: Lab, mo
     b.power_off()
     wait_until(lambda: lab.runs_on("c"), what="the run on c")
     assert lab.phase("b") == "lost" and lab.generation() == generation + 1
-    wait_until(lambda: lab.nodes() == {"node-0", "node-c"}, what="the end of its node's lease")
+    wait_until(lambda: lab.nodes() == {"node-0", "host-c"}, what="the end of its node's lease")
 
     # c is cut off: it ends the run by itself, before another host has it, and keeps its DCS node.
     a.run("uncordon", "a", *a.location)
@@ -59,7 +59,7 @@ def test_run_goes_on_elsewhere_when_its_host_loses_power_or_network(lab: Lab, mo
     b.join(lab.join_file)
     for host in "bc":
         wait_until(lambda host=host: lab.phase(host) == "ready", what=f"the return of {host}")
-    wait_until(lambda: lab.nodes() == {"node-0", "node-b", "node-c"}, what="a DCS node on each host")
+    wait_until(lambda: lab.nodes() == {"node-0", "host-b", "host-c"}, what="a DCS node on each host")
     assert lab.holder() == "a" and lab.runs_on("a") and not b.runs() and not c.runs()
     status = lab.status()
     assert status is not None and status.phase == "running" and status.submission == 1
@@ -76,7 +76,7 @@ def test_cluster_outlives_its_first_host(monkeypatch: pytest.MonkeyPatch) -> Non
         put_stub_in_place(lab.folder, monkeypatch)
         a.run("train", "--detach", f"--job={lab.job}", *a.location)
         wait_until(lambda: lab.runs_on("a"), what="the run on the first host")
-        wait_until(lambda: lab.nodes() == {"node-0", "node-b"}, what="a DCS node on each host")
+        wait_until(lambda: lab.nodes() == {"node-0", "host-b"}, what="a DCS node on each host")
         lab.watched_from = b
         wait_until(lambda: lab.phase("a") == "ready", what="the second host's word")
 
@@ -88,7 +88,7 @@ def test_cluster_outlives_its_first_host(monkeypatch: pytest.MonkeyPatch) -> Non
         a.power_on()
         a.run("up", *a.location)
         wait_until(lambda: lab.phase("a") == "ready", what="the return of the first host")
-        wait_until(lambda: lab.nodes() == {"node-0", "node-b"}, what="a DCS node on each host")
+        wait_until(lambda: lab.nodes() == {"node-0", "host-b"}, what="a DCS node on each host")
         assert (lab.holder(), lab.generation()) == ("b", generation) and lab.runs_on("b") and not a.runs()
         status = lab.status()
         assert status is not None and status.phase == "running" and status.submission == 1

@@ -24,7 +24,7 @@ from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.host import processes
+from elastic_rl.host import kept_state, processes
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.net.addresses import LOOPBACK, reachable_address
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -54,7 +54,7 @@ class Node:
         self.cluster = cluster_in(run_dir)
         self._log = run_dir.parent / "node.log"
         self._command = processes.python(
-            "elastic_rl.cli.main", "node", f"--join={first.paths.join_file}", "--name=gpu-2", f"--address={ADDRESS}",
+            "elastic_rl.cli.main", "node", f"--join={first.paths.join_file}", "--name=gpu-0", f"--address={ADDRESS}",
             "--label=zone=a", f"--run_dir={run_dir}")
         self.process = self.start()
 
@@ -101,9 +101,9 @@ def test_host_joins_takes_over_a_run_and_leaves(
         first: Cluster, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ) -> None:
     put_stub_in_place(tmp_path, monkeypatch)
-    wait_until(lambda: phase(first, "gpu-2") == "ready", what="the second host")
-    assert hosts(first)["gpu-2"]["labels"] == {"zone": "a"}
-    wait_until(lambda: "host gpu-2: ready" in node.said, what="the command to say so")
+    wait_until(lambda: phase(first, "gpu-0") == "ready", what="the second host")
+    assert hosts(first)["gpu-0"]["labels"] == {"zone": "a"}
+    wait_until(lambda: "host gpu-0: ready" in node.said, what="the command to say so")
 
     # A job that is submitted on the first host is carried out there, and has a DCS node on both.
     first.admit()
@@ -111,7 +111,7 @@ def test_host_joins_takes_over_a_run_and_leaves(
     assert _run(capsys, "train", "--detach", *options)[0] == Exit.OK
     wait_until(lambda: first.run.look().phase is JobPhase.RUNNING, what="the run")
     assert holder(first) == "gpu-1" and first.run.pid
-    wait_until(lambda: nodes(first) == {"node-0", "node-gpu-2"}, what="a DCS node on each host")
+    wait_until(lambda: nodes(first) == {"node-0", "host-gpu-0"}, what="a DCS node on each host")
 
     # The command is killed: what it has started runs on, and the next one finds it.
     agents = {r.name: r.pid for r in node.cluster.agents.running()}
@@ -122,30 +122,38 @@ def test_host_joins_takes_over_a_run_and_leaves(
 
     # The first host is drained: the run goes on on the second one, in its folder.
     assert _run(capsys, "drain", "gpu-1", "--within=0", "--wait", "--timeout=120", *options)[0] == Exit.OK
-    assert holder(first) == "gpu-2"
+    assert holder(first) == "gpu-0"
     wait_until(lambda: bool(node.cluster.run.pid), what="the run on the second host")
     wait_until(lambda: first.run.look().phase is JobPhase.RUNNING and not first.run.pid, what="the run to have moved")
 
     # The second one is told to end: it gives the run back first.
     assert _run(capsys, "uncordon", "gpu-1", *options)[0] == Exit.OK
     wait_until(lambda: phase(first, "gpu-1") == "ready", what="the first host")
-    wait_until(lambda: node.said.count("host gpu-2: ready") == 2, what="the second command to say so")
+    wait_until(lambda: node.said.count("host gpu-0: ready") == 2, what="the second command to say so")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(150) == 0, node.said
-    assert holder(first) == "gpu-1" and phase(first, "gpu-2") == "left"
+    assert holder(first) == "gpu-1" and phase(first, "gpu-0") == "left"
     wait_until(lambda: first.run.look().phase is JobPhase.RUNNING and bool(first.run.pid), what="the run at home again")
     assert not node.cluster.agents.running() and not node.cluster.services.running()
 
     # It comes back, and is used again.
     node.start()
-    wait_until(lambda: phase(first, "gpu-2") == "ready", what="the second host's return")
-    wait_until(lambda: nodes(first) == {"node-0", "node-gpu-2"}, what="its DCS node")
+    wait_until(lambda: phase(first, "gpu-0") == "ready", what="the second host's return")
+    wait_until(lambda: nodes(first) == {"node-0", "host-gpu-0"}, what="its DCS node")
 
     # A job that is taken off the cluster has no node there any more; its chunks stay.
     assert _run(capsys, "down", "--purge", "--yes", *options)[0] == Exit.OK
     wait_until(lambda: node.cluster.services.get(node.cluster.node) is None, what="the end of its node")
     with first.etcd(first.connect()) as etcd:
         assert etcd.get(ClusterKeys("lab").job(JOB)) is None
+    chunks = kept_state.chunks(node.cluster.cfg)
+    assert chunks.is_dir() and not list(chunks.parent.glob(f"{chunks.name}.*"))
+
+    # Another job of the name begins without them.
+    cluster_in(first.cfg.run_dir).admit()
+    assert _run(capsys, "train", "--detach", *options)[0] == Exit.OK
+    wait_until(lambda: nodes(first) == {"node-0", "host-gpu-0"}, what="a DCS node on each host")
+    assert list(chunks.parent.glob(f"{chunks.name}.*")), "those of the earlier one are set aside"
 
 
 def test_what_cannot_join_says_why_and_changes_nothing(
@@ -155,10 +163,14 @@ def test_what_cannot_join_says_why_and_changes_nothing(
 
     def refused(*options: str, file: Path = file, run_dir: Path = run_dir) -> str:
         code, said = _run(capsys, "node", f"--join={file}", f"--run_dir={run_dir}", *options)
-        assert code != Exit.OK and not cluster_in(run_dir).agents.running() or run_dir == first.cfg.run_dir
+        assert code != Exit.OK
+        if run_dir != first.cfg.run_dir:  # nothing is left of the try
+            paths = cluster_in(run_dir).paths
+            left = {path.name for path in paths.folder.glob("*") if path.is_file()} - {paths.services_lock.name}
+            assert not left and not cluster_in(run_dir).agents.running()
         return said
 
-    assert "give --address=IP" in refused("--name=gpu-2")
+    assert "give --address=IP" in refused("--name=gpu-0")
     assert "no address of this machine" in refused("--address=192.0.2.7")
     assert "and no dcs of its own" in refused(f"--address={ADDRESS}", "--dcs.replicas=2")
     assert "was started on this machine" in refused(f"--address={ADDRESS}", run_dir=first.cfg.run_dir)
@@ -172,4 +184,3 @@ def test_what_cannot_join_says_why_and_changes_nothing(
     other = file.read_text().replace(ClusterSecret.read(first.paths.secret).value, ClusterSecret.generate().value)
     copied.write_text(other)
     assert "certificate" in refused(f"--address={ADDRESS}", file=copied)
-    assert not cluster_in(run_dir).paths.secret.exists() and not cluster_in(run_dir).paths.local_host.exists()

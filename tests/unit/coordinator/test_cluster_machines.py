@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,6 +154,15 @@ def test_singleton_goes_home_where_that_is_fit_and_did_not_fail_it() -> None:
     failed = Assignment(failed=[FailedHost(host="b", at_s=0.0)])
     assert moved_to(decide(failed, home="b", a=host(assigned=2), b=host())) == "a"
     assert decide(HELD, home="b", a=host(), b=host()).assignment is None, "nothing moves back"
+
+
+@pytest.mark.parametrize("phase", [HostPhase.JOINING, HostPhase.SUSPECTED])
+def test_singleton_waits_a_while_for_its_home_that_is_about_to_be_there(phase: HostPhase) -> None:
+    waits = decide(Assignment(), home="b", a=host(), b=host(phase))
+    assert waits.assignment is None and "waits for host b" in waits.waits_for
+    assert moved_to(decide(Assignment(), leader_s=60.0, home="b", a=host(), b=host(phase))) == "a"
+    assert moved_to(decide(HELD, home="a", a=host(HostPhase.DRAINING), b=host(), leader_s=60.0)) == "b"
+    assert moved_to(decide(Assignment(), home="b", a=host(), b=host(HostPhase.LOST))) == "a"
 
 
 def test_singleton_of_a_lost_host_moves_only_if_another_host_is_fit() -> None:

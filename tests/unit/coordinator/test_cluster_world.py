@@ -125,9 +125,9 @@ def _singletons_move_to_idle_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     decide = assignments.decide
 
     def balanced(wanted: Any, now: Assignment, generation: int, known: Any, *more: Any) -> Any:
-        decision = decide(wanted, now, generation, known, *more)
-        if decision.assignment is None and now.host and (best := assignments._best(known, "", ())) not in (None, now.host):
-            return assignments._move(wanted, now, {best: known[best]}, [], "it has less to do")
+        decision, best = decide(wanted, now, generation, known, *more), assignments._best(known, "", ())
+        if decision.assignment is None and now.host and best not in (None, now.host):
+            return assignments._move(wanted, now, {best: known[best]}, [], "it has less to do", 0.0)
         return decision
 
     monkeypatch.setattr(assignments, "decide", balanced)
