@@ -30,6 +30,7 @@ def _world(seed: int) -> ClusterWorld:
     return ClusterWorld(seed, parallel=4 if seed % 5 == 4 else 3)
 
 
+@pytest.mark.timeout(600 + SEEDS)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_assignments_have_one_effective_holder_and_are_carried_out_whatever_fails(batch: int) -> None:
     seen: Counter[str] = Counter()
