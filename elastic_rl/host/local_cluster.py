@@ -59,11 +59,11 @@ from elastic_rl.host import (
 from elastic_rl.host.job_run import JobRun, Submission, all_stopped
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.join_file import JoinFile
-from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.local_host import LocalHost, host_name
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, ServiceRecord, job_of_node, node_service
 from elastic_rl.net import http_client
-from elastic_rl.net.addresses import LOOPBACK, free_port, host_port, require_address, require_port_free
+from elastic_rl.net.addresses import free_port, host_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.files import preflight_writes, private_folder, replace_file, require_own_folder
 from elastic_rl.runtime.process import runs
@@ -93,6 +93,9 @@ SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
+_OF_ONE_HOST = {"host", "port", "advertise_host", "advertise_port", "disk_dir"}
+"""Settings of a job's DCS nodes that are for the host which it was submitted on; its nodes elsewhere have the defaults.
+"""
 AGENTS = ("agent-0", "agent-1")
 """Names of the two processes of the host agent: either may be the active one or the standby."""
 
@@ -316,8 +319,9 @@ class Cluster:
         ConfigError and OSError."""
         if not self.host.is_local:
             coordinator = self.here.coordinator
-            self.host.certify(self.paths, self.cfg.cluster_name, ClusterSecret.read(self.paths.secret),
-                              also=(coordinator.host, coordinator.advertise_host), renew_only=renew_only)
+            also = () if self.host.joined else (coordinator.host, coordinator.advertise_host)  # of the first host
+            self.host.certify(self.paths, self.cfg.cluster_name, ClusterSecret.read(self.paths.secret), also=also,
+                              renew_only=renew_only)
 
     def _put_spec(self, endpoints: list[str]) -> None:
         """Writes what the coordinators decide about runs by, and stops those that are not to go on: of a cluster that
@@ -966,7 +970,11 @@ class Cluster:
 
     def of_job(self, job: str) -> Cluster:
         """The cluster with another job, by its location alone."""
-        return self if job == self.cfg.job else Cluster(self._config_of(job), say=self._say)
+        if job == self.cfg.job:
+            return self
+        found = Cluster(self._config_of(job), say=self._say)
+        found._host = self._host
+        return found
 
     def _config_of(self, job: str) -> Config:
         return self.cfg.model_copy(update={"job": job})
@@ -987,8 +995,8 @@ class Cluster:
         with nothing done, while another command starts or stops the cluster. Raises as ``admit`` does for what this
         host cannot have."""
         if record.host != self.host.name:  # these are for the host that it was submitted on
-            settings = settings.model_copy(update={"dcs": settings.dcs.model_copy(update={
-                "host": LOOPBACK, "port": 0, "advertise_host": "", "advertise_port": 0, "disk_dir": ""})})
+            defaults = type(settings.dcs)().model_dump(include=_OF_ONE_HOST)
+            settings = settings.model_copy(update={"dcs": settings.dcs.model_copy(update=defaults)})
         job = Cluster(settings.model_copy(update={"run_dir": self.cfg.run_dir, "cluster": self.cfg.cluster}),
                       say=self._say)
         try:
@@ -1096,6 +1104,11 @@ class Cluster:
         if purge:
             kept_state.require_same_cluster(self.cfg)
         self._require_own_folder()
+        try:
+            self._host = self.host
+        except ConfigError as e:  # what runs is to be ended all the same
+            self._say(f"warning: {e.message}")
+            self._host = LocalHost(name=host_name())
         if not self.dir.is_dir():
             return self._down(purge)
         self._require_here()

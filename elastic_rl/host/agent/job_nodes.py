@@ -15,7 +15,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Self
 
-from elastic_rl.errors import ElasticRLError
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.changed_range import ChangedRange
 from elastic_rl.etcd.client import EtcdClient
@@ -105,6 +105,8 @@ class JobNodes:
                     self._followed[job] = created, state.submission
                 else:
                     yield f"job {job} has no DCS node here: another command starts or stops the cluster"
+            except EtcdUnavailable:
+                raise
             except (ElasticRLError, OSError) as e:
                 yield f"job {job} has no DCS node here: {e}"
         for job in sorted(served - states.keys()):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from support.commands import run_in_one_line as _run
 from support.stub_run import put_stub_in_place
 from support.waiting import wait_until
@@ -83,6 +84,12 @@ def hosts(cluster: Cluster) -> dict[str, dict[str, Any]]:
     return {}
 
 
+def _names(cluster: Cluster) -> list[str]:
+    """The host names in the certificate of a host."""
+    found = x509.load_pem_x509_certificate(cluster.paths.tls.cert.read_bytes())
+    return found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
+
+
 def phase(cluster: Cluster, host: str) -> str:
     return str(hosts(cluster).get(host, {}).get("phase", ""))
 
@@ -149,11 +156,20 @@ def test_host_joins_takes_over_a_run_and_leaves(
     chunks = kept_state.chunks(node.cluster.cfg)
     assert chunks.is_dir() and not list(chunks.parent.glob(f"{chunks.name}.*"))
 
+    # Its certificate has no name of the first host.
+    assert "gpu-1" not in _names(node.cluster) and "gpu-0" in _names(node.cluster)
+
     # Another job of the name begins without them.
     cluster_in(first.cfg.run_dir).admit()
     assert _run(capsys, "train", "--detach", *options)[0] == Exit.OK
     wait_until(lambda: nodes(first) == {"node-0", "host-gpu-0"}, what="a DCS node on each host")
     assert list(chunks.parent.glob(f"{chunks.name}.*")), "those of the earlier one are set aside"
+
+    # `down` ends what runs, also where the file with the host's name is damaged.
+    node.process.kill()
+    node.cluster.paths.local_host.write_text("{")
+    cluster_in(node.cluster.cfg.run_dir).down()
+    assert not node.cluster.agents.running() and not node.cluster.services.running()
 
 
 def test_what_cannot_join_says_why_and_changes_nothing(
