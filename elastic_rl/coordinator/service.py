@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and those that are settings."""
+    """Returns the options, and the arguments that are settings."""
     parser = argparse.ArgumentParser(prog="elastic_rl.coordinator.service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True,
                         help="the cluster's configuration; each key also as --key.sub=value")

@@ -194,7 +194,7 @@ class JobRecord(Record):
     """A job of the cluster, and what its operator wants of it."""
 
     id: str = ""
-    """Random; differs from that of an earlier job of this name, whose files a host may still have."""
+    """A random id: an earlier job of the same name, whose files a host may still have, had another one."""
     settings: str = ""
     """The settings that the coordinators follow, sealed (``job_settings``): those of the last submission that was not
     refused."""

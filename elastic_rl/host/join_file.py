@@ -41,7 +41,7 @@ class JoinFile(Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ConfigError for a file that is none, or that others than its owner may read."""
+        """Reads a join file. Raises ConfigError for a file that is none, or that others than its owner may read."""
         text = secret_file.private_text(
             path, what="the join file", made_by="`elastic-rl up --cluster=NAME --address=IP` on the first host",
             how_to_replace=f"`chmod 600 {path}`, as the user who runs this", max_bytes=_MAX_BYTES)
@@ -61,5 +61,5 @@ class JoinFile(Record):
         return config.parse({**self.settings, "cluster": self.cluster, **folder})
 
     def save(self, path: Path) -> None:
-        """Raises OSError."""
+        """Writes the file, which its owner alone may read. Raises OSError."""
         replace_file(path, self.encode(), private=True, durable=True)

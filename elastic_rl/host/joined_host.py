@@ -40,18 +40,17 @@ class JoinedHost:
     def follow(self) -> None:
         """Says how the host is, and starts its agent where that has ended, until a command takes down what runs here.
         """
-        agent = AgentWatch(self._cluster)
-        returned = False
-        while not self._cluster.taken_down:
-            waiting = dict(agent.waiting())
-            try:
-                with self._etcd() as etcd:
+        agent, returned = AgentWatch(self._cluster), False
+        with self._etcd() as etcd:
+            while not self._cluster.taken_down:
+                waiting = dict(agent.waiting())
+                try:
                     returned = returned or self._withdraw_drain(etcd)
                     self._report("host", self._described(etcd))
-            except ElasticRLError as e:
-                waiting.setdefault("host agent", str(e))
-            self._report("waiting", "; ".join(f"{name}: {why}" for name, why in sorted(waiting.items())))
-            self._pause(_POLL_S)
+                except ElasticRLError as e:
+                    waiting.setdefault("host agent", str(e))
+                self._report("waiting", "; ".join(f"{name}: {why}" for name, why in sorted(waiting.items())))
+                self._pause(_POLL_S)
 
     def leave(self, within_s: float) -> None:
         """Has what the host holds moved elsewhere, and returns when it holds nothing, at the latest after ``within_s``
@@ -67,7 +66,7 @@ class JoinedHost:
                         self._say(f"host {self._name} is not registered by this machine: nothing is to be moved")
                         return
                     spec, revision = self._spec(etcd)
-                    if spec.drain is None:  # else an operator has it drained, and what he wants holds
+                    if spec.drain is None:  # else an operator has it drained, and that request holds
                         self._change(etcd, {"drain": Drain(within_s=0.0), "reason": _LEAVES}, revision)
                     state = self._state(etcd)
                     if state is None or state.phase in (HostPhase.LEFT, HostPhase.LOST):

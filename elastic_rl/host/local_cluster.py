@@ -304,7 +304,7 @@ class Cluster:
         return self._addressed(info)
 
     def renew_certificate(self) -> bool:
-        """Makes the certificate of this host anew where it is about to expire, or is damaged. False while another
+        """Renews the certificate of this host where it is about to expire, or is damaged. False while another
         command starts or stops the cluster. Raises ConfigError where the cluster's secret is another one than its
         services run with, or cannot be read, and OSError."""
         try:

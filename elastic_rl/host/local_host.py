@@ -17,7 +17,7 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.record import Record
 from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.net import authority
-from elastic_rl.net.addresses import LOOPBACK, UNSPECIFIED
+from elastic_rl.net.addresses import LOOPBACK, UNSPECIFIED, is_ip_address
 from elastic_rl.net.authority import Authority
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.tls import TlsFolder
@@ -76,7 +76,8 @@ class LocalHost(Record):
 
     def named(self, name: str, address: str) -> LocalHost:
         """The host with another name or address; what is empty stays. Raises ConfigError."""
-        if name and (not _NAME.fullmatch(name) or _is_address(name)):
+        # As the name of a host, an IP address would be in its certificate, for another machine.
+        if name and (not _NAME.fullmatch(name) or is_ip_address(name)):
             raise ConfigError(f"--name={name} cannot name a host",
                               hint="take letters, digits, dots, hyphens and underscores, at most 100")
         return self.replace(name=name or self.name, address=_plain(address) if address else self.address)
@@ -159,15 +160,6 @@ def _plain(address: str) -> str:
             or isinstance(found, IPv6Address) and (found.ipv4_mapped or found.is_link_local)):
         raise ConfigError(f"--address={address} is no address that others can reach", hint=_ONE_OF_ITS_OWN)
     return str(found)
-
-
-def _is_address(name: str) -> bool:
-    """Whether a name is an IP address. As the name of a host it would be in its certificate, for another machine."""
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _read(path: Path) -> bytes:

@@ -26,6 +26,15 @@ _given_ports: deque[tuple[int, socket.socket]] = deque(maxlen=256)
 """Ports that were given out, each with what claims it."""
 
 
+def is_ip_address(name: str) -> bool:
+    """Whether a name is an IP address, and no host name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 

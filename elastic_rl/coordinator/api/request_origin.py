@@ -10,7 +10,6 @@ cannot choose the headers looked at here:
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from starlette.datastructures import Headers
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.net.addresses import is_ip_address
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^:\[\]@/?#\s]+)(:\d{0,5})?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -45,7 +45,7 @@ class ServedHosts:
         """Raises a 421 problem unless the request is for one of them. Any IP address will do: a browser that was sent
         to an address, and not to a name, cannot have been sent there by DNS."""
         name = host_name(headers.get("host", ""))
-        if name and (_is_address(name) or any(fnmatchcase(name, served) for served in self._names)):
+        if name and (is_ip_address(name) or any(fnmatchcase(name, served) for served in self._names)):
             return
         raise Problem(421, Kind.UNKNOWN_HOST, "The replica does not serve this host name",
                       f"the request is for host {name or headers.get('host', '')!r}; add the name to "
@@ -76,14 +76,6 @@ def check_origin(method: str, headers: Headers, *, cookie: bool) -> None:
 
 def _cross_site(detail: str) -> Problem:
     return Problem(403, Kind.CROSS_SITE, "The request comes from another site", detail)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_own(origin: str, host: str) -> bool:

@@ -162,7 +162,7 @@ class HostReading(NamedTuple):
 
     host: HostView
     found: TxnResult
-    """The keys of the host."""
+    """The transaction that has read the keys of the host."""
     unreadable: dict[str, str]
     """Assignments that this release cannot read, by key, and why: any may be of this host."""
 

@@ -167,7 +167,7 @@ class HostAgent:
         self._nodes = self._work = None
 
     def _certify(self) -> str:
-        """Keeps the certificate of this host good. Returns why it cannot be made anew."""
+        """Keeps the certificate of this host good. Returns why it cannot be renewed."""
         if time.monotonic() >= self._certify_at:
             before = self._certify_error
             try:
@@ -175,7 +175,7 @@ class HostAgent:
                     return before
                 self._certify_error = ""
             except (ElasticRLError, OSError) as e:  # it may be valid for months yet
-                self._certify_error = f"the certificate of this host cannot be made anew: {e}"
+                self._certify_error = f"the certificate of this host cannot be renewed: {e}"
                 if self._certify_error != before:
                     log.error("%s", self._certify_error)
             self._certify_at = time.monotonic() + _CERTIFY_EVERY_S

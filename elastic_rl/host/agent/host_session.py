@@ -29,8 +29,7 @@ from typing import Self
 
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.errors import ElasticRLError, Fenced, LeaseLost
-from elastic_rl.etcd.changed_range import ChangedRange
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, Watch
 from elastic_rl.etcd.cluster_records import Assignment, Host, HostStatus
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.fencing import FencedWriter
@@ -241,25 +240,44 @@ class HostSession:
 
 
 class _AssignmentReader:
-    """Reads all assignments, again and again."""
+    """Reads all assignments, again and again. A watch says when; it may fail without harm."""
 
     def __init__(self, etcd: EtcdClient, prefix: str) -> None:
-        self._prefix, self._range = prefix, ChangedRange(etcd, prefix, every_s=_READ_EVERY_S, turn_s=_TURN_S)
+        self._etcd, self._prefix = etcd, prefix
+        self._watch: Watch | None = None
+        self._read_at = float("-inf")
         self.changed_at = 0
         """Revision of the newest change that has been read."""
 
     def read(self, known: KnownOrders) -> KnownOrders:
         """The assignments as they are, once one has changed or it is time to read them; as they were known before, soon
         after, if not. Raises EtcdUnavailable."""
-        if (found := self._range.read()) is None:
+        if self._watch is not None and boottime_s() - self._read_at < _READ_EVERY_S and not self._changed(self._watch):
             return known
-        self.changed_at = max((kv.mod_revision for kv in found.kvs), default=0)
-        return known.updated(found.asked_at, found.revision, {
-            kv.key.removeprefix(self._prefix): Order(assignment, kv.version)
-            for assignment, kv in readable(found.kvs, Assignment)})
+        asked = boottime_s()
+        kvs, revision = self._etcd.range(self._prefix)
+        self._read_at, self.changed_at = asked, max((kv.mod_revision for kv in kvs), default=0)
+        if self._watch is None:
+            self._watch = self._etcd.watch(self._prefix, start_revision=revision + 1)
+        return known.updated(asked, revision, {kv.key.removeprefix(self._prefix): Order(assignment, kv.version)
+                                               for assignment, kv in readable(kvs, Assignment)})
+
+    def _changed(self, watch: Watch) -> bool:
+        """Waits for a change, for ``_TURN_S`` at most."""
+        try:
+            changed = watch.get(_TURN_S) is not None
+            while changed and watch.get(0.0) is not None:
+                pass
+            return changed
+        except ElasticRLError as e:  # mostly Compacted: it was interrupted, and a compaction overtook it meanwhile
+            log.info("the watch of the assignments is opened again: %s", e)
+            self.close()
+            return True
 
     def close(self) -> None:
-        self._range.close()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
 class _StatusWriter:

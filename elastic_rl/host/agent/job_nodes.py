@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Self
 
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import job_settings
-from elastic_rl.etcd.changed_range import ChangedRange
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import JobState
-from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.mirror import Mirror
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.service_files import job_of_node
 from elastic_rl.net.cluster_secret import ClusterSecret
 
 log = logging.getLogger(__name__)
 
-_READ_EVERY_S = 30.0
-"""The jobs are read when one has changed, and so often."""
-_TURN_S = 0.5
+_PASS_S = 2.0
+"""Longest time between two passes; a job that has changed starts one at once."""
 _PAUSE_S = 5.0
 """Pause after an error, and before another try of what could not be done."""
 _JOIN_S = 5.0
@@ -65,32 +64,29 @@ class JobNodes:
 
     def _run(self) -> None:
         prefix = self._keys.job_states_prefix()
-        jobs = ChangedRange(self._etcd, prefix, every_s=_READ_EVERY_S, turn_s=_TURN_S)
-        states: Mapping[str, tuple[JobState, int]] = {}
-        while not self._stopping.is_set():
-            try:
-                if (found := jobs.read()) is not None:
-                    states = {kv.key.removeprefix(prefix): (state, kv.create_revision)
-                              for state, kv in readable(found.kvs, JobState)}
-                elif self.waits_for:
+        with Mirror(self._etcd, prefix, _decode) as states:
+            while not self._stopping.is_set():
+                try:
+                    found = {key.removeprefix(prefix): state for key, state in states.read(_PASS_S).items()}
+                    self._say("; ".join(self._follow(found)) if self._is_registered() else
+                              "the DCS nodes of jobs wait for this host to be registered")
+                except (ElasticRLError, OSError) as e:
+                    self._say(f"the jobs of the cluster cannot be followed: {type(e).__name__}: {e}")
+                except Exception as e:  # nobody else starts the nodes of this host
+                    log.exception("a pass over the jobs of the cluster failed")
+                    self._say(f"the jobs of the cluster cannot be followed: {type(e).__name__}: {e}")
+                if self.waits_for:
                     self._stopping.wait(_PAUSE_S)
-                else:
-                    continue
-                self._say("; ".join(self._follow(states)) if self._is_registered() else
-                          "the DCS nodes of jobs wait for this host to be registered")
-            except Exception as e:
-                self._say(f"the jobs of the cluster cannot be followed: {type(e).__name__}: {e}")
-                self._stopping.wait(_PAUSE_S)
-        jobs.close()
 
     def _say(self, waits_for: str) -> None:
         if waits_for and waits_for != self.waits_for:
             log.warning("%s", waits_for)
         self.waits_for = waits_for
 
-    def _follow(self, states: Mapping[str, tuple[JobState, int]]) -> Iterator[str]:
-        """Starts and ends what is to be; yields what could not be done, and why. Raises EtcdUnavailable and OSError."""
-        cluster = self._cluster()
+    def _follow(self, states: Mapping[str, tuple[JobState, int]]) -> list[str]:
+        """Starts and ends the nodes that differ from the jobs; returns what could not be done, and why. Raises
+        EtcdUnavailable and OSError."""
+        cluster, problems = self._cluster(), list[str]()
         served = {job for record in cluster.services.all() if (job := job_of_node(record.name))}
         for job, (state, created) in sorted(states.items(), key=itemgetter(0)):
             if state.phase.ended or job in served and self._followed.get(job) == (created, state.submission):
@@ -104,15 +100,22 @@ class JobNodes:
                 if cluster.serve(job_settings.opened(record.settings, job, secret, cluster.cfg), record):
                     self._followed[job] = created, state.submission
                 else:
-                    yield f"job {job} has no DCS node here: another command starts or stops the cluster"
+                    problems.append(f"job {job} has no DCS node here: another command starts or stops the cluster")
             except EtcdUnavailable:
                 raise
             except (ElasticRLError, OSError) as e:
-                yield f"job {job} has no DCS node here: {e}"
+                problems.append(f"job {job} has no DCS node here: {e}")
         for job in sorted(served - states.keys()):
             self._followed.pop(job, None)
             cluster.stop_serving(job, partial(self._is_gone, job))
+        return problems
 
     def _is_gone(self, job: str) -> bool:
         """Whether no record of the job is left; the leader may not have decided about one that is there."""
         return self._etcd.get(self._keys.job(job)) is None
+
+
+def _decode(kv: KeyValue) -> tuple[JobState, int] | None:
+    """The state of a job, and the revision at which it was created; None for one that cannot be read."""
+    state = readable_one(kv, JobState)
+    return (state, kv.create_revision) if state is not None else None

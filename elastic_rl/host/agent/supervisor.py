@@ -149,7 +149,7 @@ def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
     """Whether the services that need etcd to start would find it."""
     try:
         return not info.own_etcd or any(map(partial(cluster.etcd_healthy, timeout_s=1.0), info.etcd_endpoints))
-    except ConfigError:  # the host's certificate is damaged; the agent, which makes it anew, says why it cannot
+    except ConfigError:  # the host's certificate is damaged; the agent, which renews it, says why it cannot
         return False
 
 
