@@ -19,7 +19,8 @@ from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
 from elastic_rl.etcd.job_settings import OtherSecret
 from elastic_rl.host import job_run, processes
 from elastic_rl.host.job_run import Submission
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, report_completed
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.telemetry import logs

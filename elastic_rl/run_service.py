@@ -27,9 +27,11 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
-from elastic_rl.host import cluster_settings, job_run
+from elastic_rl.host import job_run
+from elastic_rl.host.here import settings_here
 from elastic_rl.host.job_run import Submission
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.host.service_files import report_completed
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.run_launcher import arguments
@@ -132,11 +134,8 @@ class RunService:
 
     def _train(self, submission: Submission, info: ClusterInfo, begun_at: float, begin: train.OnBegun,
                goes_on: Callable[[], bool]) -> int:
-        # The folder of the cluster may be another one on each host.
-        cfg = config.parse({**submission.settings, "run_dir": str(self._cluster.cfg.run_dir)})
-        if self._cluster.named:  # it may have another address than when the job was submitted
-            cfg = cluster_settings.with_sections_of_cluster(self._cluster.paths.settings, cfg, {})
-            cfg = self._cluster.host.settings_here(cfg, self._cluster.paths.tls)
+        # The folder of the cluster may be another one on each host, and the address another one than at its submission.
+        cfg = settings_here(config.parse(submission.settings), self._cluster.cfg.run_dir)
         logs.setup("train", cfg.telemetry.log_level)
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on,

@@ -37,12 +37,13 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes
-from elastic_rl.host.address import own_address
+from elastic_rl.host.address import host_address
 from elastic_rl.host.agent.status import AgentWatch
 from elastic_rl.host.compute_services import ray_epoch
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.ray_node import compute_environment
 from elastic_rl.job import check as job_check
 from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.pipeline.records.run_events import PRODUCER
@@ -50,20 +51,11 @@ from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.runtime.files import preflight_writes
-from elastic_rl.runtime.process import RAY_PRIORITY
-from elastic_rl.telemetry.log_files import ray_environment
-
-# Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone.
-_RAY_ENV = {**RAY_PRIORITY, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
-            # What runs on Ray goes on without its head, however long that is away. By default it ends after a minute.
-            "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 86400),
-            # A token or an address of another cluster of the user's would count instead of the job's. The driver sets
-            # RAY_AUTH_TOKEN_PATH to the file of its epoch.
-            "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None, "RAY_ADDRESS": None}
-
 
 log = logging.getLogger(__name__)
 
+_LEAVE_S = 30.0
+"""Longest wait for a command that starts or stops the cluster."""
 _TICK_ETCD_BUDGET_S = 1.0
 """Retries of etcd in the thread that also refreshes the live view. Its callers try again for as long as it takes."""
 _REPORT_ETCD_BUDGET_S = 15.0
@@ -118,6 +110,7 @@ def _exclusive(cluster: Cluster, *, resumes: bool, goes_on: Callable[[], bool]) 
     with the run. ``resumes``: the driver of this run takes over what its predecessor has left, unless Ray was ended."""
     paths = JobPaths.of(cluster.cfg)
     with cluster.training():
+        cluster.leave_ray(cluster.cfg.job, timeout_s=_LEAVE_S)  # of the run while it was on another host
         if not resumes or not ray_epoch(paths):
             leftovers.sweep(paths)
         is_over = False
@@ -133,7 +126,7 @@ def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | No
     """The exit code of a run whose job ended after this process's predecessor was killed, with its report; None where
     it has not ended. ``prepare`` would refuse a job that has done all its steps, and repeat one that failed."""
     ctx = RunContext(config=_absolute(cfg), etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir="",
-                     host=own_address())
+                     host=host_address(cfg))
     with _connect(ctx, cfg.etcd.retry_budget_s) as etcd:
         phase = _status(etcd, ctx.keys).phase
     if phase not in ("finished", "failed"):
@@ -180,7 +173,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool
         with preflight_writes(paths.folder):
             cluster_settings.save(cfg, paths.settings)
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir,
-                         host=own_address())
+                         host=host_address(cfg))
         if not resumes:
             _reopen(etcd, ctx)
     return ctx
@@ -260,15 +253,8 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
         context_file = ctx.save(paths.context())
     leftovers.make_temp_folder(paths)
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
-    return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick,
+    return DriverSupervisor(ctx, etcd, command, env=compute_environment(ctx.config), on_tick=on_tick,
                             goes_on=goes_on).run()
-
-
-def _driver_environment(cfg: Config) -> dict[str, str | None]:
-    """What the driver's environment has besides this process's own; None: a variable that it does not have."""
-    paths = JobPaths.of(cfg)
-    return {processes.RUN_MARK: str(paths.private), **_RAY_ENV, **leftovers.temp_environment(paths),
-            **ray_environment(cfg.telemetry), **cfg.device.environment()}
 
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:

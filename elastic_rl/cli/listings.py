@@ -25,9 +25,9 @@ Watch = Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, unt
 
 _POOL = ("name", "desired", "ready", "starting", "pending", "released", "draining", "external", "message")
 _WAITING = ("part", "state", "message")
-_ENGINE = ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
+_ENGINE = ("id", "state", "host", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
 _POOL_WIDE = ("stream", "model", "router_url")
-_ENGINE_WIDE = ("pool", "host", "url", "pid", "external", "applying", "epoch", "started_at")
+_ENGINE_WIDE = ("pool", "url", "pid", "external", "applying", "epoch", "started_at")
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
 _MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
 OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")

@@ -23,6 +23,8 @@ class Stream(StrEnum):
     """What the critic's group resumes from."""
     RUN_LOG = "run_log"
     """The records of the run: a tensor of bytes for each sealed segment."""
+    MODEL = "model"
+    """The files of the model's folder but for its weights: a tensor of bytes for each file."""
 
 
 Replicas = Literal["auto"] | Positive

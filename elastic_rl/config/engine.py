@@ -10,7 +10,8 @@ from elastic_rl.config.section import Positive, Seconds, Section
 
 OWN_OPTIONS = {
     "--model-path": "", "--host": "", "--port": "", "--api-key": "", "--admin-api-key": "", "--weight-version": "",
-    "--custom-weight-loader": "",
+    "--custom-weight-loader": "", "--ssl-certfile": "", "--ssl-keyfile": "", "--ssl-ca-certs": "",
+    "--dist-init-addr": "",
     "--skip-tokenizer-init": "", "--skip-server-warmup": "", "--dtype": "device.dtype", "--device": "device.type",
     "--random-seed": "seed", "--max-total-tokens": "engine.max_total_tokens",
     "--max-running-requests": "engine.max_running_requests"}

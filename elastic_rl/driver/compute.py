@@ -11,6 +11,7 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import ray
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.targets import JOB, pool_target, role_target, router_target
 from elastic_rl.driver.etcd_patience import Stopped, patiently
+from elastic_rl.driver.hosts_of_ray import HostsOfRay, RayHosts
 from elastic_rl.driver.parts import PartRunner
 from elastic_rl.driver.placement import Placer, driver_writer, uses_cuda
 from elastic_rl.driver.pool import EnginePool
@@ -39,15 +41,18 @@ from elastic_rl.errors import (
     RayNodeLost,
 )
 from elastic_rl.etcd import event_kinds, fencing
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.cluster_records import RayHead
 from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import RAY_HEAD, compute_services, router_service
-from elastic_rl.host.job_secrets import engine_key, engine_key_file
-from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.job_secrets import engine_access, engine_key_file, engine_tls
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.registry import ROLES
 from elastic_rl.roles.spec import RoleSpec
@@ -58,6 +63,10 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _RAY_CONNECT_S = 180.0
 """A Ray that has started everything and cannot be connected to is given up after so long."""
+_HOSTS_JOIN_S = 60.0
+"""Longest time, at the begin of an epoch, for which engines wait for other hosts: else all would be on the first."""
+_SAY_EVERY_S = 2.0
+"""Every agent reads what is written about Ray's head, so that is done so often at most."""
 _FOREIGN_S = 30.0
 """Foreign workers of a router are an event at most so often."""
 
@@ -73,13 +82,13 @@ class ComputePlane:
         to stop. ``adopts``: whether another driver has begun the epoch: what runs is adopted."""
         self._adopts = adopts
         self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
-        self._paths, key = JobPaths.of(ctx.config), engine_key(ctx.config)
+        self._paths = JobPaths.of(ctx.config)
         self.routers = {name: RouterSupervisor(RouterProcess(
             compute_services(self._paths), router_service(name), epoch=ctx.epoch, host=ctx.host,
             log=self._paths.log(router_service(name)), key_file=partial(engine_key_file, ctx.config),
             request_timeout_s=pool.engine.request_timeout_s,
-            sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes), epoch=ctx.epoch, key=key,
-            require=self._require)
+            sticky=name == ROLLOUT_POOL and ctx.config.rollout.plays_episodes, tls=engine_tls(ctx.config)),
+            epoch=ctx.epoch, access=engine_access(ctx.config), require=self._require)
             for name, pool in ctx.config.pool_settings(ctx.model_dir).items()}
         self.pools: dict[str, EnginePool] = {}
         self.trainers: dict[str, TrainerGroup] = {}
@@ -94,6 +103,13 @@ class ComputePlane:
         self._foreign_at: dict[str, float] = {}
         """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
         self._ray = RayService(ctx, self._require)
+        self._host_name = LocalHost.of(ClusterPaths.of(ctx.config)).name
+        self._hosts, self._seen_hosts = HostsOfRay(etcd, ClusterKeys(ctx.config.cluster_name)), RayHosts()
+        self._hosts_until = 0.0
+        """Monotonic seconds until which engines wait for hosts to join."""
+        self._left: dict[str, float] | None = None
+        """``RayHead.left`` as written last; None before that."""
+        self._said_at = float("-inf")
         self._writer, self._placer = driver_writer(ctx, etcd), Placer.of(ctx, etcd)
 
     @property
@@ -112,6 +128,9 @@ class ComputePlane:
             found["roles"] = self.roles.waiting
         for pool in self.pools.values():
             found[pool_target(pool.name)] = pool.waiting
+        if missing := self._seen_hosts.missing:
+            found["hosts"] = (f"engines wait for {len(missing)} hosts to join Ray, such as {missing[0]}, for "
+                              f"{_HOSTS_JOIN_S:.0f} s at most")
         return {part: text for part, text in found.items() if text}
 
     # -- start ------------------------------------------------------------------------------------------------------
@@ -143,6 +162,7 @@ class ComputePlane:
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
         self._roles = {name: spec for name, spec in ROLES.items() if spec.is_wanted(cfg)}
         self.roles = RoleDeployments(self.ctx, self._roles, self._require)
+        self._hosts_until = 0.0 if self._adopts else time.monotonic() + _HOSTS_JOIN_S
         with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
             self.reconcile()
         self.roles.start()  # after the first pass: the trainer and the engines take longer to start
@@ -183,10 +203,21 @@ class ComputePlane:
                 silence = ProgressLimit(_RAY_CONNECT_S)
             except Exception as e:  # Ray raises what its failure happens to be; it may only be busy
                 silence.update({})
+                log.warning("Ray cannot be connected to yet: %s", _text(e))
                 if silence.expired:
                     raise ComputePlaneLost(f"Ray cannot be connected to: {_text(e)}",
                                            hint="the next driver starts another one") from e
             self._await_ray("connecting to Ray")
+
+    def _say_that_ray_is_gone(self) -> None:
+        """Has the other hosts end their workers; those of a job that has ended do so, too, and the next epoch's
+        replace them."""
+        with contextlib.suppress(EtcdUnavailable, Fenced):
+            self._writer.write(Op.delete(self._ray_head))
+
+    @property
+    def _ray_head(self) -> str:
+        return ClusterKeys(self.ctx.config.cluster_name).ray_head(self.ctx.job)
 
     def _note_ray(self) -> None:
         """Notes the faults of Ray's nodes. Raises ComputePlaneLost when the head is lost."""
@@ -249,8 +280,10 @@ class ComputePlane:
                 raise ComputePlaneLost(f"trainer and engines use GPUs that are not held any more: {self._shared.moved}")
         for name, group in self.trainers.items():
             self._parts.run(name, partial(group.reconcile, requests.get(name)))
+        self._parts.run("hosts", self._look_at_hosts)
         for name, pool in self.pools.items():
             self._parts.run(pool_target(name), partial(self._reconcile_pool, name, pool, requests))
+        self._parts.run("Ray's head", self._say_where_ray_is)
         self._parts.note("roles", roles.fault)
         for name in self._roles:
             if (request := requests.get(role_target(name))) is not None:
@@ -258,7 +291,24 @@ class ComputePlane:
         self._waiting = self._find_waiting()
 
     def _reconcile_pool(self, name: str, pool: EnginePool, requests: Mapping[str, RestartRequest]) -> None:
-        self.routers[name].observe(pool.reconcile(requests))
+        self.routers[name].observe(pool.reconcile(requests, self._seen_hosts, holds=bool(self._seen_hosts.missing)))
+
+    def _look_at_hosts(self) -> None:
+        joining = time.monotonic() < self._hosts_until and any(pool.may_spread for pool in self.pools.values())
+        self._seen_hosts = replace(self._seen_hosts, missing=())  # nobody waits for what cannot be read
+        self._seen_hosts = self._hosts.read(joining=joining)
+        if not self._seen_hosts.missing:
+            self._hosts_until = 0.0
+
+    def _say_where_ray_is(self) -> None:
+        """Has the other hosts of the cluster join this Ray, but for those that are to be emptied and have nothing of
+        the run any more."""
+        used, hosts = {node for pool in self.pools.values() for node in pool.nodes}, self._seen_hosts
+        left = {name: hosts.drains[name] for node, name in sorted(hosts.leaving.items()) if node not in used}
+        if left != self._left and time.monotonic() - self._said_at >= _SAY_EVERY_S:
+            head = RayHead(host=self._host_name, address=self._ray.address, epoch=self.ctx.epoch, left=left)
+            self._writer.write(Op.put(self._ray_head, head.encode()))
+            self._left, self._said_at = left, time.monotonic()
 
     def _restart_role(self, name: str, request: RestartRequest) -> None:
         log.warning("restarting role %s: %s", name, request.reason)
@@ -300,6 +350,7 @@ class ComputePlane:
             if ray.is_initialized() and self._ray.is_up and not self._ray.is_cut_off:  # else it would wait for a node
                 last.callback(ray.shutdown)
             last.callback(self._ray.leave)
+            last.callback(self._hosts.close)
             for router in self.routers.values():
                 last.callback(router.leave)
             if self.roles:
@@ -323,6 +374,7 @@ class ComputePlane:
                 self._emit(event_kinds.RUN_GLOBAL_RESTART, self.ctx.job, f"global restart: {lost}",
                            severity=Severity.ERROR)
         with contextlib.ExitStack() as last:
+            last.callback(self._say_that_ray_is_gone)
             last.callback(self._ray.end)
             for router in self.routers.values():
                 last.callback(router.stop)

@@ -1,4 +1,5 @@
-"""Runs the components of the compute plane as Ray actors, each in a placement group of its own.
+"""Runs the components of the compute plane as Ray actors, each in a placement group of its own. They are on the host of
+the driver, but for the engines of pools that may spread over all hosts.
 
 Actors and placement groups are detached: they outlive their driver, and the next driver of the same epoch adopts them
 by their names, ``JOB/EPOCH/KIND/NAME``.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import ray
@@ -24,7 +25,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.driver.component_actor import ComponentActor
@@ -33,6 +34,7 @@ from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.ray_node import HOST_LABEL, RUN_HOST, label_of
 
 _CREATED = "CREATED"
 _GET_TIMEOUT_S = 5.0
@@ -59,18 +61,23 @@ class Placer:
     def of(cls, ctx: RunContext, etcd: EtcdClient) -> Self:
         return cls(driver_writer(ctx, etcd), f"{ctx.job}/{ctx.epoch}/", ctx.generation)
 
-    def place(self, kind: str, name: str, body: type | str, *args: Any, cpus: float, gpus: int) -> PlacedActor:
+    def place(self, kind: str, name: str, body: type | str, *args: Any, cpus: float, gpus: int,
+              any_host: bool = False, avoid: Collection[str] = ()) -> PlacedActor:
         """A new actor ``name`` of a kind; no two of a kind ever have one name. Ray places it as soon as there is room,
-        however long that takes. ``body(*args)``: as ``ComponentActor`` has it. Raises RayError, Fenced and
-        EtcdUnavailable."""
+        however long that takes: on the host of the driver or, with ``any_host``, on the one with the largest share of
+        its resources free. ``avoid``: names of hosts on which it is not placed. ``body(*args)``: as
+        ``ComponentActor`` has it. Raises RayError, Fenced and EtcdUnavailable."""
         full = f"{self._scope}{kind}/{name}"
-        bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
-        group = placement_group([bundle], name=full, lifetime="detached")
+        own = {} if any_host else {RUN_HOST: 1.0}
+        bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **own}
+        group = placement_group([bundle], name=full, lifetime="detached", bundle_label_selector=[
+            {HOST_LABEL: f"!in({','.join(sorted(map(label_of, avoid)))})"}] if avoid else None)
         try:
             # Ray restarts none by itself: it would be without what its body had begun.
             actor = ray.remote(ComponentActor).options(
-                name=full, lifetime="detached", num_cpus=cpus, num_gpus=gpus, max_concurrency=_CONCURRENCY,
-                max_restarts=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(body, *args)
+                name=full, lifetime="detached", num_cpus=cpus, num_gpus=gpus, resources=own,
+                max_concurrency=_CONCURRENCY, max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(body, *args)
             try:
                 self._writer.require()
             except BaseException:
@@ -94,7 +101,7 @@ class Placer:
                 placed = PlacedActor(full.removeprefix(prefix), actor, group, dict(tables[full]["bundles"][0]),
                                      self._writer, self._generation)
                 if tables[full]["state"] == _CREATED:
-                    placed.placed_at = placed.created_at
+                    placed.placed_at, placed.node = placed.created_at, tables[full]["bundles_to_node_id"][0]
                 found.append(placed)
         return found
 
@@ -123,6 +130,8 @@ class PlacedActor:
         """Whether it was told to stop, or killed."""
         self.placed_at = float("inf")
         """Monotonic seconds at which it was first seen to have room."""
+        self.node = ""
+        """Ray's id of the node that it has room on; empty before that."""
         self._kill_at = float("inf")
         self._actor, self._group, self._writer, self._generation = actor, group, writer, generation
         self._done: ray.ObjectRef | None = None
@@ -135,8 +144,8 @@ class PlacedActor:
 
     def is_placed(self) -> bool:
         """Whether the cluster had room for it. Asks Ray until it had."""
-        if self.placed_at == float("inf") and placement_group_table(self._group).get("state") == _CREATED:
-            self.placed_at = time.monotonic()
+        if self.placed_at == float("inf") and (table := placement_group_table(self._group)).get("state") == _CREATED:
+            self.placed_at, self.node = time.monotonic(), table["bundles_to_node_id"][0]
         return self.placed_at < float("inf")
 
     def lacks_room(self) -> bool:
@@ -236,10 +245,21 @@ def stop_all(actors: Collection[PlacedActor], *, timeout_s: float) -> None:
         actor.remove()
 
 
+def run_on_hosts(function: Callable[..., None], by_address: Mapping[str, Sequence[Any]]) -> None:
+    """Has a function run on some hosts, with the arguments of each, by its address; waits for none of them. A host that
+    has no node of Ray is left out. Raises RayError."""
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    for address, args in by_address.items():
+        if address in nodes:
+            ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
+                nodes[address], soft=False)).remote(*args)
+
+
 def room_needed(actors: Iterable[PlacedActor]) -> str:
     """``2 times CPU 1, GPU 4`` for a person, of actors of one kind."""
     waiting = list(actors)
-    bundle = ", ".join(f"{name} {amount:g}" for name, amount in waiting[0].bundle.items()) if waiting else ""
+    bundle = ", ".join(f"{name} {amount:g}" for name, amount in waiting[0].bundle.items() if name != RUN_HOST
+                       ) if waiting else ""
     return f"{len(waiting)} times {bundle}" if len(waiting) > 1 else bundle
 
 

@@ -21,6 +21,8 @@ class Running:
     started_at: float
     placed: bool = True
     """False while it waits for room in the cluster."""
+    leaves: bool = False
+    """Whether its host is to be emptied."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,18 @@ def plan(desired: int, engines: Sequence[Running], *, may_start: int) -> Plan:
     """Engines to start and to drain so that ``desired`` remain.
 
     Draining and dead engines do not count. Scaling in drops engines that wait for room first, then those that serve
-    nothing yet, then the youngest: the older ones have the warmer caches. ``may_start`` bounds what may be started now:
-    starts that fail, or engines that wait for room, leave no room for more of them.
+    nothing yet, then the youngest: the older ones have the warmer caches. Engines that leave do not count either; they
+    serve on until as many others do. ``may_start`` bounds what may be started now: starts that fail, or engines that
+    wait for room, leave no room for more of them.
     """
-    staying = [e for e in engines if e.state.stays]
-    if len(staying) < desired:
-        return Plan(start=min(desired - len(staying), max(0, may_start)))
+    staying = [e for e in engines if e.state.stays and not e.leaves]
+    leaving = [e for e in engines if e.state.stays and e.leaves]
     leave_first = sorted(staying, key=lambda e: (e.placed, e.state in _SERVING, -e.started_at))
-    return Plan(drain=tuple(e.id for e in leave_first[:len(staying) - desired]))
+    surplus = leave_first[:max(0, len(staying) - desired)]
+    serving = [e for e in leaving if e.state in _SERVING]
+    spare = sum(e.state in _SERVING for e in leave_first[len(surplus):]) + len(serving) - desired
+    gone = [*surplus, *(e for e in leaving if e not in serving), *serving[:max(0, spare)]]
+    return Plan(start=min(max(0, desired - len(staying)), max(0, may_start)), drain=tuple(e.id for e in gone))
 
 
 @dataclass(frozen=True)

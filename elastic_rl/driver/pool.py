@@ -13,6 +13,7 @@ from typing import Any
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ENGINE, ExternalEngines
+from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.late_engines import LateEngines
 from elastic_rl.driver.placement import (
     PlacedActor,
@@ -21,6 +22,7 @@ from elastic_rl.driver.placement import (
     ended,
     gpus_per_engine,
     room_needed,
+    run_on_hosts,
     stop_all,
 )
 from elastic_rl.driver.plan import Running, StartBudget, plan
@@ -35,6 +37,7 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.here import context_here
 from elastic_rl.host.leftovers import remove_files
 from elastic_rl.host.paths import JobPaths
 
@@ -68,6 +71,15 @@ class _Slot:
     """GPUs that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
     request: RestartRequest | None = None
     """The restart request for which this driver killed it, until it is acknowledged."""
+    avoids: frozenset[str] = frozenset()
+    """Hosts on which it is not to be placed."""
+
+
+def remove_files_of(ctx: RunContext, *engines: str) -> None:
+    """Removes the files of engines that have run on this host, and have ended."""
+    paths = JobPaths.of(context_here(ctx).config)
+    for engine_id in engines:
+        remove_files(paths.file_tag(engine_id))
 
 
 class EnginePool:
@@ -89,6 +101,11 @@ class EnginePool:
         self._status: PoolStatus | None = None
         self._last_desired = self._settings.engines
         self._external = ExternalEngines(ctx, etcd, name, unroute=unroute, body=body)
+        # Other hosts have neither the GPUs that are shared nor, for certain, the folder whose weights are served.
+        self.may_spread = self._settings.stream is not None and not self._settings.colocated
+        """Whether its engines may be on any host of the cluster."""
+        self._left_files: dict[str, list[str]] = {}
+        """Engines that have ended on other hosts and may have left files there, by the host's address."""
 
     def take_over(self) -> None:
         """Writes the pool's spec, with the desired number that it has already, adopts the engines of this epoch that
@@ -117,7 +134,7 @@ class EnginePool:
                        f"({engine.reason or 'unknown'}); replacing it", severity=Severity.WARNING,
                        ops=[Op.delete(self.keys.engine(engine.id))], incarnation=engine.incarnation)
         self._unroute(engine.url)
-        remove_files(JobPaths.of(self.ctx.config).file_tag(engine.id))
+        self._note_files(engine.id, engine.host)
 
     def _spec(self, raw: bytes | None) -> bytes:
         """The spec in the place of this one: the operator decides about the number, the settings about the rest."""
@@ -128,9 +145,11 @@ class EnginePool:
         return PoolSpec(name=self.name, desired=before.desired if before else settings.engines,
                         model=settings.model_dir, stream=settings.stream or "").encode()
 
-    def reconcile(self, restarts: Mapping[str, RestartRequest]) -> Collection[Engine]:
-        """One pass; ``restarts`` are the open restart requests, by target. Returns the records of the pool's engines as
-        they were read. Raises Fenced and EtcdUnavailable."""
+    def reconcile(self, restarts: Mapping[str, RestartRequest], hosts: RayHosts = RayHosts(), *, holds: bool = False
+                  ) -> Collection[Engine]:
+        """One pass; ``restarts`` are the open restart requests, by target; ``holds``: whether engines that may be on
+        any host are started later. Returns the records of the pool's engines as they were read. Raises Fenced and
+        EtcdUnavailable."""
         for engine_id, slot in self._slots.items():
             if (request := restarts.get(engine_target(engine_id))) is not None and slot.request is None:
                 self._kill(engine_id, slot, request.reason or f"restart requested by {request.by}")
@@ -140,15 +159,17 @@ class EnginePool:
         for engine_id, slot in self._slots.items():
             self._follow(engine_id, slot, records.get(engine_id))
         self._end_late(records)
-        running = [self._as_running(i, records.get(i)) for i in self._slots]
+        self._replace_pending(hosts)
+        running = [self._as_running(i, records.get(i), hosts) for i in self._slots]
         pending = [self._slots[r.id].placed for r in running if not r.placed]
         unplaced = sum(not slot.placed.is_placed() for slot in self._slots.values())
         todo = plan(self._desired(), running, may_start=_MAX_PENDING - unplaced
-                    if self._budget.open(time.monotonic()) else 0)
-        self._start(todo.start)
+                    if self._budget.open(time.monotonic()) and not (holds and self.may_spread) else 0)
+        self._start(todo.start, hosts)
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
         external = self._external.reconcile(restarts, records)
+        self._remove_files()
         self._write_status(running, pending, external)
         return records.values()
 
@@ -161,6 +182,11 @@ class EnginePool:
         for engine_id in late.keys() & self._slots.keys():
             if not self._slots[engine_id].placed.stopping:
                 self._kill(engine_id, self._slots[engine_id], late[engine_id])
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ray's ids of the nodes on which the pool has something."""
+        return {slot.placed.node for slot in self._slots.values()}
 
     @property
     def waiting(self) -> str:
@@ -179,8 +205,9 @@ class EnginePool:
         self._external.forget()
 
     # -- one engine ---------------------------------------------------------------------------------------------
-    def _start(self, count: int) -> None:
+    def _start(self, count: int, hosts: RayHosts) -> None:
         """Starts engines; an error of Ray's ends the attempt, and counts as a start that failed."""
+        avoids = hosts.closed if self.may_spread else frozenset()
         for _ in range(count):
             engine_id, now = f"{self.name}-{uuid.uuid4().hex[:6]}", time.monotonic()
             try:
@@ -193,14 +220,15 @@ class EnginePool:
                         return
                 placed = self._placer.place(
                     self._kind, f"{engine_id}/{shared}" if shared else engine_id, self._body, self.ctx, engine_id,
-                    self.name, *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus)
+                    self.name, *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus,
+                    any_host=self.may_spread, avoid=avoids)
             except (Fenced, EtcdUnavailable):
                 raise
             except Exception as e:  # Ray raises many kinds, also for a bug of a caller's
                 log.exception("engine %s could not be started", engine_id)
                 self._failed(f"{type(e).__name__}: {e}", now)
                 return
-            self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared)
+            self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared, avoids=avoids)
             self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is starting")
 
     def _failed(self, reason: str, started_at: float | None = None) -> None:
@@ -284,9 +312,35 @@ class EnginePool:
             if record:
                 self._unroute(record.url)
             placed.remove()
-            remove_files(JobPaths.of(self.ctx.config).file_tag(engine_id))
+            self._note_files(engine_id, record.host if record is not None else "")
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
             records.pop(engine_id, None)
+
+    def _replace_pending(self, hosts: RayHosts) -> None:
+        """Has engines that have no room yet placed anew when they might get it on a host that was closed meanwhile."""
+        for engine_id, slot in list(self._slots.items()) if self.may_spread else ():
+            if not hosts.closed <= slot.avoids and not slot.placed.is_placed():
+                self._writer.require()
+                slot.placed.remove()
+                del self._slots[engine_id]
+
+    def _note_files(self, engine_id: str, host: str) -> None:
+        """Removes what an engine that has ended has left on this host, or notes that it is to be removed on another
+        one. ``host``: its address; empty where it had not said it."""
+        if host in ("", self.ctx.host):
+            remove_files_of(self.ctx, engine_id)
+        else:
+            self._left_files.setdefault(host, []).append(engine_id)
+
+    def _remove_files(self) -> None:
+        """Removes what is noted, on the hosts that are there: the worker of one that is gone does it when it starts
+        again."""
+        left, self._left_files = self._left_files, {}
+        if left:
+            try:
+                run_on_hosts(remove_files_of, {host: (self.ctx, *engines) for host, engines in left.items()})
+            except Exception:  # whatever Ray raises: nothing waits for it
+                log.exception("files of engines that have ended are not removed on other hosts")
 
     # -- etcd ---------------------------------------------------------------------------------------------------
     def _write(self, op: Op) -> None:
@@ -301,10 +355,11 @@ class EnginePool:
         items, _ = self.etcd.range(self.keys.engines_of_pool(self.name))
         return {e.id: e for e, _ in readable(items, Engine) if e.pool == self.name}
 
-    def _as_running(self, engine_id: str, record: Engine | None) -> Running:
+    def _as_running(self, engine_id: str, record: Engine | None, hosts: RayHosts) -> Running:
         slot = self._slots[engine_id]
         state = EngineState.DEAD if slot.placed.stopping else record.state if record else EngineState.STARTING
-        return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room())
+        return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room(),
+                       leaves=self.may_spread and slot.placed.node in hosts.leaving)
 
     def _desired(self) -> int:
         found = self.etcd.get(self.keys.pool_spec(self.name))

@@ -19,6 +19,7 @@ from ray.serve.schema import ApplicationStatus
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.ray_node import RUN_HOST
 from elastic_rl.roles.spec import RoleSpec
 from elastic_rl.runtime.imports import class_of
 
@@ -117,7 +118,8 @@ class RoleDeployments:
         return serve.deployment(class_of(spec.cls)).options(
             name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
             health_check_period_s=1.0, health_check_timeout_s=10.0,
-            graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self._ctx)
+            graceful_shutdown_timeout_s=5.0, ray_actor_options={
+                "num_cpus": spec.num_cpus, "resources": {RUN_HOST: 1.0}}).bind(self._ctx)
 
     def _set(self, faults: dict[str, str], waiting: dict[str, str]) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ from elastic_rl.driver.routing import Routes, Unconfirmed
 from elastic_rl.driver.service_supervisor import ServiceSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.etcd.records import Engine
+from elastic_rl.net.engine_key import EngineAccess
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,13 @@ class RouterSupervisor(ServiceSupervisor):
     restarted. An adopted one keeps its workers."""
 
     def __init__(self, process: RouterProcess, *, epoch: int, interval_s: float = _INTERVAL_S,
-                 start_timeout_s: float = _START_TIMEOUT_S, frozen_s: float = _FROZEN_S, key: str = "",
-                 require: Callable[[], None] = lambda: None) -> None:
-        """``epoch``: the epoch of the engines that may be routed. ``key``: the key of the router and its engines.
+                 start_timeout_s: float = _START_TIMEOUT_S, frozen_s: float = _FROZEN_S,
+                 access: EngineAccess = EngineAccess(), require: Callable[[], None] = lambda: None) -> None:
+        """``epoch``: the epoch of the engines that may be routed. ``access``: to the router and its engines.
         ``require``: as of ``ServiceSupervisor``, and called before each change of the list, too."""
         super().__init__(process, interval_s=interval_s, start_timeout_s=start_timeout_s, frozen_s=frozen_s,
                          require=require)
-        self._epoch, self._key = epoch, key
+        self._epoch, self._access = epoch, access
         self._is_new = True
         """Whether this object has launched the router's process and has not compared its list yet. The list of an
         adopted one may lack an engine because that has just removed itself."""
@@ -70,7 +71,7 @@ class RouterSupervisor(ServiceSupervisor):
 
     # -- its thread ---------------------------------------------------------------------------------------------
     def _began(self, *, is_new: bool) -> None:
-        self._client = RouterClient(self.url, key=self._key, timeout_s=min(5.0, self._frozen_s))
+        self._client = RouterClient(self.url, access=self._access, timeout_s=min(5.0, self._frozen_s))
         self._is_new, self._unconfirmed = is_new, Unconfirmed()
 
     def _check(self) -> None:

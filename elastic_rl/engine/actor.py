@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.here import context_here
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
@@ -15,7 +16,8 @@ class EngineActor:
     """Needs a concurrency of 2 or more: ``run`` blocks until the engine has ended."""
 
     def __init__(self, ctx: RunContext, engine_id: str, pool: str, external_url: str = "", gpus: str = "") -> None:
-        """``gpus``: those that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
+        """``gpus``: those that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them. Raises ConfigError."""
+        ctx = context_here(ctx)
         redirect_output(JobPaths.of(ctx.config).log(f"runner-{engine_id}"))  # SGLang's own one is engine-….log
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
         traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")

@@ -25,7 +25,7 @@ from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, r
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
 from elastic_rl.host.listeners import check_async_connection
 from elastic_rl.net import http_client
-from elastic_rl.net.engine_key import OTHER_KEY, key_headers
+from elastic_rl.net.engine_key import OTHER_KEY, EngineAccess
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.runtime.backoff import backoff_s
 
@@ -92,13 +92,12 @@ class GenerateClient:
     ``timeout_s``: the limit in seconds of one attempt; ``retries``: attempts, each of which may reach another engine
     (besides the router's own retries). ``batch``: sequences per request, fewer of long responses
     (``sequences_of_request``). ``vocabulary``: number of the model's tokens. An id beyond them is never sent: it ends
-    the engine that gets it, and then each one that the request is sent to again. ``key``: the key of the router
-    (``engine_key``).
+    the engine that gets it, and then each one that the request is sent to again. ``access``: to the router.
     """
 
     def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH,
-                 vocabulary: int = MAX_TOKEN_IDS, key: str = "") -> None:
-        self._url, self._key = router_url.rstrip("/") + "/generate", key
+                 vocabulary: int = MAX_TOKEN_IDS, access: EngineAccess = EngineAccess()) -> None:
+        self._url, self._access = router_url.rstrip("/") + "/generate", access
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
@@ -230,7 +229,7 @@ class GenerateClient:
         """``unfinished``: answers are taken of samples that the engine has aborted."""
         if self._http is None:
             self._http = http_client.async_client(
-                timeout=self._timeout_s, headers=key_headers(self._key), limits=httpx.Limits(
+                timeout=self._timeout_s, **self._access.options, limits=httpx.Limits(
                     max_connections=self._connections, max_keepalive_connections=self._connections))
         last = hint = ""
         for attempt in range(self._retries):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
+from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
 
@@ -57,13 +58,12 @@ class ClientOptions:
     retries: int
     vocabulary: int
     """Number of the model's tokens."""
-    key: str = field(default="", repr=False)
-    """The router's key; "" where it has none. It is not read from its file: that may be removed while the process of
-    the user's code is replaced (``job_secrets``)."""
+    access: EngineAccess = EngineAccess()
+    """To the router."""
 
     def make(self) -> GenerateClient:
         return GenerateClient(self.router_url, timeout_s=self.timeout_s, retries=self.retries,
-                              vocabulary=self.vocabulary, key=self.key)
+                              vocabulary=self.vocabulary, access=self.access)
 
 
 Asked = PromptRequest | Prompt | None
@@ -174,10 +174,10 @@ def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str)
     rollout = cfg.rollout
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
-    from elastic_rl.host.job_secrets import engine_key  # imports pydantic, which the function's process is spared
+    from elastic_rl.host.job_secrets import engine_access  # imports pydantic, which the function's process is spared
     return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.plays_episodes else rollout.generate,
                        ClientOptions(router_url, cfg.engine.request_timeout_s, rollout.max_attempts, vocabulary,
-                                     engine_key(cfg) if router_url else ""))
+                                     engine_access(cfg) if router_url else EngineAccess()))
 
 
 def serve(name: str, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:

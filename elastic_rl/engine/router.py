@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from elastic_rl.errors import PortTaken, RouterUnavailable
+from elastic_rl.host.address import own_address
 from elastic_rl.host.compute_services import ComputeService
 from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.processes import python
 from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net import http_client
-from elastic_rl.net.addresses import free_port
-from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers
+from elastic_rl.net.addresses import free_port, host_port
+from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, EngineAccess
+from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.waiting import wait_until
 
 _FLAGS = {
@@ -46,12 +49,15 @@ class RouterProcess(ComputeService):
     """The router of a pool, as a service of an epoch."""
 
     def __init__(self, files: ServiceFiles, service: str, *, epoch: int, host: str, log: Path, request_timeout_s: float,
-                 start_timeout_s: float = 30.0, sticky: bool = False, key_file: Callable[[], Path] | None = None
-                 ) -> None:
+                 start_timeout_s: float = 30.0, sticky: bool = False, key_file: Callable[[], Path] | None = None,
+                 tls: TlsFolder | None = None) -> None:
         """``service``: its name in ``files``. ``request_timeout_s``: that of its clients. ``sticky``: requests of one
         routing key go to one engine (``GenerateClient.generate``). ``key_file``: makes the file of the key that it asks
-        for (``engine_key``), before each launch."""
-        super().__init__(files, service, epoch=epoch, log=log, new_url=lambda: f"http://{host}:{free_port(host)}")
+        for (``engine_key``), before each launch. ``tls``: the certificate that it serves with, whose authority its
+        engines' have; None: without TLS."""
+        super().__init__(files, service, epoch=epoch, log=log, new_url=lambda: (
+            f"{'https' if tls else 'http'}://{host_port(host, free_port(host))}"))
+        self._tls = tls
         self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
         self._key_file = key_file
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
@@ -65,18 +71,24 @@ class RouterProcess(ComputeService):
                    alive=self.alive)
 
     def _command(self) -> tuple[Sequence[str], dict[str, str]]:
-        host, _, port = self.url.removeprefix("http://").rpartition(":")
-        flags = {**_FLAGS, **self._policy, "host": host, "port": port, "prometheus-host": host,
-                 "prometheus-port": free_port(host),
+        url = urlsplit(self.url)
+        host, port = url.hostname or "", str(url.port)
+        flags = {**_FLAGS, **self._policy, "host": host, "port": port, "prometheus-host": own_address(),
+                 "prometheus-port": free_port(),
                  "request-timeout-secs": ceil(self._request_timeout_s + _LONGER_THAN_CLIENT_S)}
+        if self._tls is not None:
+            flags |= {"tls-cert-path": self._tls.cert, "tls-key-path": self._tls.key, "ca-cert-paths": self._tls.ca}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-        return (python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
-                {KEY_FILE_ENV: str(self._key_file())} if self._key_file else {})
+        env = {KEY_FILE_ENV: str(self._key_file())} if self._key_file else {}
+        if self._tls is not None:
+            env["SSL_CERT_FILE"] = str(self._tls.ca)  # its health checks go by what the system trusts
+        return python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"), env
 
     def _live(self) -> bool:
         try:
-            return http_client.request("GET", f"{self.url}/liveness", timeout=1.0,
-                                       hooks=[check_connections]).is_success
+            return http_client.request("GET", f"{self.url}/liveness", timeout=1.0, hooks=[check_connections],
+                                       **EngineAccess(authority=str(self._tls.ca) if self._tls else "").options
+                                       ).is_success
         except httpx.HTTPError:
             return False
 
@@ -85,9 +97,11 @@ class RouterClient:
     """Client of a router's worker list. Every call raises RouterUnavailable when the router refuses, or another user of
     this host listens at its address, or, tried a few times, it does not answer. Every call may be repeated."""
 
-    def __init__(self, url: str, *, key: str = "", timeout_s: float = 5.0) -> None:
-        """``key``: the key of the router and its workers. ``timeout_s``: the limit in seconds of one attempt."""
-        self._url, self._key, self._timeout_s = url.rstrip("/"), key, timeout_s
+    def __init__(self, url: str, *, access: EngineAccess = EngineAccess(), timeout_s: float = 5.0) -> None:
+        """``access``: to the router and its workers. ``timeout_s``: the limit in seconds of one attempt. Raises
+        ConfigError for an authority that cannot be read."""
+        self._url, self._access, self._timeout_s = url.rstrip("/"), access, timeout_s
+        self._options = access.options
 
     def add(self, worker_url: str, timeout_s: float) -> None:
         """Returns once the router sends requests to the worker. Idempotent.
@@ -116,7 +130,8 @@ class RouterClient:
     def request_add(self, worker_url: str) -> None:
         """Asks for what ``add`` does and returns at once: the worker is listed, and then healthy, a little later."""
         # Answers 202: queued. The router asks the worker with the key of the worker's own.
-        self._call("POST", "/workers", json={"url": worker_url, **({"api_key": self._key} if self._key else {})})
+        key = self._access.key
+        self._call("POST", "/workers", json={"url": worker_url, **({"api_key": key} if key else {})})
 
     def request_remove(self, worker_ids: Iterable[str]) -> None:
         """Asks for the removal of these ids of ``worker_ids`` and returns at once. The router may forget it."""
@@ -155,7 +170,7 @@ class RouterClient:
         for tries_left in reversed(range(_TRIES)):
             try:
                 return http_client.request(method, self._url + path, json=json, timeout=self._timeout_s,
-                                           headers=key_headers(self._key), hooks=[check_connections])
+                                           hooks=[check_connections], **self._options)
             except PortTaken as e:
                 raise RouterUnavailable(e.message, hint=e.hint) from e
             except httpx.HTTPError as e:

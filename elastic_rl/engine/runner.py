@@ -14,6 +14,7 @@ from typing import Any
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, read_evidence
+from elastic_rl.engine.host_model import HostModel
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.record import EngineRecord
 from elastic_rl.engine.router import RouterClient
@@ -36,7 +37,7 @@ from elastic_rl.etcd.client import Compare
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.job_secrets import dcs_security, engine_key, engine_key_file
+from elastic_rl.host.job_secrets import dcs_security, engine_access, engine_key_file, engine_tls
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.runtime.waiting import wait_until
@@ -91,14 +92,16 @@ class EngineRunner:
         self._joined = False
         """Whether the engine has been READY."""
         self._external = bool(external_url)
-        self._key, paths = engine_key(ctx.config), JobPaths.of(ctx.config)
+        self._access, paths = engine_access(ctx.config), JobPaths.of(ctx.config)
+        self._model = HostModel(ctx, self._pool)
         self._server: EngineServer = ExternalServer(
-            external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None, key=self._key
+            external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None,
+            key=self._access.key
         ) if external_url else SGLangServer(
-            self._pool.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
-            log=paths.log(f"engine-{engine_id}"), deterministic=ctx.config.deterministic,
+            str(self._model.folder), cfg=self._cfg, has_weights=self._model.has_weights, device=ctx.config.device,
+            host=ctx.host, log=paths.log(f"engine-{engine_id}"), deterministic=ctx.config.deterministic,
             folder_version=0 if self._pool.stream else FOLDER_VERSION, shares_devices=self._pool.colocated,
-            gpus=gpus, key_file=engine_key_file(ctx.config),
+            gpus=gpus, key_file=engine_key_file(ctx.config), tls=engine_tls(ctx.config),
             # The same engine of the same run samples the same; no two engines share a seed.
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
             tag=paths.file_tag(engine_id, secrets.token_hex(4)))
@@ -124,6 +127,8 @@ class EngineRunner:
             self._write_soon()
             self._member.start()
             self._before_launch()
+            if not self._external:
+                self._await_model()
             self._server.start(wait_while=lambda: not self._leaving)
             self._lifecycle = self._lifecycle.up()
             self._monitor.start()
@@ -150,6 +155,17 @@ class EngineRunner:
     @property
     def _leaving(self) -> bool:
         return self._drain.is_set() or self._stop.is_set()
+
+    def _await_model(self) -> None:
+        """Returns when the folder of the model is on this host, or the engine is to leave. Raises EngineFailed and
+        Fenced."""
+        def pause(seconds: float) -> bool:
+            self._member.progress(0, "waiting for the model")
+            return self._stop.wait(seconds) or self._leaving
+
+        if not self._model.is_here:
+            self._member.progress(0, "waiting for the model")
+        self._model.bring(self._etcd, pause)
 
     # -- for a subclass whose engine shares devices with the trainer --------------------------------------------------
     def _before_launch(self) -> None:
@@ -276,7 +292,7 @@ class EngineRunner:
             return False
         try:
             # Before the record: an engine that etcd calls ready takes requests.
-            RouterClient(self._router_url, key=self._key).add(self._server.url, timeout_s=_ROUTE_TRY_S)
+            RouterClient(self._router_url, access=self._access).add(self._server.url, timeout_s=_ROUTE_TRY_S)
         except (RouterUnavailable, DeadlineExceeded) as e:
             log.warning("engine %s waits for the router: %s", self._id, e)
             self._route_retry.failed(time.monotonic())
@@ -429,7 +445,7 @@ class EngineRunner:
         if not self._router_url or (self._external and self._record.superseded()):
             return
         try:
-            RouterClient(self._router_url, key=self._key).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
+            RouterClient(self._router_url, access=self._access).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
         except (RouterUnavailable, DeadlineExceeded) as e:  # a router that is down routes nothing
             log.warning("engine %s could not be removed from the router: %s", self._id, e)
 

@@ -151,7 +151,10 @@ class HostState(Record):
     drain_deadline_s: float = 0.0
     """When a drain stops to wait, in seconds of the leader clock; 0 while none is under way."""
     drain_at: float = 0.0
-    """``HostSpec.at`` of the request that this deadline is of: another request gets another deadline."""
+    """``HostSpec.at`` of the request that this deadline is of: another request gets another deadline. 0 while none is
+    under way."""
+    drain_overdue: bool = False
+    """Whether that deadline is over: what is still there is to end."""
     reason: str = ""
 
 
@@ -243,6 +246,20 @@ class JobState(Record):
     stop_deadline_s: float = 0.0
     """When a run that was stopped is no longer given time to end in order, in seconds of the leader clock; 0 for one
     that was not."""
+
+
+class RayHead(Record):
+    """The head of a job's Ray, by the job's driver. Every other host of the cluster runs a worker of it."""
+
+    host: str
+    """The host that has it, with the driver and what else of the run is on one host."""
+    address: str
+    """``host:port`` of its GCS."""
+    epoch: int
+    """Epoch of the run that the Ray is of."""
+    left: dict[str, float] = {}
+    """Hosts that are to be emptied and have nothing of the run any more, so that they may end their workers; each with
+    the drain that this was found in (``HostState.drain_at``)."""
 
 
 class RunStatus(Record):

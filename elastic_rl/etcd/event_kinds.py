@@ -169,6 +169,8 @@ DCS_RESTARTED = EventKind("dcs.restarted", "the host agent has started a node ag
                           alert="dcs.restarted", one_time=True)
 COORDINATOR_RESTARTED = EventKind("coordinator.restarted", "the host agent has started a replica again",
                                   counted="coordinator", alert="coordinator.restarted", one_time=True)
+RAY_WORKER_RESTARTED = EventKind("compute.restarted", "the agent of a host has started its worker of the job's Ray "
+                                 "again", alert="compute.restarted", one_time=True)
 DCS_CATALOG_MISMATCH = EventKind("dcs.catalog_mismatch", "etcd has no catalog, another one or an older one than the "
                                  "nodes", alert="dcs.catalog_mismatch")
 DCS_DURABLE_FAILED = EventKind("dcs.durable_failed", "versions cannot be copied to the durable store",

@@ -125,6 +125,13 @@ class ClusterKeys(LeaderKeys):
     def run_status(self, job: str) -> str:
         return self.run_statuses_prefix() + job
 
+    def ray_heads_prefix(self) -> str:
+        """The head of each job's Ray, by the job's driver."""
+        return f"{self.root}ray_heads/"
+
+    def ray_head(self, job: str) -> str:
+        return self.ray_heads_prefix() + job
+
     def submission(self, job: str) -> str:
         """What the newest submission of a job is, sealed: only its run reads it."""
         return f"{self.root}submissions/{job}"

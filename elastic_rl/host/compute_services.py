@@ -1,13 +1,14 @@
 """The services of a job's compute plane on this host: the head and the worker of its Ray, the routers of its pools.
 
 They outlive the driver that has started them, and the next driver of the epoch adopts them. The driver keeps them
-running; the host agent restarts none of them. ``leftovers.sweep`` ends them with the run.
+running, but for workers of Ray on other hosts, which the host agents keep running. ``leftovers.sweep`` ends them with
+the run.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from elastic_rl.errors import Conflict
@@ -91,7 +92,7 @@ class ComputeService(ABC):
         return True
 
     @abstractmethod
-    def _command(self) -> tuple[Sequence[str], dict[str, str]]:
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str | None]]:
         """The command line of the next process, and what its environment has besides this process's own. Called right
         before each launch. Raises ConfigError, PreflightFailed and OSError."""
 

@@ -11,6 +11,8 @@ from elastic_rl.dcs.security import Security
 from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.net.engine_key import EngineAccess
+from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.files import replace_file
 
 
@@ -26,6 +28,19 @@ def dcs_security(cfg: Config, *, required: bool = False) -> Security:
 def engine_key(cfg: Config) -> str:
     """The key of the job's engines and routers. Raises ConfigError."""
     return ClusterSecret.read(ClusterPaths.of(cfg).secret).engine(cfg.job)
+
+
+def engine_access(cfg: Config) -> EngineAccess:
+    """What a client of the job's engines and routers needs on this host. Raises ConfigError."""
+    tls = engine_tls(cfg)
+    return EngineAccess(engine_key(cfg), str(tls.ca) if tls is not None else "")
+
+
+def engine_tls(cfg: Config) -> TlsFolder | None:
+    """The files of the certificate that engines and routers on this host serve with; None where others do not reach
+    them. Raises ConfigError."""
+    cluster = ClusterPaths.of(cfg)
+    return LocalHost.of(cluster).tls(cluster)
 
 
 def engine_key_file(cfg: Config) -> Path:

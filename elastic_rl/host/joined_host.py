@@ -14,8 +14,8 @@ from elastic_rl.coordinator.hosts import changes
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import Drain, Host, HostPhase, HostSpec, HostState
-from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.cluster_records import Assignment, Drain, Host, HostPhase, HostSpec, HostState
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host.agent.host_facts import kept_incarnation
 from elastic_rl.host.agent.status import AgentWatch
@@ -67,7 +67,9 @@ class JoinedHost:
                         return
                     spec, revision = self._spec(etcd)
                     if spec.drain is None:  # else an operator has it drained, and that request holds
-                        self._change(etcd, {"drain": Drain(within_s=0.0), "reason": _LEAVES}, revision)
+                        # A run needs the time to begin elsewhere; engines alone may be replaced before they leave.
+                        drain = Drain(within_s=0.0 if self._has_run(etcd) else within_s / 2)
+                        self._change(etcd, {"drain": drain, "reason": _LEAVES}, revision)
                     state = self._state(etcd)
                     if state is None or state.phase in (HostPhase.LEFT, HostPhase.LOST):
                         return
@@ -103,6 +105,11 @@ class JoinedHost:
         """What is wanted of the host, and the revision of that."""
         found = etcd.get(self._keys.host_spec(self._name))
         return readable_one(found, HostSpec) or HostSpec(), found.mod_revision if found is not None else 0
+
+    def _has_run(self, etcd: EtcdClient) -> bool:
+        """Whether a run is assigned to the host."""
+        found = readable(etcd.range(self._keys.assignments_prefix())[0], Assignment)
+        return any(assignment.host == self._name for assignment, _ in found)
 
     def _is_registered(self, etcd: EtcdClient) -> bool:
         """Whether the agent of this machine has registered the host: another machine may have its name."""

@@ -43,7 +43,7 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, Pr
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.cluster_records import ClusterSpec, JobRecord, job_of_driver
+from elastic_rl.etcd.cluster_records import ClusterSpec, JobRecord, RayHead, job_of_driver
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare
@@ -55,13 +55,24 @@ from elastic_rl.host import (
     kept_state,
     leftovers,
     processes,
+    ray_node,
 )
+from elastic_rl.host.address import ray_address
 from elastic_rl.host.job_run import JobRun, Submission, all_stopped
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.join_file import JoinFile
 from elastic_rl.host.local_host import LocalHost, host_name
 from elastic_rl.host.paths import ClusterPaths, JobPaths
-from elastic_rl.host.service_files import ServiceFiles, ServiceRecord, job_of_node, node_service
+from elastic_rl.host.processes import OWNER_ENV
+from elastic_rl.host.ray_node import RayNode
+from elastic_rl.host.service_files import (
+    ServiceFiles,
+    ServiceRecord,
+    job_of_node,
+    job_of_ray_worker,
+    node_service,
+    ray_worker_service,
+)
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, host_port, require_address, require_port_free
 from elastic_rl.net.cluster_secret import ClusterSecret
@@ -72,10 +83,6 @@ from elastic_rl.telemetry.log_files import tail
 
 log = logging.getLogger(__name__)
 
-OWNER_ENV = "ELASTIC_RL_CLUSTER"
-"""Environment variable with the cluster's folder, in every service of a cluster; ``down`` finds services without a
-record by it. The compute plane has ``processes.RUN_MARK`` instead: what ends a run kills what has that, and must not
-kill the durable plane."""
 _ETCD_BUDGET_S = 2.0
 """Seconds in which an etcd that someone else runs must answer."""
 _START_TIMEOUT_S = 120.0
@@ -1033,6 +1040,57 @@ class Cluster:
             if is_gone() and (record := self.services.get(node_service(job))):
                 self._stop([record])
 
+    def _ray_worker(self, head_address: str, epoch: int) -> RayNode:
+        """This host's worker of the job's Ray, whose head is on another host."""
+        name = ray_worker_service(self.cfg.job)
+        return RayNode(self.cfg, epoch, self.services, name, ray_node.WORKER, self._job.ray_joined,
+                       log=self.log_of(name), gcs=lambda: head_address, address=ray_address(self.host.address),
+                       host=self.host.name)
+
+    def join_ray(self, job: str, head: RayHead) -> RayNode | None:
+        """Has this host run a worker of the Ray of a job that it serves, in the place of one of another Ray, and
+        returns it. None while another command starts or stops the cluster. Raises ConfigError and PreflightFailed."""
+        found, record = self.with_settings_of(job), self.services.get(ray_worker_service(job))
+        if record is not None and (record.generation, record.url) == (head.epoch, head.address):
+            return found._ray_worker(head.address, head.epoch)
+        try:
+            with self._locked(0.0):
+                if self._info() is None:
+                    return None
+                found._end_ray_worker()
+                worker = found._ray_worker(head.address, head.epoch)
+                self._say(f"starting {worker.name}")
+                worker.launch()
+                return worker
+        except DeadlineExceeded:
+            return None
+
+    def restart_ray(self, job: str) -> None:
+        """Ends this host's worker of the Ray of a job, which does not work: the agent starts it again."""
+        with contextlib.suppress(DeadlineExceeded), self._locked(0.0):
+            if record := self.services.get(ray_worker_service(job)):
+                self.of_job(job)._ray_worker(record.url, record.generation).end()
+
+    def leave_ray(self, job: str, *, timeout_s: float = 0.0) -> None:
+        """Ends this host's worker of the Ray of a job, with all that is on it. ``timeout_s``: longest wait for another
+        command that starts or stops the cluster."""
+        if self.services.get(ray_worker_service(job)) is not None:
+            with contextlib.suppress(DeadlineExceeded), self._locked(timeout_s):
+                self.of_job(job)._end_ray_worker()
+
+    def _end_ray_worker(self) -> None:
+        """Under the cluster's lock. The files go first, so that a kill in between leaves a record of them."""
+        if record := self.services.get(ray_worker_service(self.cfg.job)):
+            worker = self._ray_worker(record.url, record.generation)
+            worker.end()
+            self._sweep_other_run()
+            worker.stop()
+
+    def _sweep_other_run(self) -> None:
+        """Removes what a run that is on another host has left here."""
+        if not self.run.pid:
+            leftovers.sweep(self._job)
+
     # -- one service ----------------------------------------------------------------------------------------------
     @property
     def _restart_hint(self) -> str:
@@ -1079,6 +1137,12 @@ class Cluster:
             if self.named:  # its sections may be others since
                 cluster_settings.save(found.cfg, found._job.submitted_settings)
             found._start_dcs_node(set(), info.etcd_endpoints)
+        elif job := job_of_ray_worker(record.name):
+            found = self.with_settings_of(job)
+            if found.run.pid:
+                return False  # the run is here now, and has a worker of its own
+            leftovers.sweep(found._job)
+            found._ray_worker(record.url, record.generation).launch()
         elif record.name in self._replicas:
             i = self._replicas.index(record.name)
             url = self._start_coordinator(record.name, info.etcd_endpoints)
@@ -1161,9 +1225,10 @@ class Cluster:
             stopped = [self.run.name] if self.stop_run() else []
             # Not its assignment, which counts the generations of its driver.
             etcd.txn([], [Op.delete(key) for key in (keys.job(job), keys.job_state(job), keys.run_status(job),
-                                                     keys.submission(job))])
+                                                     keys.submission(job), keys.ray_head(job))])
             with self._locked(_LOCK_TIMEOUT_S):
                 stopped += [f"compute {pid}" for pid in leftovers.sweep(self._job)]
+                self._end_ray_worker()
                 for record in self.services.all():
                     if record.name == self.node:
                         if record.running:
@@ -1174,7 +1239,8 @@ class Cluster:
                 remove_secret_files(self._job)
             self._await_closed(info)  # else its leader would write records of it again
             etcd.delete_prefix(Keys(job).root)
-            etcd.delete(keys.run_status(job))  # a run that was just ending may have written it again
+            for key in (keys.run_status(job), keys.ray_head(job)):
+                etcd.delete(key)  # a run that was just ending may have written it again
         kept_state.delete(self.cfg)
         return stopped
 

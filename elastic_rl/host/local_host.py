@@ -41,7 +41,7 @@ class LocalHost(Record):
     name: str
     """Its id in the cluster."""
     address: str = LOOPBACK
-    """Where etcd, the coordinators and the DCS nodes of this host listen."""
+    """Where etcd, the coordinators, the DCS nodes, routers and engines of this host listen."""
     labels: dict[str, str] = {}
     joined: bool = False
     """Whether it has joined a cluster (`elastic-rl node`) whose etcd and coordinators are elsewhere."""

@@ -263,6 +263,16 @@ class JobPaths:
         return self.private / "run_log.lock"
 
     @property
+    def engine_model(self) -> Path:
+        """The files of the model without its weights, for engines of a run whose model is on another host."""
+        return self.private / "engine_model"
+
+    @property
+    def engine_model_lock(self) -> Path:
+        """Lock of the process that makes ``engine_model``."""
+        return self.private / "engine_model.lock"
+
+    @property
     def engine_key(self) -> Path:
         """File of the key that engines and routers ask for (``job_secrets``)."""
         return self.private / "engine.key"
@@ -302,6 +312,11 @@ class JobPaths:
     def ray_worker(self) -> Path:
         """Temporary folder of Ray's worker on this host."""
         return self.temp / "w"
+
+    @property
+    def ray_joined(self) -> Path:
+        """Temporary folder of this host's worker of a Ray whose head is on another host."""
+        return self.temp / "j"
 
     def ray_store(self, epoch: int) -> Path:
         """Folder in which the head keeps the state of an epoch's Ray."""

@@ -118,7 +118,12 @@ def _signal_group(pid: int, sig: int) -> None:
 
 
 RUN_MARK = "ELASTIC_RL_RUN"
-"""Environment variable that every process of a run's compute plane inherits; its value identifies the run."""
+"""Environment variable that every process of a run's compute plane inherits; its value, the job's private folder on
+this host, identifies the run."""
+OWNER_ENV = "ELASTIC_RL_CLUSTER"
+"""Environment variable with the cluster's folder, in every service of a cluster but workers of Ray; ``down`` finds
+services without a record by it. The compute plane has ``RUN_MARK`` instead: what ends a run kills what has that, and
+must not kill the durable plane."""
 
 
 def marked(value: str, variable: str = RUN_MARK) -> list[psutil.Process]:

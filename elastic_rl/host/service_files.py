@@ -29,8 +29,8 @@ SERVICE_FILE_ENV = "ELASTIC_RL_SERVICE_FILE"
 (``processes.sweep``)."""
 
 
-_NODE_PREFIX = "dcs-"
-"""Prefix of the service that is a job's DCS node, whose name ends with the job's."""
+_NODE_PREFIX, _RAY_WORKER_PREFIX = "dcs-", "ray-worker-"
+"""Prefixes of services that are for one job, with whose name theirs end."""
 
 
 def node_service(job: str) -> str:
@@ -41,6 +41,21 @@ def node_service(job: str) -> str:
 def job_of_node(service: str) -> str:
     """The job whose DCS node this is; empty for another service."""
     return service.removeprefix(_NODE_PREFIX) if service.startswith(_NODE_PREFIX) else ""
+
+
+def ray_worker_service(job: str) -> str:
+    """Name of the service that is this host's worker of a job's Ray whose head is on another host."""
+    return _RAY_WORKER_PREFIX + job
+
+
+def job_of_ray_worker(service: str) -> str:
+    """The job whose Ray this is a worker of; empty for another service."""
+    return service.removeprefix(_RAY_WORKER_PREFIX) if service.startswith(_RAY_WORKER_PREFIX) else ""
+
+
+def job_of_service(service: str) -> str:
+    """The job that a service is for; empty for one of the cluster."""
+    return job_of_node(service) or job_of_ray_worker(service)
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,7 @@ class ServiceFiles:
         self._path(name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        for path in self.folder.glob("*.json"):
+        for path in (*self.folder.glob("*.json"), *self.folder.glob("*.complete")):  # ``RayNode.is_complete``
             path.unlink(missing_ok=True)
 
     def end_leftovers(self, name: str) -> None:

@@ -7,8 +7,13 @@ host can see.
 
 from __future__ import annotations
 
+import functools
+import ssl
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from elastic_rl.errors import ConfigError
 from elastic_rl.net import secret_file
 
 KEY_FILE_ENV = "ELASTIC_RL_ENGINE_KEY_FILE"
@@ -26,6 +31,33 @@ def read_key(path: Path) -> str:
                             how_to_replace=_HOW_TO_REPLACE)
 
 
-def key_headers(key: str) -> dict[str, str]:
-    """Headers of a request with the key; none without one."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
+@dataclass(frozen=True)
+class EngineAccess:
+    """What a client of engines and routers needs. It may cross to another process."""
+
+    key: str = field(default="", repr=False)
+    """The key that they ask for; "" where they ask for none. It is not read from its file: that may be removed while a
+    process that uses it is replaced (``job_secrets``)."""
+    authority: str = ""
+    """PEM file of the authority whose certificates they have, where they are on hosts that others reach; "": they have
+    none, or one of an authority that this system trusts."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of a request; none without a key."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of an httpx client. Raises ConfigError for an authority that cannot be read."""
+        return {"headers": self.headers, **({"verify": _trust(self.authority)} if self.authority else {})}
+
+
+@functools.cache
+def _trust(authority: str) -> ssl.SSLContext:
+    """What believes this authority. It is derived from the cluster's secret, as the key is, so it stays the same."""
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as e:  # ssl.SSLError is one
+        raise ConfigError(f"the cluster's authority {authority} cannot be read: {e}",
+                          hint="the host agent makes the file again within seconds") from e

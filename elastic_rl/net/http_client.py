@@ -15,7 +15,8 @@ def request(method: str, url: str | httpx.URL, *, hooks: Sequence[Callable[[http
     """One request with a connection of its own. ``hooks``: called with it before it is sent. Raises httpx.HTTPError,
     and what they raise."""
     if hooks:
-        with client(event_hooks={"request": list(hooks)}, **_without_tls(url)) as own:
+        trust = {"verify": more.pop("verify")} if "verify" in more else _without_tls(url)
+        with client(event_hooks={"request": list(hooks)}, **trust) as own:
             return own.request(method, url, **more)
     return httpx.request(method, url, trust_env=False, **{**_without_tls(url), **more})
 

@@ -11,7 +11,7 @@ from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.errors import ElasticRLError, PluginFailed, RequestRefused
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.job_secrets import engine_key
+from elastic_rl.host.job_secrets import engine_access
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugins.user_code import describe
 from elastic_rl.rewards.judge_prompts import JudgePrompts
@@ -107,7 +107,7 @@ class _Pool:
         self.client = GenerateClient(ctx.router_urls[name], timeout_s=settings.engine.request_timeout_s,
                                      retries=ctx.config.rollout.max_attempts,
                                      vocabulary=vocabulary_of(settings.model_dir) or MAX_TOKEN_IDS,
-                                     key=engine_key(ctx.config))
+                                     access=engine_access(ctx.config))
 
 
 class _Answers:

@@ -27,7 +27,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.job_secrets import engine_key
+from elastic_rl.host.job_secrets import engine_access
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugins.process import CallLost, ProcessLost
 from elastic_rl.plugins.user_code import describe, text_of
@@ -63,7 +63,7 @@ class RolloutRole(EngineRole):
         self.generate_fn = make_generate(cfg, ctx.router_urls[ROLLOUT_POOL], self._vocabulary, ctx.model_dir)
         self.client = GenerateClient(ctx.router_urls[ROLLOUT_POOL], timeout_s=cfg.engine.request_timeout_s,
                                      retries=cfg.rollout.max_attempts, vocabulary=self._vocabulary,
-                                     key=engine_key(cfg))
+                                     access=engine_access(cfg))
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
         self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 

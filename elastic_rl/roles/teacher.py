@@ -12,7 +12,7 @@ from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import RequestRefused
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.job_secrets import engine_key
+from elastic_rl.host.job_secrets import engine_access
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.roles.base import EngineRole
 
@@ -30,7 +30,7 @@ class TeacherRole(EngineRole):
         self._client = GenerateClient(ctx.router_urls[name], timeout_s=pool.engine.request_timeout_s,
                                       retries=ctx.config.rollout.max_attempts,
                                       vocabulary=vocabulary_of(pool.model_dir) or MAX_TOKEN_IDS,
-                                      key=engine_key(ctx.config))
+                                      access=engine_access(ctx.config))
 
     async def score(self, requests: Sequence[ScoreRequest], top: int, term: int) -> list[TokenScores | None]:
         """What the teacher makes of each sequence; None of one that its engines refuse, or that has other tokens than

@@ -17,6 +17,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
@@ -63,7 +64,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
     trainer = ctx.config.trainer
     stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
     service = TrainerService(
-        board, ctx.host, dcs_security(ctx.config, required=True),
+        board, own_address(), dcs_security(ctx.config, required=True),
         Shares(ctx.config, needs=needs, vocab=ModelArch.read(ctx.model_dir).vocab).take,
     ).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,

@@ -32,8 +32,9 @@ from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import FaultContext, command
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
-from elastic_rl.host.local_cluster import AGENTS, OWNER_ENV
+from elastic_rl.host.local_cluster import AGENTS
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.report.build import Record, read_records
 from elastic_rl.runtime.process import runs
 

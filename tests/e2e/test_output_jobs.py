@@ -24,8 +24,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.host import processes
-from elastic_rl.host.local_cluster import OWNER_ENV
 from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.runtime.files import UMASK_ENV
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), full(

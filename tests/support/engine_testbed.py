@@ -37,7 +37,7 @@ from elastic_rl.etcd.fencing import raise_epoch
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.compute_services import compute_services, router_service
-from elastic_rl.host.job_secrets import engine_key, engine_key_file
+from elastic_rl.host.job_secrets import engine_access, engine_key_file
 from elastic_rl.host.leftovers import SHM, TAG_ENV, sweep
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import python, stop
@@ -62,7 +62,8 @@ class EngineTestbed:
                         "engine": {"start_timeout_s": PATIENCE_S}, "model": model or {}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         make_secret(config)
-        self.key = engine_key(config)
+        self.access = engine_access(config)
+        self.key = self.access.key
         self.router = RouterProcess(compute_services(JobPaths.of(config)), router_service(ROLLOUT_POOL),
                                     epoch=0, host="127.0.0.1", log=tmp / "router.log",
                                     key_file=partial(engine_key_file, config),
@@ -197,7 +198,7 @@ class EngineTestbed:
         """``n`` samples of ``PROMPT`` through the router. An engine that gets no CPU for a while answers late, and a
         router that has no healthy engine meanwhile answers at once: it is asked again for as long as tests wait."""
         async def run() -> list[Sample]:
-            client = GenerateClient(self.router.url, timeout_s=PATIENCE_S, retries=100, key=self.key)
+            client = GenerateClient(self.router.url, timeout_s=PATIENCE_S, retries=100, access=self.access)
             try:
                 return await client.generate(PROMPT, Sampling(tokens, temperature, seed=seed, resume=resume), n)
             finally:
@@ -257,7 +258,7 @@ class EngineTestbed:
 
     def workers(self) -> dict[str, bool]:
         """Whether each worker of the router is healthy, by URL."""
-        return RouterClient(self.router.url, key=self.key).workers()
+        return RouterClient(self.router.url, access=self.access).workers()
 
     def await_unrouted(self, url: str) -> None:
         wait_until(lambda: url not in self.workers(), what=f"the removal of {url} from the router")

@@ -46,7 +46,7 @@ def work_of(endpoints: Sequence[str], folder: Path, name: str, limits: HostTimes
     etcd = EtcdClient(endpoints, call_timeout_s=1.0, retry_budget_s=limits.lease_ttl_s / 3)
     singletons = Singletons(host.id, host.incarnation, ServiceFiles(folder / "singletons"),
                             lambda file_name: folder / f"{file_name}.log", command_of, limits)
-    return AssignedWork(HostSession(etcd, KEYS, host, limits), singletons, limits)
+    return AssignedWork(HostSession(etcd, KEYS, host, limits), singletons, ServiceFiles(folder / "services"), limits)
 
 
 def main() -> None:

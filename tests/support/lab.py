@@ -65,6 +65,11 @@ class Machine:
         return [p for p in self._space.processes() if any(
             name in part for name in names for part in _command_line(p))]
 
+    def lose_sight_of(self, other: Machine) -> None:
+        """From here on this machine has nothing of the other one's folder, as where nothing is shared, until it is
+        switched off."""
+        subprocess.run([*self._space.inside, "mount", "-t", "tmpfs", "tmpfs", str(other.folder)], check=True)
+
     def power_off(self) -> None:
         self._space.power_off()
         for command in self._commands:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ class StandInActor:
 
     def __init__(self, name: str, cpus: float) -> None:
         self.name, self.bundle = name, {"CPU": cpus}
-        self.placed_at = float("inf")  # it is never late
+        self.placed_at, self.node = float("inf"), "here"  # it is never late
         self.stopping = self.is_over = self.is_removed = self.grace_is_over = False
         self.grace_s: float | None = None
         """The time to end by itself that it was given last."""
@@ -56,7 +56,8 @@ class StandInPlacer:
     def of(cls, *args: object) -> StandInPlacer:
         return cls()
 
-    def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int) -> StandInActor:
+    def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int, any_host: bool = False,
+              avoid: Collection[str] = ()) -> StandInActor:
         return StandInActor(name, cpus)
 
     def adopt(self, kind: str) -> list[StandInActor]:

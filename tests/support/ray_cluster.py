@@ -9,6 +9,7 @@ import psutil
 import ray
 
 from elastic_rl.host import processes
+from elastic_rl.host.ray_node import RUN_HOST
 from elastic_rl.runtime.process import RAY_PRIORITY
 
 _TRIES = 5
@@ -23,7 +24,7 @@ def start_ray(cpus: int, gpus: int = 0) -> None:
     os.environ |= RAY_PRIORITY
     for left in reversed(range(_TRIES)):
         try:
-            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False,
+            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, resources={RUN_HOST: 1000}, include_dashboard=False,
                      object_store_memory=80 << 20, log_to_driver=False)
             return
         except Exception as e:

@@ -15,8 +15,8 @@ from elastic_rl.etcd.fencing import write
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.here import context_here
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.net.addresses import LOOPBACK
 
 FAIL = "starts-fail"
 """A file of this name in the job's folder makes every start of an engine fail."""
@@ -43,19 +43,20 @@ class StubEngine:
 
     def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "", gpus: str = ""
                  ) -> None:
-        self._ctx, self._id, self._pool, self._gpus = ctx, engine_id, pool, gpus
+        self._ctx, self._id, self._pool, self._gpus = context_here(ctx), engine_id, pool, gpus
         self._leave = threading.Event()
 
     def run(self) -> None:
         if (JobPaths.of(self._ctx.config).private / FAIL).exists():
             raise RuntimeError("no weights")
-        with self._ctx.connect() as etcd, ThreadingHTTPServer((LOOPBACK, 0), StubServer) as server:
+        host = self._ctx.host
+        with self._ctx.connect() as etcd, ThreadingHTTPServer((host, 0), StubServer) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             key = self._ctx.keys.engine(self._id)
             with Membership(etcd, self._ctx.keys, "engine", self._id, ttl_s=30, epoch=self._ctx.epoch) as member:
                 record = Engine(id=self._id, pool=self._pool, state=EngineState.READY, epoch=self._ctx.epoch,
                                 incarnation=member.incarnation, pid=os.getpid(), version=1, layout=self._gpus,
-                                url=f"http://{LOOPBACK}:{server.server_port}")
+                                host=host, url=f"http://{host}:{server.server_port}")
                 written = False
                 while not written:
                     try:

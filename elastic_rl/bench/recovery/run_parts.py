@@ -29,10 +29,9 @@ from elastic_rl.faults.kinds import EngineKilled, RayNodeKilled, Restarted, Role
 from elastic_rl.faults.outages import RouterKilled
 from elastic_rl.host import inherited_model
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER
-from elastic_rl.host.job_secrets import engine_key
+from elastic_rl.host.job_secrets import engine_access
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net import http_client
-from elastic_rl.net.engine_key import key_headers
 from elastic_rl.report.build import read_records
 from elastic_rl.runtime.waiting import wait_until
 
@@ -206,6 +205,6 @@ def _is_answered(testbed: Testbed) -> bool:
         return False
     try:
         return http_client.request("POST", f"{pool.router_url}/generate", timeout=_REQUEST_S, json=_REQUEST,
-                                   headers=key_headers(engine_key(testbed.cfg))).is_success
+                                   **engine_access(testbed.cfg).options).is_success
     except httpx.HTTPError:
         return False

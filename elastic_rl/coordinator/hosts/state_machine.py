@@ -84,10 +84,11 @@ def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
     since_s = before.since_s if phase is before.phase else leader_s
     after = before.replace(phase=phase, reason=reason, since_s=since_s)
     if seen.spec.drain is None:
-        return after.replace(drain_deadline_s=0.0, drain_at=0.0)
+        return after.replace(drain_deadline_s=0.0, drain_at=0.0, drain_overdue=False)
     if before.drain_deadline_s and before.drain_at == seen.spec.at:
-        return after
-    return after.replace(drain_deadline_s=leader_s + seen.spec.drain.within_s, drain_at=seen.spec.at)
+        return after.replace(drain_overdue=leader_s >= before.drain_deadline_s)
+    within_s = seen.spec.drain.within_s
+    return after.replace(drain_deadline_s=leader_s + within_s, drain_at=seen.spec.at, drain_overdue=not within_s)
 
 
 def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:

@@ -20,6 +20,7 @@ from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.process_activity import ActivityMeter, listening
+from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.plugins.user_code import describe
 from elastic_rl.runtime.waiting import wait_until
 
@@ -41,7 +42,7 @@ class ExternalServer(EngineServer):
         """``updates``: whether it is to get versions; if not, it serves the weights that it was started with. ``key``:
         the key of the job; a server that asks for none takes it too."""
         # Its schedulers have no stagers, since they lack the secret: weights are loaded in the pause.
-        super().__init__(cfg, secret=stager.new_secret(), key=key,
+        super().__init__(cfg, secret=stager.new_secret(), access=EngineAccess(key),
                          log_hint="see the log of the server, which someone else runs")
         self._url, self._model_dir = url.rstrip("/"), model_dir
         self._updates = updates

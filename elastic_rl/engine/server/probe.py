@@ -17,7 +17,7 @@ import httpx
 
 from elastic_rl.errors import PortTaken
 from elastic_rl.net import http_client
-from elastic_rl.net.engine_key import key_headers
+from elastic_rl.net.engine_key import EngineAccess
 
 _LOAD_TIMEOUT_S = 2.0
 _MOVES = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "total_prefill_uncached_tokens", "decode_moments")
@@ -48,13 +48,13 @@ def parse_load(answer: dict[str, Any]) -> Load:
 class ServerProbe:
     """Probes one server. For one thread, but ``load`` may be read by others."""
 
-    def __init__(self, url: Callable[[], str], *, timeout_s: float, key: str = "",
+    def __init__(self, url: Callable[[], str], *, timeout_s: float, access: EngineAccess = EngineAccess(),
                  hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
-        """``timeout_s``: the limit in seconds of the generation of one token. ``key``: the key of the server.
+        """``timeout_s``: the limit in seconds of the generation of one token. ``access``: to the server.
         ``hooks``: called with each request."""
         self._url, self._timeout_s = url, timeout_s
         # Its own: others wait for minutes on theirs.
-        self.http = http_client.client(timeout=timeout_s, headers=key_headers(key), event_hooks={"request": hooks})
+        self.http = http_client.client(timeout=timeout_s, event_hooks={"request": hooks}, **access.options)
         self.load: Load | None = None
         """Load as of the last probe; None when there was none, or it was not answered."""
 

@@ -34,13 +34,15 @@ from elastic_rl.engine.server.probe import Load, ServerProbe, parse_load
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
+from elastic_rl.host.address import own_address
 from elastic_rl.host.leftovers import TAG_ENV, remove_files
 from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.net import http_client
-from elastic_rl.net.addresses import free_port
-from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers, read_key
+from elastic_rl.net.addresses import free_port, host_port
+from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, EngineAccess, read_key
+from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import ProgressLimit, wait_until
 
@@ -89,14 +91,13 @@ class StagingSession:
 class EngineServer(ABC):
     """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
-    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, key: str = "",
+    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, access: EngineAccess = EngineAccess(),
                  hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
         """``secret``: the secret of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found;
-        ``key``: that it is asked with; ``hooks``: called with each request."""
+        ``access``: to it; ``hooks``: called with each request."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
-        self._http = http_client.client(timeout=cfg.apply_timeout_s, headers=key_headers(key),
-                                        event_hooks={"request": hooks})
-        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg), key=key, hooks=hooks)
+        self._http = http_client.client(timeout=cfg.apply_timeout_s, event_hooks={"request": hooks}, **access.options)
+        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg), access=access, hooks=hooks)
         self._meter = ActivityMeter(())
         self._condemned = ""
         self.memory = DeviceMemory(self._call)
@@ -249,14 +250,19 @@ class SGLangServer(EngineServer):
 
     def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
                  host: str, deterministic: bool = False, folder_version: int = 0,
-                 shares_devices: bool = False, gpus: str = "", key_file: Path | None = None) -> None:
+                 shares_devices: bool = False, gpus: str = "", key_file: Path | None = None,
+                 tls: TlsFolder | None = None, has_weights: bool = True) -> None:
         """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed.
-        ``folder_version``: the version of the folder's weights; 0 where they belong to no version.
-        ``shares_devices``: its device memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as
-        ``CUDA_VISIBLE_DEVICES`` has them; empty: those that this process sees. ``key_file``: the file of the key that
-        it asks for (``engine_key``). Raises ConfigError for one that cannot be read."""
-        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}",
-                         key=read_key(key_file) if key_file is not None else "", hooks=[check_connections])
+        ``folder_version``: the version of the folder's weights; 0 where they belong to no version. ``has_weights``:
+        whether the folder has weights; else the server begins with arbitrary ones. ``shares_devices``: its device
+        memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as ``CUDA_VISIBLE_DEVICES`` has
+        them; empty: those that this process sees. ``key_file``: the file of the key that it asks for (``engine_key``).
+        ``tls``: the certificate that it serves with; None: without TLS. Raises ConfigError for files that cannot be
+        read."""
+        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}", hooks=[check_connections],
+                         access=EngineAccess(read_key(key_file) if key_file is not None else "",
+                                             str(tls.ca) if tls is not None else ""))
+        self._tls, self._has_weights = tls, has_weights
         self._key_file = key_file
         self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
         self._host, self._tag, self._deterministic = host, tag, deterministic
@@ -270,7 +276,7 @@ class SGLangServer(EngineServer):
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return f"{'https' if self._tls else 'http'}://{host_port(self._host, self._port)}"
 
     @property
     def pid(self) -> int:
@@ -346,6 +352,10 @@ class SGLangServer(EngineServer):
                 "--max-total-tokens", str(self._cfg.max_total_tokens),
                 "--max-running-requests", str(self._cfg.max_running_requests),
                 "--custom-weight-loader", LOADER, "--log-level", "warning",
+                # The store by which its schedulers find each other takes commands from whoever reaches it.
+                *(() if self._host == own_address() else ("--dist-init-addr", host_port(own_address(), free_port()))),
+                *(() if self._has_weights else ("--load-format", "dummy")),
+                *(("--ssl-certfile", str(self._tls.cert), "--ssl-keyfile", str(self._tls.key)) if self._tls else ()),
                 *(("--weight-version", str(self._folder_version)) if self._folder_version else ()),
                 "--skip-tokenizer-init",   # token ids in, token ids out
                 "--skip-server-warmup", "--sleep-on-idle"]  # without the latter an idle scheduler spins a core
@@ -442,7 +452,7 @@ class _InBand:
 
 def pack(request: dict[str, Any]) -> str:
     """The request in the form that SGLang's endpoint takes: base64 of a pickle, which *its* restricted unpickler
-    reads. This project only writes one, over loopback, and never reads a pickle."""
+    reads. This project only writes one, to a server of this host, and never reads a pickle."""
     buffer = io.BytesIO()
     pickle.dump([(REQUEST, _InBand(json.dumps(request).encode()))], buffer, protocol=4)
     return base64.b64encode(buffer.getvalue()).decode()

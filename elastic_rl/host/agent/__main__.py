@@ -23,7 +23,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
-from elastic_rl.host.agent.job_nodes import JobNodes
+from elastic_rl.host.agent.job_services import JobServices
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.file_lock import taken
@@ -73,7 +73,7 @@ class HostAgent:
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
-        self._nodes: JobNodes | None = None
+        self._job_services: JobServices | None = None
         self._endpoints: list[str] = []
         """Endpoints of the etcd that has the assignments."""
 
@@ -151,20 +151,20 @@ class HostAgent:
             try:
                 self._work = self._work_of(self._cluster, info).start()
                 if self._cluster.named:
-                    self._nodes = JobNodes(lambda: self._cluster, self._cluster.etcd(info), lambda: (
+                    self._job_services = JobServices(lambda: self._cluster, self._cluster.etcd(info), lambda: (
                         self._work is not None and self._work.registered)).start()
                 self._endpoints = info.etcd_endpoints
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"
         if self._work is None:
             return ""
-        return self._work.waits_for or (self._nodes.waits_for if self._nodes is not None else "")
+        return self._work.waits_for or (self._job_services.waits_for if self._job_services is not None else "")
 
     def _close_work(self) -> None:
-        for part in (self._nodes, self._work):
+        for part in (self._job_services, self._work):
             if part is not None:
                 part.close()
-        self._nodes = self._work = None
+        self._job_services = self._work = None
 
     def _certify(self) -> str:
         """Keeps the certificate of this host good. Returns why it cannot be renewed."""

@@ -11,14 +11,16 @@ from typing import Any, Self
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.etcd.cluster_records import job_of_driver
+from elastic_rl.etcd.cluster_records import HostStatus, RunState, ServiceStatus, job_of_driver
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.singletons import CommandOf, Singletons
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import OWNER_ENV
+from elastic_rl.host.service_files import ServiceFiles, job_of_ray_worker
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,9 @@ class AssignedWork:
     """Carries out the assignments of this host from ``start`` until ``close``, in a thread of its own: the starts of
     other services may take long, and the end of a lease must be noticed within ``HostTimes.agent_pass_s``."""
 
-    def __init__(self, session: HostSession, singletons: Singletons, times: HostTimes) -> None:
-        self._session, self._singletons, self._times = session, singletons, times
+    def __init__(self, session: HostSession, singletons: Singletons, services: ServiceFiles, times: HostTimes) -> None:
+        """``services``: the other services of this host."""
+        self._session, self._singletons, self._services, self._times = session, singletons, services, times
         self._fault = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="assigned-work", daemon=True)
@@ -45,7 +48,8 @@ class AssignedWork:
                                 command_of or partial(_run_command, cluster), times,
                                 on_released=partial(_end_compute_plane, cluster), env={OWNER_ENV: str(cluster.dir)})
         etcd = cluster.etcd(info, retry_budget_s=times.lease_ttl_s / 3)
-        return cls(HostSession(etcd, ClusterKeys(cluster.cfg.cluster_name), host, times), singletons, times)
+        return cls(HostSession(etcd, ClusterKeys(cluster.cfg.cluster_name), host, times), singletons, cluster.services,
+                   times)
 
     def start(self) -> Self:
         self._session.start()
@@ -79,12 +83,19 @@ class AssignedWork:
     def _run(self) -> None:
         while not self._stopping.wait(self._times.agent_pass_s / 2) and not self.replaced:
             try:
-                self._session.report(self._singletons.look(self._session.view()))
+                self._session.report(self._with_workers(self._singletons.look(self._session.view())))
                 self._fault = ""
             except Exception as e:  # the next look may find what it needs; nobody else ends what is over
                 if self._fault != (fault := f"its singletons cannot be looked after: {type(e).__name__}: {e}"):
                     log.exception("a look at the singletons of this host failed")
                 self._fault = fault
+
+    def _with_workers(self, status: HostStatus) -> HostStatus:
+        """The report with this host's workers of Ray: they are no singletons, and a host that is to be emptied has
+        something as long as one runs."""
+        workers = {record.name: ServiceStatus(state=RunState.RUNNING, pid=record.pid, generation=record.generation)
+                   for record in self._services.all() if record.running and job_of_ray_worker(record.name)}
+        return status.replace(services={**status.services, **workers}) if workers else status
 
 
 def _end_compute_plane(cluster: Cluster, name: str) -> None:

@@ -17,7 +17,7 @@ from elastic_rl.etcd.record import Record
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import RestartLimits, ServiceState
 from elastic_rl.host.local_cluster import AGENTS, Cluster
-from elastic_rl.host.service_files import job_of_node
+from elastic_rl.host.service_files import job_of_service
 from elastic_rl.runtime.files import replace_file
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class AgentWatch:
             return {}  # what the agent said while the cluster was being started is no longer true
         # Neither a standby that is being started nor another job's services are what a run waits for.
         return {name: why for name, why in status.waiting.items()
-                if name not in AGENTS and job_of_node(name) in ("", self._cluster.cfg.job)}
+                if name not in AGENTS and job_of_service(name) in ("", self._cluster.cfg.job)}
 
     def _up_since(self) -> float:
         """When the cluster's addresses were written, unix seconds; 0 where they are not."""

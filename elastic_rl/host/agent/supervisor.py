@@ -27,7 +27,8 @@ from elastic_rl.host import etcd_server
 from elastic_rl.host.agent import restart_policy
 from elastic_rl.host.agent.restart_policy import Phase, RestartLimits, ServiceState
 from elastic_rl.host.local_cluster import AGENTS, Cluster, last_message
-from elastic_rl.host.service_files import ServiceRecord, job_of_node
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.service_files import ServiceRecord, job_of_node, job_of_ray_worker, job_of_service
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ class ServiceSupervisor:
             with cluster.etcd(info, retry_budget_s=_EVENT_BUDGET_S) as etcd:
                 for name, count in due.items():
                     times = f", {count} times" if count > 1 else ""
-                    kind, subject = event_of(name, cluster.host.node)
-                    for job in [job_of_node(name)] if job_of_node(name) else cluster.jobs:
+                    kind, subject = event_of(name, cluster.host)
+                    for job in [job_of_service(name)] if job_of_service(name) else cluster.jobs:
                         events.emit(etcd, Keys(job), kind, subject, f"{name} ended and was started again{times}",
                                     severity=Severity.WARNING, restarts=count)
                     del self._unreported[name]
@@ -153,11 +154,13 @@ def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
         return False
 
 
-def event_of(name: str, node: str) -> tuple[EventKind, str]:
-    """Kind and subject of the event that a service was started again. The subject is the service's id as a member.
-    ``node``: that of the DCS nodes of this host."""
+def event_of(name: str, host: LocalHost) -> tuple[EventKind, str]:
+    """Kind and subject of the event that a service of this host was started again. The subject is the service's id as a
+    member, or the host whose worker of Ray it is."""
     if name == etcd_server.SERVICE:
         return event_kinds.ETCD_RESTARTED, name
     if job_of_node(name):
-        return event_kinds.DCS_RESTARTED, node
+        return event_kinds.DCS_RESTARTED, host.node
+    if job_of_ray_worker(name):
+        return event_kinds.RAY_WORKER_RESTARTED, host.name
     return event_kinds.COORDINATOR_RESTARTED, name

@@ -300,16 +300,18 @@ class _Actors:
     def __init__(self, units: int, call_s: float, host: str) -> None:
         import_package(call_s)
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         from transfer_queue.controller import TransferQueueController
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
         self._ray = ray
         config: dict[str, Any] = {"num_data_storage_units": units, "total_storage_size": None}
-        # They are idle but for a copy now and then; a CPU each would be taken from the roles. What asks for none may be
-        # placed on Ray's head, and lost with it.
+        # They are idle but for a copy now and then: a CPU each would be taken from the roles. They are on this host, as
+        # are all who may use their sockets.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         controllers, units_of = _bound(TransferQueueController, host), _bound(SimpleStorageUnit, host)
-        self._controller = controllers.options(num_cpus=_SOME_CPU).remote()
-        self._storage = [units_of.options(num_cpus=_SOME_CPU, scheduling_strategy="SPREAD").remote(config=config)
+        self._controller = controllers.options(num_cpus=_SOME_CPU, scheduling_strategy=here).remote()
+        self._storage = [units_of.options(num_cpus=_SOME_CPU, scheduling_strategy=here).remote(config=config)
                          for _ in range(units)]
         try:
             controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.manifest import TensorEntry
@@ -87,14 +88,15 @@ class Spool(threading.Thread):
     """The thread. ``close`` ends it."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, history: History, stream: GrowingStream, *, most_bytes: int,
-                 path: Path, lock: Path) -> None:
+                 path: Path, lock: Path, further: Mapping[str, Callable[[], bool]] = MappingProxyType({})) -> None:
         """``most_bytes``: what a version of the stream may have; older records become a gap of it. ``path``: of the
-        copy; ``lock``: see ``LocalCopy``."""
+        copy; ``lock``: see ``LocalCopy``. ``further``: what the thread does besides, as soon as it can be done: by what
+        is wrong when it cannot, a function that returns whether there is more to do."""
         super().__init__(name="run-log", daemon=True)
         self._etcd, self._keys, self._history, self._stream = etcd, keys, history, stream
         self._sealed = SealedSegments(stream, history)
         self._copy = LocalCopy(path, lock, history, self._sealed)
-        self._most_bytes = most_bytes
+        self._most_bytes, self._further = most_bytes, further
         self._missing_since = float("inf")
         """Monotonic time since which chunks of sealed segments cannot be had."""
         self._given_up = False
@@ -104,6 +106,7 @@ class Spool(threading.Thread):
         history.on_commit = self._news.set
 
     def run(self) -> None:
+        begin = [_Duty(failure, call) for failure, call in self._further.items()]
         publish = _Duty("the records of the run cannot be published", self.seal)
         copy = _Duty("the file with the records of the run cannot be written", self._copy.step)
         try:
@@ -111,6 +114,7 @@ class Spool(threading.Thread):
                 self._news.clear()
                 if self._stopping:
                     break
+                begin = [duty for duty in begin if duty.attempt() or not duty.is_done]
                 if not any([publish.attempt(), copy.attempt()]):
                     self._news.wait(min(_LOCK_POLL_S, publish.left_s(), copy.left_s()))
             end = time.monotonic() + _CLOSE_S
@@ -215,6 +219,8 @@ class _Duty:
     def __init__(self, failure: str, call: Callable[[], bool]) -> None:
         """``call``: does a part; returns whether there is more."""
         self._failure, self._call, self._backoff = failure, call, RetryBackoff(*_RETRY_S)
+        self.is_done = False
+        """Whether it has been done once."""
 
     def attempt(self) -> bool:
         """Whether there is more that can be done now. Raises Fenced."""
@@ -231,6 +237,7 @@ class _Duty:
         else:
             if not more:  # a part that can be done again and again, before one that fails, is no success
                 self._backoff.reset()
+                self.is_done = True
             return more
         self._backoff.failed(time.monotonic())
         return False

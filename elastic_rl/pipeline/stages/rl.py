@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Protocol
 
 from elastic_rl.errors import Conflict, GroupsLost, TrainerFailed
+from elastic_rl.host.address import own_address
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
@@ -52,7 +53,7 @@ class RlStages(TrainerStages):
             return InlineGeneration(limits, self._rollouts, term.write_lease)
         return self._waits.retry("plugin", lambda: BackgroundGeneration(
             term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
-            lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), term.ctx.host))
+            lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), own_address()))
 
     def _perform(self, effect: schedule.Effect) -> Any:
         match effect:

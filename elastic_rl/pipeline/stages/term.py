@@ -7,11 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from elastic_rl.config import Stream
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource, make_source
+from elastic_rl.dcs import model_files
 from elastic_rl.dcs.publish.growing_stream import GrowingStream
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds, fencing
@@ -72,12 +74,15 @@ class ActorTerm:
             wandb_mode=self.cfg.telemetry.wandb_mode))
         self.samples = SampleWriter(SampleRing(etcd, ctx.keys, writer), ctx.model_dir)
         self.security = dcs_security(self.cfg)
-        stream = GrowingStream(etcd, ctx.keys, Stream.RUN_LOG, self.cfg.dcs, epoch=ctx.epoch, token=writer,
-                               owner=f"actor-{number}", security=self.security)
+        stream, self._model_stream = (GrowingStream(
+            etcd, ctx.keys, name, self.cfg.dcs, epoch=ctx.epoch, token=writer, owner=f"actor-{number}",
+            security=self.security) for name in (Stream.RUN_LOG, Stream.MODEL))
         sizes = checkpoint_capacity.version_sizes(self.cfg, ModelArch.read(ctx.model_dir))
         self._spool = Spool(etcd, ctx.keys, history, stream,
                             most_bytes=checkpoint_capacity.records_bytes(self.cfg, sizes),
-                            path=paths.steps, lock=paths.run_log_lock)
+                            path=paths.steps, lock=paths.run_log_lock, further={
+                                "the files of the model cannot be published, which engines on other hosts wait for":
+                                lambda: model_files.publish(self._model_stream, Path(ctx.model_dir)) and False})
         self._spool.start()
 
     @classmethod
@@ -101,6 +106,7 @@ class ActorTerm:
 
     def close(self) -> None:
         self._spool.close()
+        self._model_stream.close()
         self.run_log.close()
 
     def open_source(self) -> tuple[CheckedSource, SourceReads]:

@@ -25,6 +25,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.host.leftovers import TAG_ENV
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
@@ -140,7 +141,7 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     cuda = ctx.config.device.uses_cuda(torch.cuda.is_available)
     handler = get_rendezvous_handler(RendezvousParameters(
         backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=1, max_nodes=1,
-        local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
+        local_addr=own_address(), prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
         last_call_timeout=1, **etcd_cfg.model_dump(exclude={"endpoints"})))
     # A rank that is forked from a server that has imported everything, but holds no thread, socket or CUDA context,
     # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.

@@ -40,7 +40,7 @@ from elastic_rl.etcd.records import Engine, EngineState, JobStatus, PoolSpec, Po
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services
-from elastic_rl.host.job_secrets import engine_key
+from elastic_rl.host.job_secrets import engine_access
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
 
@@ -362,7 +362,7 @@ def test_drivers_that_were_suspended_change_nothing_beside_the_newest(plane: Pla
     drivers.start()
     before = drivers.all_run(engines=3)
     assert before == second
-    router = RouterClient(second["address of router-rollout"], key=engine_key(plane.ctx.config))
+    router = RouterClient(second["address of router-rollout"], access=engine_access(plane.ctx.config))
     with plane.etcd() as etcd:
         urls = {e.url for e, _ in readable(etcd.range(plane.keys.engines_prefix())[0], Engine)}
         wait_until(lambda: router.workers() == dict.fromkeys(urls, True), what="the engines in the router")

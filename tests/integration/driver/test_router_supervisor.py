@@ -22,6 +22,7 @@ from elastic_rl.errors import EngineFailed, Fenced
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.host import processes
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
+from elastic_rl.net.engine_key import EngineAccess
 
 EPOCH = 3
 
@@ -51,11 +52,11 @@ class Supervised:
         self.process = RouterProcess(ServiceFiles(folder / "compute"), "router", epoch=EPOCH, host="127.0.0.1",
                                      log=folder / "router.log", key_file=lambda: file, request_timeout_s=60.0)
         self.replaced = replaced
-        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key,
-                                           require=self._require)
+        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0,
+                                           access=EngineAccess(key), require=self._require)
         self.states: dict[str, EngineState] = {}
         self.supervisor.start()
-        self.client = RouterClient(self.supervisor.url, key=key)
+        self.client = RouterClient(self.supervisor.url, access=EngineAccess(key))
 
     def _require(self) -> None:
         if self.replaced:
@@ -105,7 +106,8 @@ driver.until(lambda: False, "its end")
         def with_both() -> bool:
             record = files.get("router")
             with contextlib.suppress(EngineFailed):
-                return record is not None and set(RouterClient(record.url, key="0" * 64).workers()) == set(urls)
+                return record is not None and set(RouterClient(
+                    record.url, access=EngineAccess("0" * 64)).workers()) == set(urls)
             return False
 
         wait_until(with_both, what="both workers", alive=lambda: driver.poll() is None)

@@ -23,7 +23,7 @@ from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_phase import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.net.engine_key import key_headers
+from elastic_rl.net.engine_key import EngineAccess
 
 GROUP = "formation-1"
 SHARED = "rollout-colocated"
@@ -82,7 +82,7 @@ def serving(testbed: EngineTestbed, phases: PhasesOfTest) -> Engine:
 
 def overwrite_weights(engine: Engine, key: str) -> None:
     httpx.post(f"{engine.url}/weights_checker", json={"action": "reset_tensors"}, timeout=60,
-               headers=key_headers(key)).raise_for_status()
+               headers=EngineAccess(key).headers).raise_for_status()
 
 
 def released(testbed: EngineTestbed, engine_id: str) -> Engine:
@@ -126,7 +126,8 @@ def test_engine_serves_the_same_tokens_after_a_phase_of_the_trainer(
 def generated(testbed: EngineTestbed, engine: Engine, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
     """The engine's answer to one request for a sample of each prompt."""
     body = {"input_ids": prompts, "return_logprob": True, "sampling_params": params}
-    return httpx.post(f"{engine.url}/generate", json=body, timeout=PATIENCE_S, headers=key_headers(testbed.key)).json()
+    return httpx.post(f"{engine.url}/generate", json=body, timeout=PATIENCE_S,
+                      headers=testbed.access.headers).json()
 
 
 def test_sample_has_the_same_bits_alone_and_among_others(testbed: EngineTestbed, shared_phases: PhasesOfTest) -> None:

@@ -30,7 +30,7 @@ from elastic_rl.engine.client import Sample
 from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.host.paths import JobPaths
-from elastic_rl.net.engine_key import key_headers
+from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.telemetry import traces
 
 
@@ -65,10 +65,11 @@ def test_engine_and_router_answer_no_request_without_the_key_of_the_job(testbed:
                                      ("POST", "/pause_generation"), ("POST", "/update_weights_from_tensor"))),
                        (testbed.router.url, (("GET", "/workers"), ("POST", "/workers"), ("POST", "/generate")))):
         for method, path in asked:
-            for headers in ({}, key_headers("another"), {"Authorization": f"Basic {testbed.key}"}):
+            for headers in ({}, EngineAccess("another").headers, {"Authorization": f"Basic {testbed.key}"}):
                 answer = httpx.request(method, url + path, json=body, headers=headers, timeout=20)
                 assert answer.status_code == 401, (url, path, headers)
-        assert httpx.post(f"{url}/generate", json=body, headers=key_headers(testbed.key), timeout=20).is_success
+        assert httpx.post(f"{url}/generate", json=body, headers=testbed.access.headers,
+                          timeout=20).is_success
     assert testbed.workers() == {engine.url: True}
     server = psutil.Process(engine.pid)
     assert testbed.key not in " ".join(testbed.runners[engine.id]._server._process.args)

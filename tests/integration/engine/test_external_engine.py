@@ -50,7 +50,7 @@ def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable
 
     def unroute(url: str) -> None:
         """As the driver's supervisor of the router does it, in its own time."""
-        router = RouterClient(testbed.ctx.router_urls["rollout"], key=testbed.key)
+        router = RouterClient(testbed.ctx.router_urls["rollout"], access=testbed.access)
         router.request_remove(router.worker_ids().get(url, []))
 
     start_ray(4)

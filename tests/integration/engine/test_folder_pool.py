@@ -79,12 +79,12 @@ class Judges:
 
     def workers(self) -> dict[str, bool]:
         """Whether each worker of the pool's router is healthy, by URL."""
-        return RouterClient(self.router.url, key=self.testbed.key).workers()
+        return RouterClient(self.router.url, access=self.testbed.access).workers()
 
     def ask(self, sampling: Sampling = Sampling(8, 0.0), n: int = 1) -> list[Sample]:
         """``n`` samples of ``PROMPT`` through the pool's router."""
         async def run() -> list[Sample]:
-            client = GenerateClient(self.router.url, timeout_s=PATIENCE_S, retries=100, key=self.testbed.key)
+            client = GenerateClient(self.router.url, timeout_s=PATIENCE_S, retries=100, access=self.testbed.access)
             try:
                 return await client.generate(PROMPT, sampling, n)
             finally:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -24,9 +25,14 @@ from elastic_rl.data.samples import Sample
 from elastic_rl.engine import router as engine_router
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.router import RouterClient, RouterProcess
-from elastic_rl.errors import Conflict
+from elastic_rl.errors import Conflict, RouterUnavailable
 from elastic_rl.host import file_lock, processes
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
+from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.net.engine_key import EngineAccess
+from elastic_rl.net.tls import TlsFolder
 
 EPOCH, SERVICE = 3, "router-rollout"
 
@@ -36,7 +42,7 @@ class Engine(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, number: int, takes_s: float = 0.0) -> None:
+    def __init__(self, number: int, takes_s: float = 0.0, tls: TlsFolder | None = None) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self._send({"model_path": "m", "is_generation": True})
@@ -59,11 +65,16 @@ class Engine(ThreadingHTTPServer):
             def log_message(self, *_: Any) -> None: ...
 
         super().__init__(("127.0.0.1", 0), Handler)
+        self._scheme = "https" if tls else "http"
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls.cert, tls.key)
+            self.socket = context.wrap_socket(self.socket, server_side=True)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        return f"{self._scheme}://127.0.0.1:{self.server_port}"
 
 
 class ImpatientFiles(ServiceFiles):
@@ -85,6 +96,40 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder whose router ends with the test."""
     yield tmp_path
     processes.sweep(ServiceFiles(tmp_path / "compute").mark(SERVICE), SERVICE_FILE_ENV)
+
+
+def certificate(folder: Path) -> TlsFolder:
+    """A certificate for loopback, of an authority that no system trusts."""
+    paths = ClusterPaths(folder)
+    LocalHost(name="a").certify(paths, "lab", ClusterSecret.generate())
+    return paths.tls
+
+
+def test_router_and_engines_with_tls_trust_the_clusters_authority_alone(folder: Path) -> None:
+    (other := folder / "other").mkdir()
+    tls, foreign = certificate(folder), certificate(other)
+    engine, stranger = Engine(7, tls=tls), Engine(8, tls=foreign)
+    router = router_of(folder, tls=tls)
+    router.start()
+    access = EngineAccess(authority=str(tls.ca))
+    client = RouterClient(router.url, access=access)
+    client.add(engine.url, timeout_s=PATIENCE_S)
+    client.request_add(stranger.url)
+
+    async def sampled() -> Sample:
+        one = GenerateClient(router.url, timeout_s=PATIENCE_S, retries=5, access=access)
+        try:
+            return (await one.generate([1], Sampling(max_new_tokens=1), 1))[0]
+        finally:
+            await one.close()
+
+    until = time.monotonic() + 5.0  # further than several health checks
+    while time.monotonic() < until:
+        assert client.workers().get(engine.url) and not client.workers().get(stranger.url)
+        assert asyncio.run(sampled()).segments[0].version == 7
+        time.sleep(0.5)
+    with pytest.raises(RouterUnavailable):
+        RouterClient(router.url, access=EngineAccess(authority=str(foreign.ca))).workers()
 
 
 def launch_and_die(folder: Path, before: str = "") -> None:

@@ -36,8 +36,9 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobSpec, JobStatus, PoolSpec
 from elastic_rl.host import cluster_settings, etcd_server, local_cluster, processes
 from elastic_rl.host.job_secrets import dcs_security
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.job import check as job_check
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port

@@ -31,7 +31,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus, AgentWatch
 from elastic_rl.host.job_secrets import dcs_security
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.net import http_client
 
 TENSOR = torch.arange(1000.0)

@@ -21,7 +21,8 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import cluster_secrets, job_run, processes
 from elastic_rl.host.agent import assigned_work
 from elastic_rl.host.job_run import JobRun, Submission
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 from elastic_rl.net.cluster_secret import ClusterSecret
 

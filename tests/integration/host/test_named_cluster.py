@@ -25,8 +25,9 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, driver_of
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import cluster_settings, processes
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths, named_clusters_up
+from elastic_rl.host.processes import OWNER_ENV
 
 _A, _B = (f"{name}-{secrets.token_hex(3)}" for name in "ab")
 

@@ -34,8 +34,9 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus
 from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import OWNER_ENV
 
 _STEP = {"kind": "step", "at": 1.0, "step": 7, "reward_mean": 0.5, "samples": 8, "policy_version": 8,
          "groups": list(range(24, 28)), "seconds": {"total": 1.0}}

@@ -79,6 +79,8 @@ def test_silent_host_is_suspected_then_lost_and_joins_again() -> None:
 def test_drained_host_leaves_when_it_holds_nothing_and_joins_when_the_drain_is_withdrawn() -> None:
     draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
     assert draining is not None and draining.phase is HostPhase.DRAINING and draining.drain_deadline_s == 61.0
+    late = [hosts.advance(draining, seen(spec=DRAIN), at, TIMES) for at in (60.9, 61.0)]
+    assert [state is not None and state.drain_overdue for state in late] == [False, True]
     silent = hosts.advance(draining, seen(spec=DRAIN, holds=False, status=None), 2.0, TIMES)
     assert silent is not None and silent.phase is HostPhase.DRAINING, "its agent has not reported what is left"
     left = hosts.advance(draining, seen(spec=DRAIN, holds=False), 2.0, TIMES)
@@ -92,11 +94,11 @@ def test_drain_that_is_asked_for_again_begins_its_time_anew() -> None:
     draining = after((0.0, seen()), (1.0, seen(spec=DRAIN)))
     sooner = HostSpec(drain=Drain(within_s=0.0), by="ann", reason="it burns", at=7.0)
     asked_again = hosts.advance(draining, seen(spec=sooner), 20.0, TIMES)
-    assert asked_again is not None and asked_again.drain_deadline_s == 20.0
+    assert asked_again is not None and asked_again.drain_deadline_s == 20.0 and asked_again.drain_overdue
     assert asked_again.reason == "drained by ann: it burns"
     assert hosts.advance(asked_again, seen(spec=sooner), 30.0, TIMES) == asked_again
     withdrawn = hosts.advance(asked_again, seen(spec=HostSpec(cordoned=True, by="ann")), 31.0, TIMES)
-    assert withdrawn is not None and withdrawn.drain_deadline_s == 0.0
+    assert withdrawn is not None and withdrawn.drain_deadline_s == 0.0 and not withdrawn.drain_overdue
 
 
 looks = st.builds(seen, st.sampled_from([None, "1", "2"]),

@@ -32,6 +32,26 @@ def test_plan_drains_engines_without_room_first_and_ready_ones_last(engines, des
     assert not kept or not gone or min(kept) >= max(gone)
 
 
+leaving_lists = st.lists(st.tuples(st.sampled_from(STAYING), st.booleans()), max_size=12).map(
+    lambda found: [Running(f"e{i}", state, float(i), leaves=leaves) for i, (state, leaves) in enumerate(found)])
+
+
+def serving(engines, drained=()):
+    return sum(e.state in (EngineState.READY, EngineState.RELEASED) and e.id not in drained for e in engines)
+
+
+@given(leaving_lists, st.integers(0, 12))
+def test_plan_replaces_engines_of_hosts_that_leave_before_it_drains_them(engines, desired):
+    todo = plan(desired, engines, may_start=64)
+    staying = [e for e in engines if not e.leaves]
+    assert todo.start == max(0, desired - len(staying))
+    assert serving(engines, todo.drain) >= min(desired, serving(engines)), "as many serve as may"
+    idle = {e.id for e in engines if e.leaves and not serving([e])}
+    assert idle <= set(todo.drain), "they have nothing to hand over"
+    if serving(staying) >= desired:
+        assert {e.id for e in engines if e.leaves} <= set(todo.drain)
+
+
 def test_plan_without_start_budget_still_drains():
     young = Running("young", EngineState.READY, 2.0)
     assert plan(3, [young], may_start=0).start == 0

@@ -17,7 +17,8 @@ GRACE_S = 10.0
 def ray(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     found = mock.MagicMock()
     monkeypatch.setattr(placement, "ray", found)
-    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"state": "CREATED"})
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: {
+        "state": "CREATED", "bundles_to_node_id": {0: "n"}})
     return found
 
 

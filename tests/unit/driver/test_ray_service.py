@@ -13,12 +13,13 @@ from support.stub_service import StubService
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.driver.ray_service import RayNode, RayNodeSupervisor, RayService
+from elastic_rl.driver.ray_service import RayNodeSupervisor, RayService
 from elastic_rl.errors import EngineFailed, Fenced
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host import processes
+from elastic_rl.host import processes, ray_node
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services, ray_epoch
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.ray_node import RayNode
 from elastic_rl.host.service_files import SERVICE_FILE_ENV
 from elastic_rl.net.addresses import LOOPBACK
 
@@ -114,8 +115,8 @@ def test_node_without_its_raylet_does_not_work_although_its_command_runs(tmp_pat
     pid = compute_services(job).start(RAY_WORKER, [sys.executable, "-c", _STARTS_A_RAYLET, str(raylet)],
                                       log=job.log(RAY_WORKER), url="127.0.0.2:1", generation=3)
     try:
-        node = RayNode(RunContext(config=cfg, etcd_endpoints=["127.0.0.1:1"], job="j", epoch=3, model_dir="",
-                                  host=LOOPBACK), RAY_WORKER, tmp_path / "rw", gcs=str, address="", programs=["raylet"])
+        node = RayNode(cfg, 3, compute_services(job), RAY_WORKER, ray_node.WORKER, tmp_path / "rw",
+                       log=job.log(RAY_WORKER), gcs=str, address="", host="n")
         assert node.alive() and node.pid == pid
         wait_until(lambda: not node.missing(), what="the raylet")
         supervisor = RayNodeSupervisor(node)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_rl.errors import ConfigError
-from elastic_rl.net.engine_key import key_headers, read_key
+from elastic_rl.net.engine_key import EngineAccess, read_key
 
 
 def _file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
@@ -20,7 +20,7 @@ def _file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
 def test_key_is_read_from_its_file(tmp_path: Path) -> None:
     key = read_key(_file(tmp_path, b"0123" * 16 + b"\n"))
     assert key == "0123" * 16
-    assert key_headers(key) == {"Authorization": f"Bearer {key}"} and key_headers("") == {}
+    assert EngineAccess(key).headers == {"Authorization": f"Bearer {key}"} and EngineAccess("").headers == {}
 
 
 @pytest.mark.parametrize(("content", "mode"), [(b"short", 0o600), (b"0" * 64, 0o640)])

@@ -13,7 +13,11 @@ from elastic_rl.config.engine import OWN_OPTIONS
 from elastic_rl.engine.server.device_memory import CUDA_GRAPH, KV_CACHE, WEIGHTS, DeviceMemory
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import ConfigError, EngineFailed
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.net.tls import TlsFolder
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -22,6 +26,21 @@ def test_memory_saver_is_on_where_device_memory_is_shared_on_a_gpu(tmp_path: Pat
                           seed=1, tag="args", shares_devices=shares)
     assert ("--enable-memory-saver" in server.arguments(cuda=True)) == shares
     assert "--enable-memory-saver" not in server.arguments(cuda=False), "there is nothing to save on a CPU"
+
+
+def test_only_http_with_tls_is_open_to_others_of_an_engine_that_they_reach(tmp_path: Path) -> None:
+    def arguments(host: str, tls: TlsFolder | None) -> list[str]:
+        return SGLangServer("model", host=host, cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1,
+                            tag="args", tls=tls, has_weights=tls is None).arguments(cuda=False)
+
+    paths = ClusterPaths(tmp_path)
+    LocalHost(name="a").certify(paths, "lab", ClusterSecret.generate())
+    here, far = arguments(LOOPBACK, None), arguments("10.0.0.7", paths.tls)
+    assert far[far.index("--ssl-certfile") + 1] == str(paths.tls.cert)
+    assert far[far.index("--ssl-keyfile") + 1] == str(paths.tls.key)
+    assert far[far.index("--dist-init-addr") + 1].startswith(f"{LOOPBACK}:")
+    assert far[far.index("--load-format") + 1] == "dummy"
+    assert not {"--ssl-certfile", "--dist-init-addr", "--load-format"} & set(here)
 
 
 def test_engine_that_is_given_gpus_uses_them_where_its_runner_sees_none(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, PreflightFailed
 from elastic_rl.host import cluster_settings, etcd_server, processes
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.processes import OWNER_ENV
 
 EXTERNAL = ["10.0.0.1:2379"]
 

@@ -17,8 +17,9 @@ from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings, kept_state
-from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.processes import OWNER_ENV
 
 
 def _started(tmp_path: Path, **more: object) -> Config:

@@ -24,6 +24,7 @@ from elastic_rl.host.listeners import check_connections, listener_uids, require_
 from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.net.engine_key import EngineAccess
 
 KEY = "0123456789abcdef" * 4
 
@@ -105,11 +106,11 @@ def test_socket_of_another_user_is_refused_beside_one_of_ours(monkeypatch: pytes
 
 
 def test_router_client_sends_the_key_to_this_user_only(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RouterClient(listener.url, key=KEY).workers() == {}
+    assert RouterClient(listener.url, access=EngineAccess(KEY)).workers() == {}
     assert listener.asked == [f"Bearer {KEY}"]
     monkeypatch.setattr(os, "geteuid", lambda own=os.geteuid(): own + 1)
     with pytest.raises(RouterUnavailable, match="were not sent"):
-        RouterClient(listener.url, key=KEY).workers()
+        RouterClient(listener.url, access=EngineAccess(KEY)).workers()
     assert len(listener.asked) == 1
 
 
@@ -124,7 +125,7 @@ def test_start_of_a_router_says_that_its_port_is_taken(foreign: Listener, tmp_pa
 
 def test_generate_client_sends_nothing_to_another_user(foreign: Listener) -> None:
     async def run() -> None:
-        client = GenerateClient(foreign.url, timeout_s=30.0, retries=2, key=KEY)
+        client = GenerateClient(foreign.url, timeout_s=30.0, retries=2, access=EngineAccess(KEY))
         try:
             await client.generate([1], Sampling(1), 1)
         finally:

@@ -1,0 +1,102 @@
+"""The Ray of a run over two machines: etcd, coordinator, agents, Ray with TLS and the router are real, engines and
+trainer are stubs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+from support.lab import Lab, lab_of
+from support.stub_run import put_stub_in_place
+from support.tiers import full
+from support.waiting import wait_until
+
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Engine, EngineState
+
+pytestmark = pytest.mark.timeout(1200)
+SETTINGS = ("--coordinator.replicas=1", "--dcs.arena_bytes=33554432")
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with lab_of("ab", f"j-{secrets.token_hex(3)}") as made:
+        made.start(*SETTINGS)
+        yield made
+
+
+def engines(lab: Lab) -> dict[str, str]:
+    """Id of each ready engine, with the name of its host."""
+    names = {machine.address: name for name, machine in lab.machines.items()}
+    with lab.etcd() as etcd:
+        return {e.id: names[e.host] for e, _ in readable(etcd.range(Keys(lab.job).engines_prefix())[0], Engine)
+                if e.state is EngineState.READY}
+
+
+def wait_for_engines(lab: Lab, count: int, *, on_b: bool) -> None:
+    """Returns when there are so many. Ray chooses the host by what is free there, and the run's has more on it."""
+    wait_until(lambda: len(engines(lab)) == count and ("b" in engines(lab).values()) == on_b,
+               what=f"{count} engines, {'some' if on_b else 'none'} of them on b")
+
+
+@full(proved_in="tests/integration/host/test_ray_workers.py", why="a partition, in the place of a power cut")
+def test_host_that_was_cut_off_comes_back_without_what_it_had(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = lab.machines.values()
+    wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
+    put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
+    job = [f"--job={lab.job}", *a.location]
+    a.run("train", "--detach", *job, "--rollout.engines=2", "--sft.max_steps=0")
+    wait_for_engines(lab, 2, on_b=True)
+    before = {process.pid for process in b.computes()}
+
+    b.cut()
+    wait_for_engines(lab, 2, on_b=False)
+    b.heal()
+    wait_until(lambda: lab.phase("b") == "ready", what="the return of b")
+    wait_until(lambda: b.computes() and not before & {process.pid for process in b.computes()},
+               what="another worker of Ray on b, without what was on the one before")
+    a.run("scale", "4", *job)
+    wait_for_engines(lab, 4, on_b=True)
+    a.run("stop", lab.job, *a.location)
+    wait_until(lambda: not b.computes() and not a.computes(), what="the end of Ray on both")
+
+
+def test_engines_are_on_every_host_and_leave_the_one_that_is_lost_drained_or_cordoned(
+        lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = lab.machines.values()
+    wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
+    put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
+    job = [f"--job={lab.job}", *a.location]
+
+    a.run("train", "--detach", *job, "--rollout.engines=2", "--sft.max_steps=0")
+    wait_for_engines(lab, 2, on_b=True)
+
+    b.power_off()
+    wait_for_engines(lab, 2, on_b=False)
+    kept = set(engines(lab))
+    b.power_on()
+    b.join(lab.join_file)
+    wait_until(b.computes, what="the worker of Ray on b")
+    a.run("scale", "4", *job)
+    wait_for_engines(lab, 4, on_b=True)
+
+    a.run("drain", "b", "--within=300", "--wait", *a.location)
+    assert lab.phase("b") == "left" and "b" not in engines(lab).values()
+    assert not b.computes()
+    wait_for_engines(lab, 4, on_b=False)
+
+    a.run("uncordon", "b", *a.location)
+    wait_until(b.computes, what="the worker of Ray on b")
+    a.run("cordon", "b", *a.location)
+    wait_until(lambda: lab.phase("b") == "cordoned", what="the cordon")
+    a.run("scale", "6", *job)
+    wait_for_engines(lab, 6, on_b=False)
+
+    with lab.etcd() as etcd:
+        assert fencing.current_epoch(etcd, Keys(lab.job)) == 1
+    assert kept <= engines(lab).keys()
+    a.run("stop", lab.job, *a.location)
+    wait_until(lambda: not b.computes() and not a.computes(), what="the end of Ray on both")
