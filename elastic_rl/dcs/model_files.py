@@ -34,8 +34,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """The files by name; folders in it and hidden files are left out. Raises ConfigError for more than a version of
-    this stream may have, and OSError."""
+    """Returns the files of a folder by name, without the folders in it and hidden files. Raises ConfigError for more
+    than a version of this stream may have, and OSError."""
     found, total = dict[str, bytes](), 0
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name.endswith(_WEIGHTS) or not path.is_file():
@@ -48,6 +48,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
+    """Returns the digest of the names and bytes of the files."""
     digest = hashlib.blake2b(digest_size=16)
     for name, data in sorted(files.items()):
         digest.update(f"{len(name.encode())}:{name}:{len(data)}:".encode() + data)

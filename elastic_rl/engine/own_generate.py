@@ -59,7 +59,7 @@ class ClientOptions:
     vocabulary: int
     """Number of the model's tokens."""
     access: EngineAccess = EngineAccess()
-    """To the router."""
+    """What the client needs to be let into the router."""
 
     def make(self) -> GenerateClient:
         return GenerateClient(self.router_url, timeout_s=self.timeout_s, retries=self.retries,

@@ -37,8 +37,8 @@ def engine_access(cfg: Config) -> EngineAccess:
 
 
 def engine_tls(cfg: Config) -> TlsFolder | None:
-    """The files of the certificate that engines and routers on this host serve with; None where others do not reach
-    them. Raises ConfigError."""
+    """The files of the certificate that engines, routers and Ray on this host serve with; None where others do not
+    reach them. Raises ConfigError."""
     cluster = ClusterPaths.of(cfg)
     return LocalHost.of(cluster).tls(cluster)
 

@@ -1079,7 +1079,8 @@ class Cluster:
                 self.of_job(job)._end_ray_worker()
 
     def _end_ray_worker(self) -> None:
-        """Under the cluster's lock. The files go first, so that a kill in between leaves a record of them."""
+        """Ends this host's worker of the job's Ray. The caller holds the cluster's lock. The files are removed before
+        the record, so that a process that is killed in between leaves a record of them."""
         if record := self.services.get(ray_worker_service(self.cfg.job)):
             worker = self._ray_worker(record.url, record.generation)
             worker.end()
@@ -1141,7 +1142,7 @@ class Cluster:
             found = self.with_settings_of(job)
             if found.run.pid:
                 return False  # the run is here now, and has a worker of its own
-            leftovers.sweep(found._job)
+            found._sweep_other_run()
             found._ray_worker(record.url, record.generation).launch()
         elif record.name in self._replicas:
             i = self._replicas.index(record.name)

@@ -22,9 +22,8 @@ from elastic_rl.config import Config
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.compute_services import ComputeService
-from elastic_rl.host.job_secrets import ray_token_file
-from elastic_rl.host.local_host import LocalHost
-from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.job_secrets import engine_tls, ray_token_file
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net.addresses import free_port
 from elastic_rl.runtime.process import RAY_PRIORITY
@@ -75,8 +74,7 @@ def compute_environment(cfg: Config) -> dict[str, str | None]:
 
 def _tls(cfg: Config) -> dict[str, str | None]:
     """Ray's variables for TLS between its processes, in both directions: on a host that others reach."""
-    cluster = ClusterPaths.of(cfg)
-    tls = LocalHost.of(cluster).tls(cluster)
+    tls = engine_tls(cfg)
     files = {"CERT": "RAY_TLS_SERVER_CERT", "KEY": "RAY_TLS_SERVER_KEY", "CA": "RAY_TLS_CA_CERT"}
     if tls is None:
         return {"RAY_USE_TLS": None, **dict.fromkeys(files.values())}
