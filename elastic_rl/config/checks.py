@@ -212,6 +212,18 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.trainer.data_parallel * c.trainer.context_parallel % c.trainer.expert_parallel,
             "trainer.data_parallel={trainer.data_parallel} times trainer.context_parallel={trainer.context_parallel} "
             "is not a multiple of trainer.expert_parallel={trainer.expert_parallel}"),
+    Refused(lambda c: (c.trainer.min_data_parallel or 1) > c.trainer.data_parallel,
+            "trainer.min_data_parallel={trainer.min_data_parallel} is more than "
+            "trainer.data_parallel={trainer.data_parallel}"),
+    Refused(lambda c: (c.trainer.min_data_parallel or 0) * c.trainer.context_parallel % c.trainer.expert_parallel,
+            "trainer.min_data_parallel={trainer.min_data_parallel} times trainer.context_parallel="
+            "{trainer.context_parallel} is not a multiple of trainer.expert_parallel={trainer.expert_parallel}"),
+    Refused(lambda c: (c.trainer.ranks_per_host or 0) % c.trainer.tensor_parallel,
+            "trainer.ranks_per_host={trainer.ranks_per_host} is not a multiple of "
+            "trainer.tensor_parallel={trainer.tensor_parallel}: ranks that split a layer are on one host"),
+    Refused(lambda c: c.deterministic and c.trainer.min_data_parallel not in (None, c.trainer.data_parallel),
+            "trainer.min_data_parallel={trainer.min_data_parallel} with deterministic=true: another number of replicas "
+            "rounds in another way; leave it out"),
     Refused(lambda c: c.trainer.context_parallel > 1 and not c.trainer.packing,
             "trainer.context_parallel={trainer.context_parallel} with trainer.packing=false: only packed rows are "
             "split by positions; set trainer.packing=true"),
@@ -454,6 +466,8 @@ READERS = (
             "train.schedule=fully_async"),
     Readers("train", ("queue_units", "queue_call_timeout_s"), lambda c: c.uses_transfer_queue,
             "train.schedule=fully_async with train.queue=transfer_queue"),
+    Readers("trainer", ("min_data_parallel", "ranks_per_host"), lambda c: c.ranks_may_spread,
+            "a cluster with a name (--cluster), without placement=colocated and train.queue=transfer_queue"),
     Readers("rollout", ("environment_options", "max_turns", "max_turn_tokens"), lambda c: c.rollout.environment,
             "rollout.environment"),
     Readers("critic", _all_but_enabled(CriticConfig), lambda c: c.uses_critic,

@@ -148,6 +148,12 @@ class Config(Section):
         return self.mode == "rl" and self.train.schedule == "fully_async" and self.train.queue == "transfer_queue"
 
     @property
+    def ranks_may_spread(self) -> bool:
+        """Whether the ranks of a trainer group may be on any host of the cluster. Other hosts have neither the GPUs
+        that trainer and engines share nor TransferQueue's actors, which talk without a password."""
+        return bool(self.cluster) and not self.colocated and not self.uses_transfer_queue
+
+    @property
     def cluster_name(self) -> str:
         """Name of the cluster in etcd: one of the job's own is named like it."""
         return self.cluster or self.job

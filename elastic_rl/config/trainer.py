@@ -20,6 +20,12 @@ class TrainerConfig(Section):
     memory of one. Needs ``packing``."""
     data_parallel: Positive = 2
     """Number of model replicas that a batch is split over."""
+    min_data_parallel: Positive | None = None
+    """Smallest number of model replicas with which the group trains while there is no room for ``data_parallel``, as
+    after the loss of a host; it grows again at the next save. None: it waits until there is room for all. The batch of
+    a step, its loss and its learning rate are the same with any number."""
+    ranks_per_host: Positive | None = None
+    """Largest number of ranks on one host. None: as many as have room; those of a CPU all have."""
     expert_parallel: Positive = 1
     """Number of ranks that the experts of each layer of a mixture-of-experts model are split over; a divisor of
     ``data_parallel`` times ``context_parallel`` and of the number of experts."""

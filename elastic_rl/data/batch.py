@@ -45,6 +45,7 @@ SCHEMA: dict[str, TensorSpec] = {
     "values": TensorSpec(torch.float32, ("N", "T")),        # of the critic, before the step; 0 elsewhere
     "returns": TensorSpec(torch.float32, ("N", "T")),       # what the values should have been; 0 elsewhere
     "versions": TensorSpec(torch.int64, ("N",)),            # oldest policy version that generated the sample
+    "numbers": TensorSpec(torch.int64, ("N",)),             # of the sample in the step's batch, see ``minibatch``
 }
 _REQUIRED = ("tokens", "lengths", "loss_mask")
 _FINITE = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_top_logprobs", "advantages",
@@ -162,10 +163,22 @@ class Batch:
         ends = counts[part].cumsum(0)
         return first[of_sample] + torch.arange(int(counts[part].sum())) - (ends - counts[part])[of_sample]
 
-    def share_rows(self, count: int) -> list[torch.Tensor]:
+    def share_rows(self, count: int, minibatches: int = 1) -> list[torch.Tensor]:
         """The numbers of the samples of each of ``count`` data-parallel replicas, ascending, with about as many tokens
-        each (``balanced``)."""
-        return [torch.tensor(rows, dtype=torch.int64) for rows in balanced(self["lengths"].tolist(), count)]
+        each (``balanced``), and of each of so many minibatches."""
+        lengths, totals = self["lengths"].tolist(), [0] * count
+        rows: list[list[int]] = [[] for _ in range(count)]
+        for i in range(minibatches):
+            for share, of_minibatch in enumerate(balanced(lengths[i::minibatches], count, totals)):
+                own = [row * minibatches + i for row in of_minibatch]
+                totals[share] += sum(lengths[row] for row in own)
+                rows[share] += own
+        return [torch.tensor(sorted(own), dtype=torch.int64) for own in rows]
+
+    def minibatch(self, index: int, count: int) -> Batch:
+        """The samples of this share that are in one of ``count`` minibatches of the step's batch: every ``count``-th
+        one of that, whatever the number of replicas."""
+        return self.share((self["numbers"] % count == index).nonzero().flatten())
 
     def shares(self, count: int) -> list[Batch]:
         """Splits the samples over data-parallel replicas, as ``share_rows``."""
@@ -257,7 +270,8 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
         lengths.append(at)
     tensors = {"tokens": torch.from_numpy(tokens), "lengths": torch.tensor(lengths, dtype=torch.int64),
                "loss_mask": torch.from_numpy(mask),
-               "versions": torch.tensor([s.oldest_version for _, s in pairs], dtype=torch.int64)}
+               "versions": torch.tensor([s.oldest_version for _, s in pairs], dtype=torch.int64),
+               "numbers": torch.arange(n)}
     if sampled:
         tensors["old_logprobs"] = torch.from_numpy(logprobs)
     if advantages is not None:
@@ -265,10 +279,11 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
     return Batch(tensors)
 
 
-def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
+def balanced(lengths: Sequence[int], count: int, totals: Sequence[int] = ()) -> list[list[int]]:
     """The rows of each of ``count`` data-parallel replicas, in ascending order, of a batch whose sequences have these
     lengths. Pure: every call with the same arguments, in any process, gives the same answer, so that who sends shares
-    can put what comes back in order again.
+    can put what comes back in order again. ``totals``: tokens that each replica has of other minibatches; of replicas
+    with equally many the one that has fewer of these is next.
 
     The longest sequence that is left goes to the replica with the fewest tokens: Graham's rule for the schedule with
     the longest processing time first. No replica has more tokens than the average and one sequence together. It is by
@@ -276,9 +291,10 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     the model is wide.
     """
     rows: list[list[int]] = [[] for _ in range(count)]
-    least = [(0, share) for share in range(count)]  # (tokens, replica)
+    least = [(0, totals[share] if totals else 0, share) for share in range(count)]
+    heapq.heapify(least)
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        tokens, share = least[0]
-        heapq.heapreplace(least, (tokens + lengths[row], share))
+        tokens, total, share = least[0]
+        heapq.heapreplace(least, (tokens + lengths[row], total, share))
         rows[share].append(row)
     return [sorted(of_share) for of_share in rows]

@@ -129,7 +129,7 @@ class ComputePlane:
         for pool in self.pools.values():
             found[pool_target(pool.name)] = pool.waiting
         if missing := self._seen_hosts.missing:
-            found["hosts"] = (f"engines wait for {len(missing)} hosts to join Ray, such as {missing[0]}, for "
+            found["hosts"] = (f"engines and ranks wait for {len(missing)} hosts to join Ray, such as {missing[0]}, for "
                               f"{_HOSTS_JOIN_S:.0f} s at most")
         return {part: text for part, text in found.items() if text}
 
@@ -146,14 +146,12 @@ class ComputePlane:
             self._await_model(model)
         self.ctx = self.ctx.model_copy(update={
             "router_urls": {name: router.url for name, router in self.routers.items()}})
+        self._hosts.counts_gpus = cfg.ranks_may_spread and uses_cuda(cfg.device)
         self._shared = (SharedGpus(cfg.trainer.ranks, partial(Holder, self._placer))
                         if cfg.colocated and uses_cuda(cfg.device) else None)
         for group in cfg.trainer_groups:
             own = self.ctx.of_group(group)
-            context = self._paths.context(group.name)
-            if not (self._adopts and context.exists()):  # a disk that is full now must not end a driver
-                own.save(context)
-            self.trainers[group.name] = TrainerGroup(own, self.etcd, context,
+            self.trainers[group.name] = TrainerGroup(own, self.etcd,
                                                      shared=self._shared if own.config.colocated else None)
         self.pools = {name: EnginePool(self.ctx, self.etcd, name, unroute=router.unroute, shared=self._shared
                                        if self.ctx.pool(name).colocated else None)
@@ -278,9 +276,10 @@ class ComputePlane:
             self._parts.run("shared GPUs", self._shared.reconcile)
             if self._shared.moved:
                 raise ComputePlaneLost(f"trainer and engines use GPUs that are not held any more: {self._shared.moved}")
-        for name, group in self.trainers.items():
-            self._parts.run(name, partial(group.reconcile, requests.get(name)))
         self._parts.run("hosts", self._look_at_hosts)
+        for name, group in self.trainers.items():
+            self._parts.run(name, partial(group.reconcile, requests.get(name), self._seen_hosts, holds=self._joining(),
+                                          changed_at=max(g.changed_at for g in self.trainers.values())))
         for name, pool in self.pools.items():
             self._parts.run(pool_target(name), partial(self._reconcile_pool, name, pool, requests))
         self._parts.run("Ray's head", self._say_where_ray_is)
@@ -294,16 +293,26 @@ class ComputePlane:
         self.routers[name].observe(pool.reconcile(requests, self._seen_hosts, holds=bool(self._seen_hosts.missing)))
 
     def _look_at_hosts(self) -> None:
-        joining = time.monotonic() < self._hosts_until and any(pool.may_spread for pool in self.pools.values())
+        joining = self._joining()
         self._seen_hosts = replace(self._seen_hosts, missing=())  # nobody waits for what cannot be read
         self._seen_hosts = self._hosts.read(joining=joining)
-        if not self._seen_hosts.missing:
+        if joining and not self._seen_hosts.late:
             self._hosts_until = 0.0
+
+    def _joining(self) -> bool:
+        """Whether hosts may still be joining Ray for which somebody waits."""
+        return time.monotonic() < self._hosts_until and any(part.may_spread for part in self._on_hosts)
+
+    @property
+    def _on_hosts(self) -> list[EnginePool | TrainerGroup]:
+        """The parts that may be on several hosts."""
+        return [*self.pools.values(), *self.trainers.values()]
 
     def _say_where_ray_is(self) -> None:
         """Has the other hosts of the cluster join this Ray, but for those that are to be emptied and have nothing of
         the run any more."""
-        used, hosts = {node for pool in self.pools.values() for node in pool.nodes}, self._seen_hosts
+        used = {node for part in self._on_hosts for node in part.nodes}
+        hosts = self._seen_hosts
         left = {name: hosts.drains[name] for node, name in sorted(hosts.leaving.items()) if node not in used}
         if left != self._left and time.monotonic() - self._said_at >= _SAY_EVERY_S:
             head = RayHead(host=self._host_name, address=self._ray.address, epoch=self.ctx.epoch, left=left)

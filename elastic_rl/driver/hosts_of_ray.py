@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public name for it
 
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import HostPhase, HostState
@@ -16,14 +17,31 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.mirror import Mirror
 
 _LOOK_EVERY_S = 5.0
-"""Ray is asked for its nodes so often while somebody has to know them."""
+"""Ray is asked for its nodes so often; without a pause while somebody waits for them."""
 _FEW = 0.05
 """Share of the ready hosts that nobody waits for: in a large cluster there is always one that cannot join."""
+
+_GONE = (HostPhase.LOST, HostPhase.LEFT)
+
+
+@dataclass(frozen=True)
+class HostNode:
+    """The node of Ray of a host."""
+
+    id: str
+    address: str
+    gpus: int = 0
+    """Number of GPUs that Ray has given to nobody."""
 
 
 @dataclass(frozen=True)
 class RayHosts:
     """The hosts at one reading."""
+
+    open: Mapping[str, HostNode] = field(default_factory=lambda: MappingProxyType({}))
+    """The ready hosts that have joined Ray, by name."""
+    lost: frozenset[str] = frozenset()
+    """Names of those that are lost, or have left."""
 
     closed: frozenset[str] = frozenset()
     """Names of those on which nothing more is placed: they are not ready, as one that is cordoned, or to be emptied."""
@@ -33,16 +51,22 @@ class RayHosts:
     """The drain of each host that is to be emptied (``HostState.drain_at``)."""
     missing: tuple[str, ...] = ()
     """Ready hosts that have not joined Ray; empty where they are few."""
+    late: int = 0
+    """Number of all ready hosts that have not joined Ray."""
+    looked_at: float = float("-inf")
+    """When Ray was asked for ``open``, in monotonic seconds."""
 
 
 class HostsOfRay:
     """Follows what the leader has concluded about the hosts. For one thread of a process that is connected to Ray."""
 
     def __init__(self, etcd: EtcdClient, keys: ClusterKeys) -> None:
+        self.counts_gpus = False
+        """Whether somebody has to know how many GPUs are free."""
         self._prefix = keys.host_states_prefix()
         self._states = Mirror(etcd, self._prefix, _decode)
-        self._nodes: dict[str, str] = {}
-        """Name of the host of each node of Ray that is alive, by its id, as looked at last."""
+        self._nodes: list[tuple[str, HostNode]] = []
+        """Name of the host of each node of Ray that is alive, and the node, as looked at last."""
         self._looked_at = float("-inf")
 
     def read(self, *, joining: bool) -> RayHosts:
@@ -51,16 +75,26 @@ class HostsOfRay:
         states = {key.removeprefix(self._prefix): state for key, state in self._states.read(0.0).items()}
         drains = {name: state.drain_at for name, state in states.items() if state.drain_at}
         ready = {name for name, state in states.items() if state.phase is HostPhase.READY}
-        if (drains or joining) and time.monotonic() - self._looked_at >= (0.0 if joining else _LOOK_EVERY_S):
-            self._nodes = {node["NodeID"]: node["NodeName"] for node in ray.nodes() if node["Alive"]}
+        if time.monotonic() - self._looked_at >= (0.0 if joining else _LOOK_EVERY_S):
             self._looked_at = time.monotonic()
-        missing = sorted(ready - set(self._nodes.values())) if joining else []
+            self._nodes = _nodes_of_ray(available_resources_per_node() if self.counts_gpus else {})
+        missing = sorted(ready - {name for name, _ in self._nodes}) if joining else []
         return RayHosts(closed=frozenset(states.keys() - ready), drains=drains,
-                        leaving={node: name for node, name in self._nodes.items() if name in drains},
-                        missing=tuple(missing) if len(missing) > _FEW * len(ready) else ())
+                        open={name: node for name, node in self._nodes if name in ready},
+                        lost=frozenset(name for name, state in states.items() if state.phase in _GONE),
+                        leaving={node.id: name for name, node in self._nodes if name in drains},
+                        missing=tuple(missing) if len(missing) > _FEW * len(ready) else (), late=len(missing),
+                        looked_at=self._looked_at)
 
     def close(self) -> None:
         self._states.close()
+
+
+def _nodes_of_ray(free: Mapping[str, Mapping[str, float]]) -> list[tuple[str, HostNode]]:
+    """``free``: resources that Ray has given to nobody, by the node's id."""
+    return [(node["NodeName"], HostNode(node["NodeID"], node["NodeManagerAddress"],
+                                        int(free.get(node["NodeID"], {}).get("GPU", 0))))
+            for node in ray.nodes() if node["Alive"]]
 
 
 def _decode(kv: KeyValue) -> HostState | None:

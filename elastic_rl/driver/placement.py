@@ -62,16 +62,17 @@ class Placer:
         return cls(driver_writer(ctx, etcd), f"{ctx.job}/{ctx.epoch}/", ctx.generation)
 
     def place(self, kind: str, name: str, body: type | str, *args: Any, cpus: float, gpus: int,
-              any_host: bool = False, avoid: Collection[str] = ()) -> PlacedActor:
+              any_host: bool = False, avoid: Collection[str] = (), host: str = "") -> PlacedActor:
         """A new actor ``name`` of a kind; no two of a kind ever have one name. Ray places it as soon as there is room,
-        however long that takes: on the host of the driver or, with ``any_host``, on the one with the largest share of
-        its resources free. ``avoid``: names of hosts on which it is not placed. ``body(*args)``: as
-        ``ComponentActor`` has it. Raises RayError, Fenced and EtcdUnavailable."""
+        however long that takes: on the host of the driver or of the name ``host`` or, with ``any_host``, on the one
+        with the largest share of its resources free. ``avoid``: names of hosts on which it is not placed.
+        ``body(*args)``: as ``ComponentActor`` has it. Raises RayError, Fenced and EtcdUnavailable."""
         full = f"{self._scope}{kind}/{name}"
-        own = {} if any_host else {RUN_HOST: 1.0}
+        own = {} if any_host or host else {RUN_HOST: 1.0}
+        where = f"in({label_of(host)})" if host else f"!in({','.join(sorted(map(label_of, avoid)))})" if avoid else ""
         bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **own}
-        group = placement_group([bundle], name=full, lifetime="detached", bundle_label_selector=[
-            {HOST_LABEL: f"!in({','.join(sorted(map(label_of, avoid)))})"}] if avoid else None)
+        group = placement_group([bundle], name=full, lifetime="detached",
+                                bundle_label_selector=[{HOST_LABEL: where}] if where else None)
         try:
             # Ray restarts none by itself: it would be without what its body had begun.
             actor = ray.remote(ComponentActor).options(

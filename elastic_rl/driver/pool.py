@@ -15,6 +15,7 @@ from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ENGINE, ExternalEngines
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.late_engines import LateEngines
+from elastic_rl.driver.left_files import LeftFiles
 from elastic_rl.driver.placement import (
     PlacedActor,
     Placer,
@@ -22,7 +23,6 @@ from elastic_rl.driver.placement import (
     ended,
     gpus_per_engine,
     room_needed,
-    run_on_hosts,
     stop_all,
 )
 from elastic_rl.driver.plan import Running, StartBudget, plan
@@ -37,9 +37,6 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.here import context_here
-from elastic_rl.host.leftovers import remove_files
-from elastic_rl.host.paths import JobPaths
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +72,6 @@ class _Slot:
     """Hosts on which it is not to be placed."""
 
 
-def remove_files_of(ctx: RunContext, *engines: str) -> None:
-    """Removes the files of engines that have run on this host, and have ended."""
-    paths = JobPaths.of(context_here(ctx).config)
-    for engine_id in engines:
-        remove_files(paths.file_tag(engine_id))
-
-
 class EnginePool:
     """Level-triggered: each ``reconcile`` reads etcd and Ray again, and keeps only handles in memory. It waits for
     nothing: engines that wait for room, start or end are looked at again in the next pass."""
@@ -104,8 +94,7 @@ class EnginePool:
         # Other hosts have neither the GPUs that are shared nor, for certain, the folder whose weights are served.
         self.may_spread = self._settings.stream is not None and not self._settings.colocated
         """Whether its engines may be on any host of the cluster."""
-        self._left_files: dict[str, list[str]] = {}
-        """Engines that have ended on other hosts and may have left files there, by the host's address."""
+        self._left_files = LeftFiles(ctx)
 
     def take_over(self) -> None:
         """Writes the pool's spec, with the desired number that it has already, adopts the engines of this epoch that
@@ -134,7 +123,7 @@ class EnginePool:
                        f"({engine.reason or 'unknown'}); replacing it", severity=Severity.WARNING,
                        ops=[Op.delete(self.keys.engine(engine.id))], incarnation=engine.incarnation)
         self._unroute(engine.url)
-        self._note_files(engine.id, engine.host)
+        self._left_files.note(engine.id, engine.host)
 
     def _spec(self, raw: bytes | None) -> bytes:
         """The spec in the place of this one: the operator decides about the number, the settings about the rest."""
@@ -169,7 +158,7 @@ class EnginePool:
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
         external = self._external.reconcile(restarts, records)
-        self._remove_files()
+        self._left_files.remove()
         self._write_status(running, pending, external)
         return records.values()
 
@@ -312,7 +301,7 @@ class EnginePool:
             if record:
                 self._unroute(record.url)
             placed.remove()
-            self._note_files(engine_id, record.host if record is not None else "")
+            self._left_files.note(engine_id, record.host if record is not None else "")
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
             records.pop(engine_id, None)
 
@@ -323,24 +312,6 @@ class EnginePool:
                 self._writer.require()
                 slot.placed.remove()
                 del self._slots[engine_id]
-
-    def _note_files(self, engine_id: str, host: str) -> None:
-        """Removes what an engine that has ended has left on this host, or notes that it is to be removed on another
-        one. ``host``: its address; empty where it had not said it."""
-        if host in ("", self.ctx.host):
-            remove_files_of(self.ctx, engine_id)
-        else:
-            self._left_files.setdefault(host, []).append(engine_id)
-
-    def _remove_files(self) -> None:
-        """Removes what is noted, on the hosts that are there: the worker of one that is gone does it when it starts
-        again."""
-        left, self._left_files = self._left_files, {}
-        if left:
-            try:
-                run_on_hosts(remove_files_of, {host: (self.ctx, *engines) for host, engines in left.items()})
-            except Exception:  # whatever Ray raises: nothing waits for it
-                log.exception("files of engines that have ended are not removed on other hosts")
 
     # -- etcd ---------------------------------------------------------------------------------------------------
     def _write(self, op: Op) -> None:

@@ -1,17 +1,29 @@
-"""Keeps one torch-elastic agent running: a Ray actor in a placement group that owns the agent's process, and outlives
-the driver that has started it."""
+"""Keeps the ranks of a trainer group running: on each of its hosts a Ray actor in a placement group owns the process of
+a torch-elastic agent, and outlives the driver that has started it.
+
+The driver decides on which hosts the group is and how large it is (``formation``), and writes that before it starts the
+agents; the number of that record fences off the ranks of earlier ones. A formation ends as a whole: when an agent ends
+or a host is lost, at once; when it is to grow, or a host is drained, once the trainer has saved its state, so that
+nothing is computed again that was done before.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import random
-import secrets
-import threading
 import time
+from collections import Counter
+from collections.abc import Collection
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from elastic_rl.dcs.catalog import reads
+from elastic_rl.driver import formation
+from elastic_rl.driver.hosts_of_ray import RayHosts
+from elastic_rl.driver.left_files import LeftFiles
 from elastic_rl.driver.placement import (
     PlacedActor,
     Placer,
@@ -24,47 +36,41 @@ from elastic_rl.driver.placement import (
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.driver.shared_gpus import SharedGpus
+from elastic_rl.driver.trainer_host import TrainerHost
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import deregister, members
-from elastic_rl.etcd.records import RestartRequest, Severity
+from elastic_rl.etcd.records import Formation, FormationHost, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host import processes
-from elastic_rl.host.leftovers import remove_files
-from elastic_rl.host.paths import JobPaths
-from elastic_rl.host.processes import StoppedProcesses
+from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.model_folder import fingerprint
+from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.runtime.backoff import doubled_s
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-
-
-class TrainerHost:
-    """Body of the Ray actor. The agent is a child of the actor's process and dies with it."""
-
-    def __init__(self, context_file: str, log_file: str, gpus: str = "") -> None:
-        """``gpus``: as ``CUDA_VISIBLE_DEVICES`` has them; empty: those that Ray gives this actor."""
-        self._env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        self._command = processes.python("elastic_rl.trainer.group.agent", "--context", context_file)
-        self._log = Path(log_file)
-        self._stop = threading.Event()
-        self._stopped_limit_s = RunContext.load(context_file).config.coordinator.lease_ttl_s
-
-    def run(self) -> int:
-        """Blocks until the agent ends; returns its exit code. An agent that is stopped (SIGSTOP) for longer than a
-        member's lease can neither end nor restart its ranks, so it is killed, and they die with it."""
-        agent = processes.spawn(self._command, log=self._log, env=self._env)
-        watched = StoppedProcesses(self._stopped_limit_s)
-        while agent.poll() is None and not self._stop.wait(0.1):
-            if watched.lost(time.monotonic(), [agent.pid] if processes.is_stopped(agent.pid) else []):
-                log.warning("the trainer agent %d is stopped: it is killed", agent.pid)
-                agent.kill()
-        processes.stop(agent.pid)
-        return agent.wait(timeout=30.0)
-
-    def stop(self) -> None:
-        self._stop.set()
+_NO_ROOM_S = 30.0
+"""After so long without room on a host that seemed to have it, another formation is looked for."""
+_UNFIT_S = 600.0
+"""A host that lacks what the ranks need, or on which they end again and again, is left out for so long."""
+_FULL_S = 60.0
+"""One that has given its room to others is left out for so long."""
+_LONGEST_UNFIT_S = 86_400.0
+_BAD_CONTEXT = 2
+"""Exit code of an agent that cannot work with what it finds on its host."""
+_ENDS = 3
+"""Ends in a row that began on one host, after which it is left out."""
+_SETTLE_S = 2.0
+"""Ray reports so late which GPUs are free. A reading that is older than what was placed or ended last, and this, says
+nothing about them."""
+_SHOWN = 8
+"""Hosts that a text names."""
+_UNBOUNDED = 1_000_000
+"""Room of a host for ranks on its CPU, which share it."""
 
 
 class GroupState(StrEnum):
@@ -75,86 +81,221 @@ class GroupState(StrEnum):
     """Ray looks for room for it."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """It was told to end, for a request."""
+    """It was told to end, for a request or for another formation."""
 
 
 class TrainerGroup:
-    """Starts the agent, and restarts it with backoff, without end, when it ends or when that is requested."""
+    """Starts the agents, and restarts them with backoff, without end, when one ends or when that is requested."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path, body: type = TrainerHost,
-                 shared: SharedGpus | None = None) -> None:
-        """``ctx``: the context of the group's processes, saved in ``context_file``. ``body``: class of the Ray
-        actor. ``shared``: the GPUs that it shares with engines."""
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, body: type = TrainerHost, shared: SharedGpus | None = None
+                 ) -> None:
+        """``ctx``: the context of the group's processes. ``body``: class of the Ray actors. ``shared``: the GPUs that
+        it shares with engines."""
         self._shared = shared
-        self.ctx, self.etcd, self.context_file, self._body = ctx, etcd, context_file, body
+        self.ctx, self.etcd, self._body = ctx, etcd, body
         self.name, self._kind = ctx.group.name, f"trainer-hosts/{ctx.group.name}"
         self._placer, self._writer = Placer.of(ctx, etcd), driver_writer(ctx, etcd)
-        self._placed: PlacedActor | None = None
-        self._started_at = 0.0
+        self.may_spread = ctx.config.ranks_may_spread and shared is None
+        """Whether its ranks may be on any host of the cluster."""
+        self._own_host = LocalHost.of(ClusterPaths.of(ctx.config)).name
+        self._placed: dict[str, PlacedActor] = {}
+        """The actor of each host of the formation, by the host's name."""
+        self._formation: Formation | None = None
+        """The newest one, of this epoch."""
+        self._number = 0
+        self._change = ""
+        """Why the formation ends, where that is no failure of its ranks."""
+        self._unsaved_since: int | None = None
+        """Newest version of the state when another formation was first better; None: none is."""
+        self._unfit: dict[str, tuple[float, str]] = {}
+        """Hosts that are left out: until when, in monotonic seconds, and why."""
+        self.changed_at = float("-inf")
+        """When something was placed or removed last, in monotonic seconds."""
+        self._others_changed_at = float("-inf")
+        self._times_unfit: Counter[str] = Counter()
+        self._blamed: tuple[str, int] = ("", 0)
+        """The host on which the last failures began, and how many there were in a row."""
+        self._no_room = ""
         self._request: RestartRequest | None = None
         """The request that is being carried out."""
         self._budget = StartBudget()
+        self._left_files = LeftFiles(ctx)
         self._unreported = ""
-        """How the agent ended, until the event about it is written."""
+        """How an agent ended, until the event about it is written."""
+
+    @cached_property
+    def _model(self) -> str:
+        return fingerprint(Path(self.ctx.model_dir))
+
+    @cached_property
+    def _on_gpus(self) -> bool:
+        return uses_cuda(self.ctx.config.device)
 
     @property
     def state(self) -> GroupState:
-        if self._placed is None:
+        placed = self._placed.values()
+        if not placed:
             return GroupState.ENDED
-        if self._placed.stopping:
+        if any(actor.stopping for actor in placed):
             return GroupState.STOPPING
-        return GroupState.RUNNING if self._placed.is_placed() else GroupState.PLACING
+        return GroupState.RUNNING if all(actor.is_placed() for actor in placed) else GroupState.PLACING
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ray's ids of the nodes on which the group has something."""
+        return {actor.node for actor in self._placed.values()}
 
     @property
     def waiting(self) -> str:
-        """What the group waits for; empty when it runs."""
+        """What the group waits for; empty when it runs, with all its replicas."""
         match self.state:
-            case GroupState.PLACING if self._placed and self._placed.lacks_room():
-                return f"no room in the cluster: {room_needed([self._placed])}; add a machine or scale in"
+            case GroupState.PLACING if without := [a for a in self._placed.values() if a.lacks_room()]:
+                return f"no room in the cluster: {room_needed(without)}; add a machine or scale in"
             case GroupState.STOPPING:
-                return "its agent is being stopped"
+                return f"its agent is being stopped{f': {self._change}' if self._change else ''}"
             case GroupState.ENDED if self._shared is not None and self._shared.waiting:
                 return self._shared.waiting
+            case GroupState.ENDED if self._budget.count:
+                return f"the next start, after {self._budget.count} that failed"
             case GroupState.ENDED:
-                return f"the next start, after {self._budget.count} that failed" if self._budget.count else ""
+                return self._no_room
+            case _ if self._formation and self._formation.data_parallel < self.ctx.config.trainer.data_parallel:
+                return (f"room for {self.ctx.config.trainer.data_parallel} replicas of the model; it trains with "
+                        f"{self._formation.data_parallel} meanwhile{self._why_unfit()}")
             case _:
                 return ""
 
     def take_over(self) -> None:
-        """Adopts the agent of this epoch, if it runs. Raises RayError."""
-        self._placed = next(iter(self._placer.adopt(self._kind)), None)
-        if self._placed is None:  # it may have been killed while no driver ran
-            remove_files(JobPaths.of(self.ctx.config).file_tag(self.name))
+        """Adopts the agents of this epoch's formation, if all of them run, and removes all others. Raises RayError and
+        EtcdUnavailable."""
+        adopted = {placed.name: placed for placed in self._placer.adopt(self._kind)}
+        found = self.etcd.get(self.ctx.keys.formation(self.name))
+        record = readable_one(found, Formation)
+        if found is not None and record is not None and record.epoch == self.ctx.epoch:
+            self._formation, self._number = record, found.version
+            names = {host.name: f"{self._number}/{host.name}" for host in record.hosts}
+            if set(names.values()) <= adopted.keys():
+                self._placed = {host: adopted.pop(name) for host, name in names.items()}
+        for placed in adopted.values():
+            placed.remove()
+        self.changed_at = time.monotonic() if adopted else self.changed_at
+        if not self._placed:  # they may have been killed while no driver ran
+            self._note_files()
 
-    def reconcile(self, request: RestartRequest | None = None) -> None:
-        """One pass, which does not wait for the group; ``request``: an open request to restart it. Raises Fenced when
-        the agent has ended because the epoch is over (nothing failed then), and EtcdUnavailable."""
+    def reconcile(self, request: RestartRequest | None = None, hosts: RayHosts = RayHosts(), *, holds: bool = False,
+                  changed_at: float = float("-inf")) -> None:
+        """One pass, which does not wait for the group; ``request``: an open request to restart it. ``holds``: whether a
+        group without all its replicas is formed later, since hosts are joining. ``changed_at``: newest of all groups.
+        Raises Fenced when the agent has ended because the epoch is over (nothing failed then), and EtcdUnavailable."""
         self._report()
+        self._others_changed_at = changed_at
         if request is not None and self._request is None:
             self._request = request
             log.warning("restarting the group %s: %s", self.name, request.reason)
-        if self._request is not None and self._placed is not None and not self._placed.stopping:
-            self._placed.end(grace_s=_STOP_TIMEOUT_S)
-        if self._placed is not None:
-            self._placed.enforce()
-            if not ended([self._placed]):
+        if self._placed:
+            if not self._is_over(hosts):
                 return
             if self._request is None:
-                self._on_end(self._placed)
+                self._on_end()
         if self._request is not None:
             self._carried_out(self._request)
-        if self._placed is None and self._budget.open(time.monotonic()):
-            self._start()
+        self._left_files.remove()
+        if not self._placed and self._budget.open(time.monotonic()):
+            self._start(hosts, holds)
 
-    def _on_end(self, placed: PlacedActor) -> None:
-        """The agent has ended, and nobody asked it to."""
+    # -- the end of a formation -----------------------------------------------------------------------------------
+    def _is_over(self, hosts: RayHosts) -> bool:
+        """Whether no agent of the formation runs any more. Ends all of them when one has ended, and when the formation
+        is to end."""
+        over = {placed.name for placed in ended(self._placed.values())}
+        gone = {host for host in self._placed if host in hosts.lost and host != self._own_host}
+        if self._request is None and not self._change:
+            ended_first = {host for host, placed in self._placed.items() if placed.name in over}
+            if gone:
+                self._change = f"{_some(gone)} is lost"
+            elif ended_first and ended_first <= hosts.drains.keys():  # the time of its drain was over
+                self._change = f"{_some(ended_first)} is drained"
+            elif not over:
+                self._change = self._without_room(hosts) or self._better(hosts)
+        if self._request is not None or self._change or over:
+            for placed in self._placed.values():
+                if placed.name not in over:
+                    placed.end(grace_s=_STOP_TIMEOUT_S)
+        for placed in self._placed.values():
+            placed.enforce()
+        over |= {placed.name for placed in ended([p for p in self._placed.values() if p.name not in over])}
+        return all(host in gone or placed.name in over for host, placed in self._placed.items())
+
+    def _without_room(self, hosts: RayHosts) -> str:
+        """Why another formation takes the place of one that waits for room: a host has given it to others, and there is
+        some elsewhere."""
+        if not self.may_spread or self.state is not GroupState.PLACING:
+            return ""
+        now = time.monotonic()
+        late = {host for host, actor in self._placed.items()
+                if not actor.is_placed() and now - actor.created_at > _NO_ROOM_S}
+        if not late or self._plan(hosts, without=late) is None:
+            return ""
+        for host in late:
+            self._leave_out(host, _FULL_S, "it has no room")
+        return f"{_some(late)} has no room"
+
+    def _better(self, hosts: RayHosts) -> str:
+        """Why another formation takes the place of the one that runs now; empty: none does, or not yet. Of a group
+        with a state it does once the newest one was saved after it was found."""
+        if not self.may_spread or self._formation is None or self.state is not GroupState.RUNNING:
+            return ""
+        if not self._knows_room(hosts):
+            return ""
+        drained = sorted(self._placed.keys() & hosts.drains.keys() - {self._own_host})  # the run leaves as a whole
+        best = self._plan(hosts)
+        larger = best is not None and best.data_parallel > self._formation.data_parallel
+        if best is None or not (drained or larger):
+            self._unsaved_since = None
+            return ""
+        if self.ctx.group.trains:
+            head = reads.head(self.etcd, self.ctx.keys, self.ctx.group.state)
+            saved = head.number if head else 0
+            if self._unsaved_since is None:
+                self._unsaved_since = saved
+            if saved <= self._unsaved_since:
+                return ""
+        return f"{drained[0]} is drained" if drained else f"there is room for {best.data_parallel} replicas"
+
+    def _on_end(self) -> None:
+        """The agents have ended, and nobody asked for a restart."""
         self._writer.require()  # the files to be removed may be those of an agent that a newer driver has started
-        code, crash = placed.outcome()
-        self._remove(placed)
+        if self._change:
+            log.warning("the formation %d of the group %s has ended: %s", self._number, self.name, self._change)
+            self._deregister()
+            self._remove()
+            return
+        for host, placed in self._placed.items():
+            code, crash = placed.outcome()
+            why = crash or (code if isinstance(code, str) else f"exit code {code}")
+            if isinstance(code, str) or code == _BAD_CONTEXT:
+                self._leave_out(host, _UNFIT_S, why)
+            if not placed.stopping or not self._unreported:
+                self._unreported = f"{why} on {host}" if len(self._placed) > 1 else why
+            if not placed.stopping:
+                self._blame(host, why)
+        self._remove()
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
-        self._unreported = crash or f"exit code {code}"
         log.warning("the agent of the group %s ended: %s", self.name, self._unreported)
         self._report()
+
+    def _blame(self, host: str, why: str) -> None:
+        """An agent has ended by itself."""
+        before, times = self._blamed
+        self._blamed = host, times + 1 if host == before else 1
+        if self._blamed[1] >= _ENDS and len(self._placed) > 1:
+            self._leave_out(host, _UNFIT_S, f"its agent has ended {self._blamed[1]} times: {why}")
+
+    def _leave_out(self, host: str, seconds: float, why: str) -> None:
+        """Another try costs a group that works meanwhile a new start: each one is made after twice the time."""
+        self._times_unfit[host] += 1
+        left_out_s = doubled_s(self._times_unfit[host], seconds, _LONGEST_UNFIT_S)
+        self._unfit[host] = time.monotonic() + left_out_s, why
 
     def _report(self) -> None:
         if not self._unreported:
@@ -166,52 +307,146 @@ class TrainerGroup:
         self._unreported = ""
 
     def _carried_out(self, request: RestartRequest) -> None:
-        """The agent that a request was about has ended, or there was none."""
+        """The agents that a request was about have ended, or there was none."""
         self._writer.require()  # ranks and files may be those of an agent that a newer driver has started
         self._deregister()
-        if self._placed is not None:  # first: the next driver would take what has ended for a fault
-            self._remove(self._placed)
+        if self._placed:  # first: the next driver would take what has ended for a fault
+            self._remove()
         acknowledge(self.etcd, self.ctx.keys, request, *self._writer.guards)
         self._request, self._budget = None, StartBudget()
+        self._unfit.clear()
+        self._times_unfit.clear()
 
-    def _remove(self, placed: PlacedActor) -> None:
-        """Removes the actor, if it has not been, and the files that a killed agent leaves."""
-        placed.remove()
-        self._placed = None
-        remove_files(JobPaths.of(self.ctx.config).file_tag(self.name))
+    def _remove(self) -> None:
+        """Removes the actors, if they have not been, and the files that killed agents leave."""
+        for placed in self._placed.values():
+            placed.remove()
+        self._placed, self._unsaved_since, self.changed_at = {}, None, time.monotonic()
+        self._note_files()
 
-    def _start(self) -> None:
-        cfg = self.ctx.config
-        world = cfg.trainer.ranks
-        shared = ",".join(self._shared.gpus()) if self._shared is not None else ""
-        if self._shared is not None and not shared:
-            return  # a later pass starts it
-        try:
-            self._placed = self._placer.place(
-                self._kind, secrets.token_hex(3), self._body, str(self.context_file),
-                str(JobPaths.of(cfg).log(self.name).resolve()), *((shared,) if shared else ()), cpus=float(world),
-                gpus=world if uses_cuda(cfg.device) and not shared else 0)
-        except (Fenced, EtcdUnavailable):
-            raise
-        except Exception:  # reported by the caller
-            self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
-            raise
+    def _note_files(self) -> None:
+        self._left_files.note(self.name, "")
+        for host in self._formation.hosts if self._formation else ():
+            if host.name != self._own_host:
+                self._left_files.note(self.name, host.address, str(self._number))
 
     def _deregister(self) -> None:
-        """Deregisters the ranks, so that their end does not count as a death. The agent has done it, unless it hung."""
+        """Deregisters the ranks, so that their end does not count as a death. The agents have done it, unless one hung.
+        """
         deregister(self.etcd, self.ctx.keys, [m for m in members(self.etcd, self.ctx.keys, self.name)
                                             if m.epoch == self.ctx.epoch])
 
+    # -- the begin of one -----------------------------------------------------------------------------------------
+    def _plan(self, hosts: RayHosts, without: Collection[str] = ()) -> formation.Plan | None:
+        """The best formation that the cluster has room for now, on other hosts than those of ``without``."""
+        trainer = self.ctx.config.trainer
+        if not self.may_spread:
+            return formation.Plan({self._own_host: trainer.ranks}, trainer.data_parallel)
+        now = time.monotonic()
+        self._unfit = {host: item for host, item in self._unfit.items() if item[0] > now}
+        own = self._own_host
+        names = [own, *(host for host in hosts.open if host != own)]
+        has = self._formation.ranks() if self._formation and self._placed else {}
+        rooms = [formation.Room(host, has.get(host, 0) + (hosts.open[host].gpus if host in hosts.open else 0)
+                                if self._on_gpus else _UNBOUNDED)
+                 for host in names if host not in self._unfit and host not in without]
+        return formation.plan(rooms, trainer, keeps=self._formation.ranks() if self._formation else {own})
+
+    def _start(self, hosts: RayHosts, holds: bool) -> None:
+        trainer = self.ctx.config.trainer
+        shared = ",".join(self._shared.gpus()) if self._shared is not None else ""
+        if self._shared is not None and not shared:
+            return  # a later pass starts it
+        plan = self._plan(hosts) if self._knows_room(hosts) else None
+        if plan is None or (plan.data_parallel < trainer.data_parallel and holds):
+            self._no_room = self._why_not(hosts, holds)
+            return
+        self._no_room = ""
+        try:
+            if self._form(plan, hosts):
+                self.changed_at = time.monotonic()
+                self._place(plan, shared)
+        except Fenced:  # what it has made is the newer driver's
+            raise
+        except EtcdUnavailable:
+            self._remove()  # a part of a formation waits for the others
+            raise
+        except Exception:  # reported by the caller
+            self._remove()
+            self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
+            raise
+
+    def _form(self, plan: formation.Plan, hosts: RayHosts) -> bool:
+        """Writes the formation; from then on what the ranks of earlier ones publish is refused. Returns whether it is
+        written."""
+        key = self.ctx.keys.formation(self.name)
+        alone = plan.ranks.keys() == {self._own_host}
+        addresses = {host: node.address for host, node in hosts.open.items()}
+        record = Formation(epoch=self.ctx.epoch, data_parallel=plan.data_parallel, reason=self._change, hosts=[
+            FormationHost(name=host, ranks=ranks, address="" if alone else addresses.get(host, self.ctx.host))
+            for host, ranks in plan.ranks.items()])
+        found = self.etcd.get(key)
+        version = found.version if found else 0
+        guard, put = Compare.version(key, "==", version), Op.put(key, record.encode())
+        text = _some([f"{ranks} rank{'s' if ranks > 1 else ''} on {host}" for host, ranks in plan.ranks.items()])
+        written = self._writer([guard], [put]) if not record.reason else self._writer.emit(
+            event_kinds.TRAINER_GROUP_EVENTS[self.name].reformed, self.name,
+            f"{record.reason}: the group {self.name} has {plan.data_parallel} replicas of the model now, {text}",
+            severity=Severity.WARNING, compares=[guard], ops=[put], formation=version + 1)
+        if written:
+            self._formation, self._number, self._change = record, version + 1, ""
+        return bool(written)
+
+    def _place(self, plan: formation.Plan, shared: str) -> None:
+        cfg, own = self.ctx.config, self._own_host
+        trainer = cfg.trainer.model_copy(update={"data_parallel": plan.data_parallel, "min_data_parallel": None})
+        ctx = self.ctx.model_copy(update={"config": cfg.model_copy(update={"trainer": trainer}),
+                                          "formation": self._number})
+        model = "" if plan.ranks.keys() == {own} else self._model
+        for host, ranks in plan.ranks.items():
+            options: dict[str, Any] = {} if host == own else {"host": host}
+            self._placed[host] = self._placer.place(
+                self._kind, f"{self._number}/{host}", self._body, ctx, ranks, len(plan.ranks), model,
+                *((shared,) if shared else ()), cpus=float(ranks),
+                gpus=ranks if self._on_gpus and not shared else 0, **options)
+
+    def _why_not(self, hosts: RayHosts, holds: bool) -> str:
+        """What a group waits for that is not formed."""
+        if holds:
+            return "hosts that join, to have all its replicas"
+        if not self._knows_room(hosts):
+            return "Ray to say which GPUs are free"
+        trainer = self.ctx.config.trainer
+        least = formation.sizes(trainer)[-1] * trainer.ranks // trainer.data_parallel
+        return f"hosts with room for {least} ranks: add a machine or scale in{self._why_unfit()}"
+
+    def _knows_room(self, hosts: RayHosts) -> bool:
+        """Whether the reading of the hosts says what they have room for now."""
+        if not self.may_spread or not self._on_gpus:
+            return True
+        return hosts.looked_at >= max(self.changed_at, self._others_changed_at) + _SETTLE_S
+
+    def _why_unfit(self) -> str:
+        return "".join(f"; {host}: {why}" for host, (_, why) in sorted(self._unfit.items())[:3])
+
+    # -- the end --------------------------------------------------------------------------------------------------
     def end(self) -> None:
-        """Asks the agent to end, for ``close``, which waits for it."""
-        if self._placed is not None:
-            self._placed.end(grace_s=_STOP_TIMEOUT_S)
+        """Asks the agents to end, for ``close``, which waits for them."""
+        for placed in self._placed.values():
+            placed.end(grace_s=_STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the agent and its ranks, for the end of the compute plane."""
-        if self._placed is None:
+        """Ends the agents and their ranks, for the end of the compute plane."""
+        if not self._placed:
             return
-        stop_all([self._placed], timeout_s=_STOP_TIMEOUT_S)
-        self._remove(self._placed)
+        stop_all(self._placed.values(), timeout_s=_STOP_TIMEOUT_S)
+        self._remove()
+        self._left_files.remove()
         with contextlib.suppress(EtcdUnavailable):
             self._deregister()
+
+
+def _some(texts: Collection[str]) -> str:
+    """A few of many texts, for a person."""
+    first = sorted(texts)[:_SHOWN]
+    return ", ".join(first) + (f" and {len(texts) - len(first)} others" if len(texts) > len(first) else "")

@@ -59,6 +59,7 @@ class TrainerGroupEvents:
     restarting: EventKind
     failed: EventKind
     agent_ended: EventKind
+    reformed: EventKind
     restarts_exhausted: EventKind
     recovered: EventKind
     rewound: EventKind
@@ -76,6 +77,8 @@ class TrainerGroupEvents:
                       begins=True, alert=dead),
             EventKind(f"{group}.agent_ended", "the group's agent ended, and its driver starts another one", begins=True,
                       counted=group, alert=dead),
+            EventKind(f"{group}.reformed", "a host of the group was lost or drained, or there is room for more "
+                      "replicas of the model: its ranks are on other hosts now, or more or fewer"),
             EventKind(f"{group}.restarts_exhausted", "torch elastic has used up `trainer.max_restarts` and ended; the "
                       "text has the last failure. The driver starts the group again",
                       alert=f"{group}.restarts_exhausted"),

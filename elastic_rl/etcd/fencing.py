@@ -54,6 +54,14 @@ class FencedWriter:
         guards = [epoch_guard(keys, epoch), Compare.version(keys.driver(), "==", generation)]
         return cls(etcd, keys, lambda: guards, f"driver {generation} in epoch {epoch} of job {keys.job}")
 
+    @classmethod
+    def of_formation(cls, etcd: EtcdClient, keys: Keys, epoch: int, group: str, number: int) -> Self:
+        """A writer of the formation ``number`` of a trainer group in the run's epoch ``epoch``; 0: of any."""
+        if not number:
+            return cls.of_epoch(etcd, keys, epoch)
+        guards = [epoch_guard(keys, epoch), Compare.version(keys.formation(group), "==", number)]
+        return cls(etcd, keys, lambda: guards, f"formation {number} of the group {group} of job {keys.job}")
+
     @property
     def guards(self) -> Sequence[Compare]:
         """The conditions as of now, for a transaction of the caller's. May raise Fenced."""

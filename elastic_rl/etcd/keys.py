@@ -164,6 +164,10 @@ class Keys(LeaderKeys):
         """Fencing term of the actor; raised by each replica that takes the job over."""
         return f"{self.root}actor_term"
 
+    def formation(self, group: str) -> str:
+        """Hosts and size of a trainer group; its version is the formation's number, a fencing token."""
+        return f"{self.root}formations/{group}"
+
     def job_spec(self) -> str:
         """Settings that the job has decided once and keeps; written by its first start."""
         return f"{self.root}spec"

@@ -161,6 +161,31 @@ class PoolStatus(Record):
     """Base URL of its router."""
 
 
+class FormationHost(Record):
+    """A host of a trainer group."""
+
+    name: str
+    address: str
+    """At which others reach its ranks; empty: the host of the driver, where all ranks are."""
+    ranks: int
+    """Number of ranks on it."""
+
+
+class Formation(Record):
+    """On which hosts a trainer group is, and with how many replicas of the model it trains. Its number is the version
+    of its key. Written by the driver before it starts the ranks."""
+
+    epoch: int
+    hosts: list[FormationHost]
+    data_parallel: int
+    reason: str = ""
+    """Why it took the place of the one before."""
+
+    def ranks(self) -> dict[str, int]:
+        """Number of ranks of each host, by its name."""
+        return {host.name: host.ranks for host in self.hosts}
+
+
 class EngineState(OpenEnum):
     STARTING = "starting"
     SYNCING = "syncing"

@@ -16,6 +16,7 @@ from elastic_rl.runtime.files import replace_file
 
 if TYPE_CHECKING:
     from elastic_rl.etcd.client import EtcdClient
+    from elastic_rl.etcd.fencing import FencedWriter
 
 
 class RunContext(BaseModel):
@@ -40,6 +41,8 @@ class RunContext(BaseModel):
     """Base URL of the SGLang router of each pool, by the pool's name."""
     group_name: str = ACTOR.name
     """Trainer group that the process belongs to, if to any: ``of_group`` makes the context of one."""
+    formation: int = 0
+    """Number of the formation of that group (``Formation``); its ranks publish while it is the newest. 0: of none."""
     host: str
     """Address at which other processes of the run reach this host."""
 
@@ -82,6 +85,11 @@ class RunContext(BaseModel):
         own = self.config.critic.model if group is CRITIC else ""
         return self.model_copy(update={"config": self.config.of_group(group), "group_name": group.name,
                                        "model_dir": own or self.model_dir})
+
+    def writer_of_group(self, etcd: EtcdClient) -> FencedWriter:
+        """The writer of the trainer group that the process belongs to: its token is epoch and formation."""
+        from elastic_rl.etcd.fencing import FencedWriter  # as in ``connect``
+        return FencedWriter.of_formation(etcd, self.keys, self.epoch, self.group_name, self.formation)
 
     @property
     def keys(self) -> Keys:

@@ -66,7 +66,8 @@ class EngineKilled(_Killed):
             found = [e for e in self.context.engines(self.pool) if e.state is self.state and not e.external and e.pid]
             return found if len(found) >= self.desired else []
 
-        engine = wait_until(whole, timeout_s=INJECT_TIMEOUT_S, what=f"a pool of {self.state} engines", poll_s=0.01)[0]
+        found = wait_until(whole, timeout_s=INJECT_TIMEOUT_S, what=f"a pool of {self.state} engines", poll_s=0.01)
+        engine = min(found, key=lambda e: e.started_at)  # the end of one that has just begun counts as a failed start
         self.victim, self.at = engine.id, time.time()
         return engine.id, kill(engine.pid)
 

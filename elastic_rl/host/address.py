@@ -18,8 +18,8 @@ def host_address(cfg: Config) -> str:
 
 
 def own_address() -> str:
-    """The address of servers that only processes of this host use: those of trainer ranks, of the queue and of their
-    rendezvous. The parts of a run that use them are on the host of its driver."""
+    """The address of servers that only processes of this host use: those of the queue, and of trainer ranks and their
+    rendezvous where all of them are on the host of the driver."""
     return LOOPBACK
 
 

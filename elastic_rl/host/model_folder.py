@@ -5,6 +5,7 @@ What it refuses would otherwise end the trainer or an engine minutes after the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from elastic_rl.config import Config
 from elastic_rl.config.groups import CRITIC, TrainerGroupSpec
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json, vocabulary_of
+from elastic_rl.runtime.files import os_error_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
@@ -29,7 +31,28 @@ _MAX_HEADER_BYTES = 100 << 20
 """Largest header of a safetensors file, as the format allows."""
 _COMPARED, _COMPARED_BYTES = 64, 4096
 """Parts of two tensors that are compared, and bytes of each."""
+_SAMPLES, _SAMPLE_BYTES = 16, 64 << 10
+"""Parts of each file that ``fingerprint`` reads, and their size."""
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def fingerprint(folder: Path) -> str:
+    """A digest, in hexadecimal, of the config and of parts of each file of weights, which takes a moment for a model
+    of any size. Folders with other models have other ones, unless these differ between the parts alone. Raises
+    ConfigError."""
+    try:
+        found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            found.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for at in [*(size * i // _SAMPLES for i in range(_SAMPLES)), max(0, size - _SAMPLE_BYTES)]:
+                    file.seek(at)
+                    found.update(file.read(_SAMPLE_BYTES))
+    except OSError as e:
+        raise ConfigError(f"the model {folder} cannot be read: {os_error_text(e, folder)}",
+                          hint="name an HF model folder that this user can read") from e
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)

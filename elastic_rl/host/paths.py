@@ -215,9 +215,9 @@ class JobPaths:
         server), runner-ID (what runs the server)."""
         return self.logs / f"{process}.log"
 
-    def context(self, group: str = "") -> Path:
-        """The context of the run (``RunContext``), or that of a trainer group."""
-        return self.private / (f"context-{group}.json" if group else "run.json")
+    def context(self, group: str = "", formation: int | str = "") -> Path:
+        """The context of the run (``RunContext``), or that of a trainer group in a formation."""
+        return self.private / (f"context-{group}-{formation}.json" if group else "run.json")
 
     @property
     def job_id(self) -> Path:

@@ -90,6 +90,13 @@ def reachable_address(bound: str, peers: Iterable[str] = ()) -> str:
     return LOOPBACK
 
 
+def interface_of(address: str) -> str:
+    """Name of the network interface of this machine that has the IP address; empty when none has."""
+    wanted, ip = ipaddress.ip_address(address), (socket.AF_INET, socket.AF_INET6)
+    return next((name for name, addresses in psutil.net_if_addrs().items() if any(
+        a.family in ip and ipaddress.ip_address(a.address.partition("%")[0]) == wanted for a in addresses)), "")
+
+
 def _source_address(family: socket.AddressFamily, host: str) -> str:
     """The address that packets from here to a host would carry; empty when there is no route or no such host."""
     try:

@@ -114,7 +114,7 @@ class ForwardWorker(GroupWorker):
             self.board.set_status(
                 group=self.member.incarnation, epoch=self.ctx.epoch, step=step, phase="rl", pair="", cursor={},
                 branch=Branch().to_json(), consumed={}, policy_version=self.version.number, state_version=0,
-                reference_version=0, share_urls=self._share_urls, restarts=restarts(),
+                reference_version=0, share_urls=self._share_urls, minibatches=1, restarts=restarts(),
                 **({"ready": True} if ready else {}))
 
 

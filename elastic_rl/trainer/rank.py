@@ -12,12 +12,11 @@ import torch.distributed as dist
 from elastic_rl.algorithms.registry import algorithm_of, required_tensors
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.errors import ElasticRLError, Fenced
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.address import own_address
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
@@ -36,8 +35,9 @@ from elastic_rl.trainer.worker import TrainerWorker
 log = logging.getLogger(__name__)
 
 
-def serve(context_file: str) -> None:
-    """Runs this rank. Exits with ``parallel.FENCED_EXIT`` when its epoch is over."""
+def serve(context_file: str, address: str) -> None:
+    """Runs this rank. ``address``: that of this host at which the other ranks and the actor reach it. Exits with
+    ``parallel.FENCED_EXIT`` when its epoch or formation is over."""
     die_with_parent()
     tag_temporary_files()
     ctx = RunContext.load(Path(context_file))
@@ -47,31 +47,31 @@ def serve(context_file: str) -> None:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     try:
         with ctx.connect() as etcd:
-            _serve(ctx, etcd, rank)
+            _serve(ctx, etcd, rank, address)
     except Fenced as e:
-        log.error("epoch %d of this trainer is over: %s", ctx.epoch, e)
+        log.error("the time of this rank is over: %s", e)
         sys.exit(parallel.FENCED_EXIT)
 
 
-def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
-    if (now := fencing.current_epoch(etcd, ctx.keys)) > ctx.epoch:
-        raise Fenced(f"the run's epoch is {now}")
+def _serve(ctx: RunContext, etcd: EtcdClient, rank: int, address: str) -> None:
+    ctx.writer_of_group(etcd).require()  # before it takes the place of a rank of the next formation
     needs = [] if ctx.group is not ACTOR else [  # what a critic learns from is looked at when it is to learn
         name for name in required_tensors(algorithm_of(ctx.config), ctx.config.algorithm)
         if name != "ref_logprobs" or ctx.config.uses_reference_group]  # else the ranks add these
+    needs += ["numbers"] if ctx.config.train.minibatches > 1 else []
     board = Board(ctx.config.trainer.max_share_bytes)
     # The ranks of a stage and of one replica are consecutive, so the first ranks are those of the first stage.
     trainer = ctx.config.trainer
     stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
     service = TrainerService(
-        board, own_address(), dcs_security(ctx.config, required=True),
+        board, address, dcs_security(ctx.config, required=True),
         Shares(ctx.config, needs=needs, vocab=ModelArch.read(ctx.model_dir).vocab).take,
     ).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         url=service.url if service is not None else "", epoch=ctx.epoch,
-                        info={"restarts": restarts()}).start()
+                        info={"restarts": restarts(), "ranks": trainer.ranks, "formation": ctx.formation}).start()
     try:
-        par = parallel.init(ctx.config)
+        par = parallel.init(ctx.config, address)
         urls = [url for url in gather_text(service.url if service is not None else "", par) if url]
         phases = TrainerGroupPhases(ctx, etcd, par, member.incarnation) if ctx.config.colocated else None
         if phases is not None:
@@ -80,7 +80,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
                   else ForwardWorker(ctx, etcd, par, member, board, urls))
         if rank == 0:
             name, kinds = ctx.group.name, event_kinds.TRAINER_GROUP_EVENTS[ctx.group.name]
-            fencing.emit(etcd, ctx.keys, ctx.epoch, kinds.restarted if restarts() else kinds.started, name,
+            ctx.writer_of_group(etcd).emit(kinds.restarted if restarts() else kinds.started, name,
                          f"group of {par.world} ranks, TP={par.tp} CP={par.cp} PP={par.pp} DP={par.dp}",
                          severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
                          incarnation=member.incarnation)

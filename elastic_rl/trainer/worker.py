@@ -25,7 +25,7 @@ from elastic_rl.errors import (
     PluginFailed,
     TrainerFailed,
 )
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
@@ -261,7 +261,7 @@ class TrainerWorker(GroupWorker):
                 cursor=p.cursor, branch=self.checkpoints.branch.to_json(),
                 consumed=p.consumed.to_json(), policy_version=self.checkpoints.policy_version,
                 state_version=self.checkpoints.state_version, reference_version=p.reference_version,
-                share_urls=self._share_urls, restarts=restarts(),
+                share_urls=self._share_urls, minibatches=self.cfg.train.minibatches, restarts=restarts(),
                 **({"ready": True} if ready else {}))
 
     # -- commands -------------------------------------------------------------------------------------------------
@@ -382,8 +382,9 @@ class TrainerWorker(GroupWorker):
         if self.par.rank == 0:
             self.gate.hold(held)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS[name].rewound,
-                             name, str(held), severity=Severity.ERROR, step=command.step, to_step=self.progress.step)
+                self.ctx.writer_of_group(self._etcd).emit(
+                    event_kinds.TRAINER_GROUP_EVENTS[name].rewound, name, str(held), severity=Severity.ERROR,
+                    step=command.step, to_step=self.progress.step)
         return held
 
     def _join_before_restore(self, state: str) -> None:
@@ -410,9 +411,9 @@ class TrainerWorker(GroupWorker):
             name = self.ctx.group.name
             kind = event_kinds.TRAINER_GROUP_EVENTS[name].went_back
             with contextlib.suppress(EtcdUnavailable):
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, kind, name,
-                             f"the group {name} went back from step {before.step} to step {self.progress.step}, "
-                             "which the other group has too", step=self.progress.step)
+                self.ctx.writer_of_group(self._etcd).emit(
+                    kind, name, f"the group {name} went back from step {before.step} to step {self.progress.step}, "
+                    "which the other group has too", step=self.progress.step)
         if self.progress.phase == "rl" and self.ctx.group.every_step:
             self._wanted = _Wanted(policy=True, command=command, result=result)  # see ``_restore``
             return None

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from elastic_rl import config
 from elastic_rl.config import Config
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.trainer.broadcast import broadcast_numbers
 from elastic_rl.trainer.checkpoint import snapshot
 from elastic_rl.trainer.checkpoint.host_copy import HostCopier
@@ -105,7 +106,7 @@ def run(device: str, folder: Path, case: str) -> None:
     cfg = config.parse({
         "seed": 1, "device": {"type": device, "layer_spec": "local", "dtype": dtype}, "train": {"max_grad_norm": 0.5},
         "trainer": {"tensor_parallel": 1, "data_parallel": 1, "distributed_optimizer": bool(distributed)}})
-    par = parallel.init(cfg)
+    par = parallel.init(cfg, LOOPBACK)
     assert par.device.type == device and dist.get_backend() == ("nccl" if device == "cuda" else "gloo")
     total = torch.ones(3, device=par.device)
     dist.all_reduce(total)

@@ -62,8 +62,9 @@ class Group:
 
 
 @contextlib.contextmanager
-def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any]) -> Iterator[Group]:
-    """A group of a job with these settings, which is starting."""
+def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any], *, starts: bool = True
+                  ) -> Iterator[Group]:
+    """A group of a job with these settings, which is starting, if it ``starts``."""
     job = f"t-{secrets.token_hex(4)}"
     cfg = config.parse({"job": job, "seed": 1, "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
                         "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20}, **settings})
@@ -83,7 +84,8 @@ def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any]) 
             term = fencing.begin_term(etcd, keys, epoch, "test")
             client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch, term=term)
             group = Group(ctx, etcd, keys, client, node, folder, collector)
-            group.start_agent()
+            if starts:
+                group.start_agent()
             yield group
         finally:
             if group is not None:

@@ -437,7 +437,7 @@ def minibatches(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[st
     share = share_of(synthetic(cfg, 64), made["split"])
     metrics = made["split"].train(share, "rl", 1)
     for number in (0, 1, 2) * 2:
-        last = made["one by one"].train(share.share(torch.arange(share.samples)[number::3]), "rl", 1)
+        last = made["one by one"].train(share.minibatch(number, 3), "rl", 1)
     assert metrics["loss"] == last["loss"] and metrics["grad_norm"] == last["grad_norm"]
     return {f"{name}/{key}": t for name, step in made.items() for key, t in state(step.policy, step.adam).items()}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +16,10 @@ class StandInActor:
     made: list[StandInActor] = []
     has_room = True
 
-    def __init__(self, name: str, cpus: float) -> None:
-        self.name, self.bundle = name, {"CPU": cpus}
+    def __init__(self, name: str, cpus: float, host: str, args: Sequence[Any]) -> None:
+        self.name, self.bundle, self.host, self.args = name, {"CPU": cpus}, host, args
+        self.created_at = time.monotonic()
+        self.result: tuple[Any, str] = (None, "its process was killed")
         self.placed_at, self.node = float("inf"), "here"  # it is never late
         self.stopping = self.is_over = self.is_removed = self.grace_is_over = False
         self.grace_s: float | None = None
@@ -42,8 +45,8 @@ class StandInActor:
     def enforce(self) -> None:
         self.is_over |= self.grace_s is not None and self.grace_is_over
 
-    def outcome(self) -> tuple[int | None, str]:
-        return None, "its process was killed"
+    def outcome(self) -> tuple[Any, str]:
+        return self.result
 
     def remove(self) -> None:
         self.is_removed = True
@@ -57,8 +60,8 @@ class StandInPlacer:
         return cls()
 
     def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int, any_host: bool = False,
-              avoid: Collection[str] = ()) -> StandInActor:
-        return StandInActor(name, cpus)
+              avoid: Collection[str] = (), host: str = "") -> StandInActor:
+        return StandInActor(name, cpus, host, args)
 
     def adopt(self, kind: str) -> list[StandInActor]:
         return []

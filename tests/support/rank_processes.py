@@ -29,9 +29,9 @@ class Scenario:
     state_file: str = ""
 
 
-def spawn_agent(context: Path, *, log: Path) -> subprocess.Popen[bytes]:
+def spawn_agent(context: Path, *arguments: str, log: Path) -> subprocess.Popen[bytes]:
     """Starts the agent of a trainer group as the driver does, but for the imports of the agent and its ranks."""
-    return spawn("support.trainer_process", "agent", "--context", str(context), log=log)
+    return spawn("support.trainer_process", "agent", "--context", str(context), *arguments, log=log)
 
 
 def run_ranks(folder: Path, cfg: Config, scenarios: list[Scenario]) -> dict[str, Tensors]:

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import Op
@@ -87,11 +88,12 @@ class RefusedEngine(StubEngine):
 
 
 class StubTrainer:
-    """A trainer group that runs until it is told to stop, and notes its process in a file, and its GPUs in another."""
+    """The ranks of a host that run until they are told to stop. They note their process in a file of the run's folder,
+    and their GPUs in another."""
 
-    def __init__(self, context_file: str, log_file: str, gpus: str = "") -> None:
-        self._notes = Path(context_file).with_name("trainers")
-        Path(context_file).with_name("gpus").write_text(gpus)
+    def __init__(self, ctx: RunContext, ranks: int, hosts: int, model: str, gpus: str = "") -> None:
+        self._notes = Path(ctx.config.run_dir) / "trainers"
+        self._notes.with_name("gpus").write_text(gpus)
         self._stopped = threading.Event()
 
     def run(self) -> int:
@@ -114,9 +116,8 @@ class HungTrainer(StubTrainer):
 class KilledTrainer(StubTrainer):
     """One whose process is killed, and that leaves a folder, which it notes instead."""
 
-    def __init__(self, context_file: str, log_file: str) -> None:
-        super().__init__(context_file, log_file)
-        ctx = RunContext.load(context_file)
+    def __init__(self, ctx: RunContext, *share: Any) -> None:
+        super().__init__(ctx, *share)
         self._tag = JobPaths.of(ctx.config).file_tag(ctx.group.name)
 
     def run(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from elastic_rl.config import Config
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.trainer.group import agent
 from elastic_rl.trainer.megatron import parallel
 from support.megatron_ranks import perform
@@ -70,7 +71,7 @@ def run_rank(folder: Path) -> None:
     try:
         plan = json.loads((folder / "plan.json").read_text())
         cfg = Config.model_validate(plan["config"])
-        par = parallel.init(cfg)
+        par = parallel.init(cfg, LOOPBACK)
         for name, scenario, model, state_file in plan["scenarios"]:
             out = perform(name, scenario, Path(model), state_file, folder, cfg, par)
             save_file({k: v.contiguous() for k, v in out.items()}, folder / f"{name}-{par.rank}.safetensors")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from elastic_rl.bench.workers import serve
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.trainer.broadcast import broadcast_numbers
 from elastic_rl.trainer.checkpoint import snapshot
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
@@ -27,7 +28,7 @@ class Rank:
         torch.set_num_threads(1)
         ctx = RunContext.load(Path(context))
         self._bucket_bytes = ctx.config.dcs.bucket_bytes
-        self._par = parallel.init(ctx.config)
+        self._par = parallel.init(ctx.config, own_address())
         self._policy = Policy(ModelArch.read(ctx.model_dir), ctx.config, self._par)
         with torch.no_grad():
             for _, param in self._policy.parameters():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from elastic_rl.bench.workers import serve
 from elastic_rl.data.batch import Batch
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.optimizer import Adam
@@ -23,7 +24,7 @@ class Rank:
 
     def __init__(self, context: str) -> None:
         ctx = RunContext.load(Path(context))
-        self._par = parallel.init(ctx.config)
+        self._par = parallel.init(ctx.config, own_address())
         policy = Policy(ModelArch.read(ctx.model_dir), ctx.config, self._par)
         policy.load_folder(ctx.model_dir)
         self._step = TrainStep(policy, Adam(policy, ctx.config), ctx.config, self._par)

@@ -163,7 +163,9 @@ def _missing(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str,
 
 
 def _missing_ranks(snapshot: ClusterSnapshot, before: Collection[str], group: str, ranks: int) -> str:
-    working = sum(m.info.get("ready") is True for m in _started_since(snapshot, group, before))
+    found = _started_since(snapshot, group, before)
+    working = sum(m.info.get("ready") is True for m in found)
+    ranks = min(ranks, max((m.info.get("ranks", ranks) for m in found), default=ranks))  # of a group that has shrunk
     return "" if working >= ranks else f"{working} of {ranks} {group} ranks work"
 
 

@@ -60,7 +60,8 @@ class QueuedBatch(Batch):
            advantages: Sequence[float] | None) -> QueuedBatch:
         """``samples``: the samples of ``refs``. ``advantages``: one per sample, or None for a batch without."""
         tensors = {"lengths": torch.tensor([s.length for s in samples], dtype=torch.int64),
-                   "versions": torch.tensor([s.oldest_version for s in samples], dtype=torch.int64)}
+                   "versions": torch.tensor([s.oldest_version for s in samples], dtype=torch.int64),
+                   "numbers": torch.arange(len(samples))}
         if advantages is not None:
             tensors["advantages"] = torch.tensor(list(advantages), dtype=torch.float32)
         names = QUEUED if any(s.has_logprobs for s in samples) else QUEUED - {"old_logprobs"}

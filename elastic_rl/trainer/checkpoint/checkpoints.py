@@ -30,7 +30,7 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.part_writer import LocalArena
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Severity, Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
@@ -90,11 +90,11 @@ class Checkpoints:
         self._names_reference = ctx.config.uses_reference_group and ctx.group is ACTOR
         self._reference = reference
         self._cfg, keys = ctx.config.dcs, ctx.keys
-        dcs, security = self._cfg, dcs_security(ctx.config)
+        dcs, security, self._writer = self._cfg, dcs_security(ctx.config), ctx.writer_of_group(etcd)
         self._publishers: dict[str, Publisher] = {stream: Publisher(
             etcd, keys, stream, epoch=ctx.epoch, owner=f"{ctx.group.name}-{incarnation}", chunk_bytes=dcs.chunk_bytes,
             replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
-            io_timeout_s=dcs.io_timeout_s, security=security)
+            io_timeout_s=dcs.io_timeout_s, security=security, token=self._writer)
             for stream in (ctx.group.weights, ctx.group.state) if par.rank == 0}
         self._etcd, self._keys = etcd, keys
         self._puller = Puller(etcd, keys, f"{ctx.group.name}-{par.rank}-{incarnation}", io_timeout_s=dcs.io_timeout_s,
@@ -286,9 +286,8 @@ class Checkpoints:
         if newest and self.par.rank == 0:
             with suppress(EtcdUnavailable):  # the log has it too
                 kind = event_kinds.TRAINER_GROUP_EVENTS[self._group.name].state_lost
-                fencing.emit(self._etcd, self._keys, self._epoch, kind, self._group.state,
-                             "the newest state is not available, resuming from version "
-                             f"{version.number}: {newest}", severity=Severity.ERROR)
+                self._writer.emit(kind, self._group.state, "the newest state is not available, resuming from version "
+                                  f"{version.number}: {newest}", severity=Severity.ERROR)
         log.info("restored %s %d: %s step %d", self._group.state, version.number, progress.phase, progress.step)
         return progress
 

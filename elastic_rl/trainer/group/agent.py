@@ -1,8 +1,8 @@
 """``python -m elastic_rl.trainer.group.agent --context FILE``: torch elastic's agent for the ranks of this host.
 
-When a rank dies or is stopped (SIGSTOP), the agent ends all ranks of the group and starts them again; they resume from
-the newest state of their group. The agent ends when the run's epoch is raised above its own. Its ranks die with it,
-also after kill -9. Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced. """
+When a rank dies or is stopped (SIGSTOP), the agents of all hosts of the group end its ranks and start them again; they
+resume from the newest state of their group. An agent ends when the run's epoch, or the group's formation, is over. Its
+ranks die with it, also after kill -9. Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced. """
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_rl.data.queue.row_client import set_package_options
 from elastic_rl.errors import ConfigError, EtcdUnavailable, Fenced
-from elastic_rl.etcd import event_kinds, fencing
+from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
@@ -36,7 +36,11 @@ from elastic_rl.trainer.megatron.policy import ModelArch
 log = logging.getLogger(__name__)
 
 _MONITOR_INTERVAL_S = 0.2
-_EPOCH_INTERVAL_S = 1.0
+_FENCE_INTERVAL_S = 1.0
+_KEEP_ALIVE_S, _KEEP_ALIVES = 30, 10_000
+"""The rendezvous drops an agent that was silent for so many intervals, by the clocks of other hosts: never, for an
+outage of etcd or a clock that is wrong. The driver finds agents that are gone, and ends the formation.
+"""
 _RANK_GRACE_S = 2
 """Time between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
 DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -47,6 +51,9 @@ DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETER
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="elastic_rl.trainer.group.agent", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--context", required=True, help="JSON file of the run context")
+    parser.add_argument("--address", default=own_address(), help="address of this host at which the other ranks are")
+    parser.add_argument("--hosts", type=int, default=1, help="number of hosts of the group, each with an agent")
+    parser.add_argument("--ranks", type=int, default=0, help="number of ranks of this host; 0: all of the group")
     args = parser.parse_args(argv)
     die_with_parent()
     try:
@@ -65,10 +72,11 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if ctx.config.deterministic:
         os.environ.update(DETERMINISTIC_CUDA)
-    os.environ[TAG_ENV] = tag = JobPaths.of(ctx.config).file_tag(ctx.group.name)  # of what the ranks leave
+    os.environ[TAG_ENV] = tag = JobPaths.of(ctx.config).file_tag(  # of what the ranks leave
+        ctx.group.name, str(ctx.formation) if ctx.formation else "")
     with own_temp_folder(tag), ctx.connect() as etcd:
-        _watch_epoch(ctx, etcd)
-        return _run(ctx, etcd, args.context)
+        _watch_fence(ctx, etcd)
+        return _run(ctx, etcd, args)
 
 
 @contextlib.contextmanager
@@ -83,37 +91,39 @@ def own_temp_folder(tag: str) -> Iterator[None]:
             tempfile.tempdir = before
 
 
-def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
+def _run(ctx: RunContext, etcd: EtcdClient, args: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # There is one agent per group: with a run id of its own it does not wait for a predecessor that was killed.
-    run_id = f"{ctx.group.name}-{ctx.epoch}-{secrets.token_hex(4)}"
-    agent = _make_agent(ctx, run_id, context_file)
+    # Each formation has a run id of its own, so that no agent waits for one of an earlier formation that was killed.
+    run_id = f"{ctx.group.name}-{ctx.epoch}-{ctx.formation or secrets.token_hex(4)}"
+    agent = _make_agent(ctx, run_id, args)
     try:
         result = agent.run()
         if not result.is_failed():
             return 0
         failure = ChildFailedError(ctx.group.name, result.failures)
         log.error("the group failed: %s", failure)
-        fencing.emit(etcd, ctx.keys, ctx.epoch, event_kinds.TRAINER_GROUP_EVENTS[ctx.group.name].restarts_exhausted,
-                     ctx.group.name, f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: "
-                     f"{failure}", severity=Severity.ERROR)
+        ctx.writer_of_group(etcd).emit(
+            event_kinds.TRAINER_GROUP_EVENTS[ctx.group.name].restarts_exhausted, ctx.group.name,
+            f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
+            severity=Severity.ERROR)
         return 1
     except Fenced as e:
         log.error("the group ends: %s", e)
         return FENCED_EXIT
     except SignalException as e:
         log.info("stopped by %s", e.sigval.name)
-        # On purpose, so it must not count as a death of the ranks.
-        deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, ctx.group.name) if m.epoch == ctx.epoch])
+        # On purpose, so it must not count as a death of the ranks. Those of a later formation are not this agent's.
+        deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, ctx.group.name)
+                                    if m.epoch == ctx.epoch and m.info.get("formation") == ctx.formation])
         return 0
     finally:
         with contextlib.suppress(EtcdUnavailable):  # the keys end with their lease
-            etcd.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)
+            etcd.delete_prefix(f"{ctx.keys.rendezvous_prefix()}{run_id}/")
 
 
-def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
+def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace) -> Any:
     import torch
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -140,9 +150,10 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     trainer, etcd_cfg = ctx.config.trainer, ctx.config.etcd
     cuda = ctx.config.device.uses_cuda(torch.cuda.is_available)
     handler = get_rendezvous_handler(RendezvousParameters(
-        backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=1, max_nodes=1,
-        local_addr=own_address(), prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
-        last_call_timeout=1, **etcd_cfg.model_dump(exclude={"endpoints"})))
+        backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=args.hosts,
+        max_nodes=args.hosts, local_addr=args.address, prefix=ctx.keys.rendezvous_prefix(),
+        join_timeout=trainer.start_timeout_s, last_call_timeout=1, keep_alive_interval=_KEEP_ALIVE_S,
+        keep_alive_max_attempt=_KEEP_ALIVES, **etcd_cfg.model_dump(exclude={"endpoints"})))
     # A rank that is forked from a server that has imported everything, but holds no thread, socket or CUDA context,
     # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
     method = "spawn" if cuda else "forkserver"
@@ -157,8 +168,8 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, _raise_signal)
     return Agent(WorkerSpec(
-        role=ctx.group.name, local_world_size=trainer.ranks, entrypoint=rank.serve,
-        args=(context_file,), rdzv_handler=handler, max_restarts=trainer.max_restarts,
+        role=ctx.group.name, local_world_size=args.ranks or trainer.ranks, entrypoint=rank.serve,
+        args=(args.context, args.address), rdzv_handler=handler, max_restarts=trainer.max_restarts,
         monitor_interval=_MONITOR_INTERVAL_S, master_addr=None), DefaultLogsSpecs(), start_method=method,
         exit_barrier_timeout=5, shutdown_timeout=_RANK_GRACE_S)
 
@@ -169,21 +180,23 @@ def _raise_signal(number: int, _frame: Any) -> None:
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
-def _watch_epoch(ctx: RunContext, etcd: EtcdClient) -> None:
-    """Ends this process, and with it its ranks, once the epoch is over: restarted ranks would be fenced off at once."""
+def _watch_fence(ctx: RunContext, etcd: EtcdClient) -> None:
+    """Ends this process, and with it its ranks, once the epoch or the formation is over: restarted ranks would be
+    fenced off at once."""
+    token = ctx.writer_of_group(etcd)
 
     def watch() -> None:
         pause = threading.Event()
-        while not pause.wait(_EPOCH_INTERVAL_S):
+        while not pause.wait(_FENCE_INTERVAL_S):
             try:
-                now = fencing.current_epoch(etcd, ctx.keys)
+                token.require()
             except EtcdUnavailable:
                 continue  # running work continues without etcd; publishing has a fence of its own
-            if now > ctx.epoch:
-                log.error("epoch %d is over (now %d): the trainer ends", ctx.epoch, now)
+            except Fenced as e:
+                log.error("the trainer ends: %s", e)
                 os._exit(FENCED_EXIT)
 
-    threading.Thread(target=watch, name="epoch-watch", daemon=True).start()
+    threading.Thread(target=watch, name="fence-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -75,17 +75,22 @@ class Etcd3Backend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """Writes if the token is still current (None: if there is no state); returns the state that holds then, its
-        token, and whether it is the one that was passed."""
+        token, and whether it is the one that was passed. While etcd is away: the state as ``get_state`` has it, which
+        is not that one; torch tries again."""
         guard = Compare.absent(self._key) if token is None else Compare.mod(self._key, "==", int(token))
         try:
             result = self._etcd.txn([guard], [Op.put(self._key, state, lease=self._lease.id())], [Op.get(self._key)])
+        except EtcdUnavailable as e:
+            if self._last is None:
+                raise RendezvousConnectionError(str(e)) from e
+            return *self._last, False
         except ElasticRLError as e:
             raise RendezvousConnectionError(str(e)) from e
         if result.succeeded:
-            return state, result.revision, True
-        if not result.kvs:
-            return None
-        return result.kvs[0].value, result.kvs[0].mod_revision, False
+            self._last = state, result.revision
+            return *self._last, True
+        self._last = (result.kvs[0].value, result.kvs[0].mod_revision) if result.kvs else None
+        return (*self._last, False) if self._last is not None else None
 
 
 class Etcd3Store(TorchStore):
@@ -130,12 +135,13 @@ class Etcd3Store(TorchStore):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         limit = timeout.total_seconds() if timeout is not None else self._timeout_s
-        end = time.monotonic() + limit
+        end, pause_s = time.monotonic() + limit, 0.02
         while not self.check(keys):
             if time.monotonic() > end:
                 # c10d's callers recognise a timeout by this type
                 raise LookupError(f"timed out after {limit:g} s waiting for {keys}")
-            time.sleep(0.02)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, 0.5)  # there may be a thousand agents
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()

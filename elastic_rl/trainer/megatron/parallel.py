@@ -12,6 +12,7 @@ import torch.distributed as dist
 from elastic_rl.config import Config, TrainerConfig
 from elastic_rl.errors import ConfigError
 from elastic_rl.net import torch_store
+from elastic_rl.net.addresses import interface_of
 
 FENCED_EXIT = 3
 """Exit code of ranks and of their agent when their epoch is over."""
@@ -100,9 +101,9 @@ class ParallelDims:
         return parallel_state.get_data_parallel_group()
 
 
-def init(cfg: Config) -> ParallelDims:
-    """Joins the group that torch elastic describes in the environment. Raises ConfigError for another size than the
-    configured one."""
+def init(cfg: Config, address: str) -> ParallelDims:
+    """Joins the group that torch elastic describes in the environment. ``address``: that of this host at which the
+    other ranks reach it. Raises ConfigError for another size than the configured one."""
     trainer = cfg.trainer
     cuda = cfg.device.uses_cuda(torch.cuda.is_available)
     torch.set_num_threads(trainer.cpu_threads)
@@ -120,6 +121,9 @@ def init(cfg: Config) -> ParallelDims:
     backend = cfg.device.dist_backend if cfg.device.dist_backend != "auto" else ("nccl" if cuda else "gloo")
     timeout = timedelta(seconds=trainer.collective_timeout_s)
     torch_store.install()
+    if interface := interface_of(address):  # else each looks up the host's name, which may have another address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else all whose names begin so
     dist.init_process_group(backend, timeout=timeout)
     world = dist.get_world_size()
     if world != trainer.ranks:

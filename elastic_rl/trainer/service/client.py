@@ -73,6 +73,8 @@ class TrainerStatus:
     """Which versions are of the weights that it has."""
     share_urls: tuple[str, ...]
     """Where the shares of a batch go, by data-parallel rank."""
+    minibatches: int
+    """Number of minibatches of a step, over each of which shares are balanced."""
     reference_version: int
     """See ``Progress``."""
 
@@ -83,7 +85,7 @@ class TrainerStatus:
                    restarts=int(raw["restarts"]), cursor=dict(raw["cursor"]),
                    consumed=ConsumedGroups.from_json(raw["consumed"]), share_urls=tuple(raw["share_urls"]),
                    pair=str(raw["pair"]), branch=Branch.from_json(raw["branch"]),
-                   reference_version=int(raw["reference_version"]))
+                   minibatches=int(raw["minibatches"]), reference_version=int(raw["reference_version"]))
 
 
 class TrainerClient(TrainerCalls):
@@ -104,6 +106,7 @@ class TrainerClient(TrainerCalls):
         self._group = ""
         """The formation of the group that this client has taken over."""
         self._shares: tuple[str, ...] = ()
+        self._minibatches = 1
         self._waits_for = ""
         """What the trainer waits for, as of its last answer."""
 
@@ -120,6 +123,7 @@ class TrainerClient(TrainerCalls):
             status, why = self._read_status()
             if status is not None and self._claim():
                 self._group, self._shares = status.group, status.share_urls
+                self._minibatches = status.minibatches
                 self._on_wait("")
                 return status
             self._on_wait(f"{why or f'the {self._role}'} ({time.monotonic() - began:.0f} s)")
@@ -165,13 +169,13 @@ class TrainerClient(TrainerCalls):
         refused before anything else has happened. Raises as ``update``."""
         if not self._group:
             self.wait_ready()
-        return self._upload(batch, batch.share_rows(len(self._shares)))
+        return self._upload(batch, self._rows_of_shares(batch))
 
     def execute(self, make: Callable[..., Command], batch: Batch | Uploaded | None = None) -> Executed:
         """See ``TrainerCalls``."""
         if not self._group:
             self.wait_ready()
-        rows = batch.share_rows(len(self._shares)) if isinstance(batch, Batch) else []
+        rows = self._rows_of_shares(batch) if isinstance(batch, Batch) else []
         uploaded = self._upload(batch, rows) if isinstance(batch, Batch) else batch
         command = make(id=self._new_id(), epoch=self._epoch, term=self._term,
                        **({"group": self._group} if uploaded is None else vars(uploaded)))
@@ -182,6 +186,9 @@ class TrainerClient(TrainerCalls):
         outputs = list(self._threads.map(lambda url: self._output(url, command.id), self._shares))
         return Executed(result, {name: batch.joined(rows, [of_replica[name] for of_replica in outputs])
                                  for name in outputs[0]})
+
+    def _rows_of_shares(self, batch: Batch) -> list[torch.Tensor]:
+        return batch.share_rows(len(self._shares), self._minibatches)
 
     def _new_id(self) -> str:
         return f"{self._epoch}-{self._term}-{secrets.token_hex(8)}"

@@ -45,7 +45,7 @@ MAX_WAIT_S = 20.0
 """Longest time that one request waits for a result."""
 _MAX_COMMAND_BYTES = 8 << 20
 SMALLER_SHARES = ("start the job again with a larger trainer.max_share_bytes, if the ranks' hosts have the memory, or "
-                   "with shorter responses or a larger trainer.data_parallel")
+                   "with shorter responses or more replicas (trainer.data_parallel, and room for them)")
 _START_S = 30.0
 
 TakeShare = Callable[[bytes], bytes]

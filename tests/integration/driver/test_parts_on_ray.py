@@ -388,7 +388,7 @@ def make_group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job,
                          model_dir=str(tmp_path / "none"), host=LOOPBACK,
                          epoch=fencing.raise_epoch(etcd, keys, holder="test").number)
-        made.append(TrainerGroup(ctx, etcd, ctx.save(tmp_path / "context.json"), body))
+        made.append(TrainerGroup(ctx, etcd, body))
         return made[-1]
 
     yield make
@@ -411,7 +411,7 @@ def until(group: TrainerGroup, check: Callable[[], object], what: str, request: 
 
 
 def starts(group: TrainerGroup) -> list[str]:
-    notes = group.context_file.with_name("trainers")
+    notes = Path(group.ctx.config.run_dir) / "trainers"
     return notes.read_text().split() if notes.exists() else []
 
 
@@ -442,7 +442,7 @@ def test_end_of_the_agent_after_a_global_restart_is_not_reported(group: TrainerG
     fencing.raise_epoch(etcd, keys, holder="global restart")
     with pytest.raises(Fenced):
         until(group, lambda: False, "the end of the agent")
-    assert group._placed is not None and group._placed.has_ended(), "the end of the agent was not seen"
+    assert all(placed.has_ended() for placed in group._placed.values()), "the end of the agent was not seen"
     assert reports(etcd, keys) == []
 
 
@@ -485,7 +485,7 @@ def test_next_driver_adopts_the_agent_and_restarts_one_that_ended_meanwhile(make
     def next_group() -> TrainerGroup:
         ctx = first.ctx.model_copy(update={
             "generation": fencing.begin_driver(etcd, keys, first.ctx.epoch, holder="test")})
-        made = TrainerGroup(ctx, etcd, first.context_file, StubTrainer)
+        made = TrainerGroup(ctx, etcd, StubTrainer)
         made._placer.remove_unused_groups()
         made.take_over()
         return made
@@ -494,17 +494,17 @@ def test_next_driver_adopts_the_agent_and_restarts_one_that_ended_meanwhile(make
     for _ in range(3):
         second.reconcile()
     assert second.state is GroupState.RUNNING and len(starts(first)) == 1
-    for stale in (first._placed.kill, lambda: [first.reconcile() for _ in range(50)]):
+    for stale in (next(iter(first._placed.values())).kill, lambda: [first.reconcile() for _ in range(50)]):
         with pytest.raises(Fenced):
             stale()
     second.reconcile()
     assert second.state is GroupState.RUNNING and len(starts(first)) == 1, "the older driver has ended nothing"
-    second._placed.kill()
+    next(iter(second._placed.values())).kill()
     wait_until(lambda: "trainer-hosts" not in str(ray.util.list_named_actors()), what="the end of the actor")
     third = next_group()
     until(third, lambda: len(starts(first)) == 2, "the next agent")
     third.close()
-    first._placed = None  # which the driver of the first one has no more
+    first._placed = {}  # which the driver of the first one has no more
 
 
 @full(proved_in="tests/integration/driver/test_trainer_group_passes.py tests/integration/driver/test_parts_on_ray.py",
@@ -544,7 +544,7 @@ class ColocatedPlane:
         self.shared = SharedGpus(RANKS, partial(Holder, Placer.of(ctx, etcd)))
         self.pool = EnginePool(ctx, etcd, body=StubEngine, shared=self.shared)
         self.pool.take_over()
-        self.trainer = TrainerGroup(ctx, etcd, folder / "context.json", body=StubTrainer, shared=self.shared)
+        self.trainer = TrainerGroup(ctx, etcd, body=StubTrainer, shared=self.shared)
 
     def until(self, check: Callable[[], object], what: str) -> None:
         def passed() -> object:

@@ -32,7 +32,7 @@ def group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pat
     ctx = RunContext(config=config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}}),
                      etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
                      epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
-    return TrainerGroup(ctx, etcd, tmp_path / "context.json")
+    return TrainerGroup(ctx, etcd)
 
 
 @pytest.fixture

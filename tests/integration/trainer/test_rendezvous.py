@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 from support.etcd_server import EtcdServers
+from support.waiting import wait_until
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -109,7 +111,26 @@ def test_agent_that_has_joined_reads_what_it_knows_while_etcd_is_away(etcd_serve
         etcd_servers.stop(0)
         try:
             assert backend.get_state() == (b"joined", written[1])
-            with pytest.raises(RendezvousConnectionError):
-                backend.set_state(b"changed", written[1])
+            assert backend.set_state(b"changed", written[1]) == (b"joined", written[1], False)
         finally:
             etcd_servers.cont(0)
+
+
+def test_agent_whose_heartbeat_etcd_did_not_take_goes_on(etcd_servers: EtcdServers, keys: Keys,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own holder of the state writes what it could not write with the next read."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    handler = get_rendezvous_handler(RendezvousParameters(
+        backend=BACKEND, endpoint=etcd_servers.endpoints[0], run_id="r", min_nodes=1, max_nodes=1,
+        local_addr="127.0.0.1", prefix=keys.rendezvous_prefix(), last_call_timeout=1, keep_alive_interval=1,
+        keep_alive_max_attempt=10_000, call_timeout_s=0.3, retry_budget_s=0.5))
+    handler.next_rendezvous()
+    etcd_servers.stop(0)
+    try:
+        handler._state_holder.mark_dirty()
+        assert [handler.num_nodes_waiting() for _ in range(4) if not time.sleep(1.1)] == [0] * 4
+        assert handler._state_holder._dirty, "nothing was written"
+    finally:
+        etcd_servers.cont(0)
+    wait_until(lambda: handler.num_nodes_waiting() == 0 and not handler._state_holder._dirty, what="the heartbeat")
+    handler.shutdown()

@@ -83,7 +83,7 @@ def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[Tra
         stack.callback(member.close)
         boards[0].set_status(ready=True, group=member.incarnation, epoch=1, step=0, phase="sft", policy_version=0,
                              state_version=0, restarts=0, cursor={}, consumed={}, pair="0/", branch=[0, 0],
-                             reference_version=0, share_urls=[service.url for service in services])
+                             reference_version=0, share_urls=[service.url for service in services], minibatches=1)
         client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1)
         stack.callback(client.close)
         yield client

@@ -140,6 +140,29 @@ def test_results_of_replicas_are_put_in_the_order_of_the_batch(pairs: list[tuple
         batch.joined(rows, [torch.nn.functional.pad(share["tokens"], (0, 1)) for share in parts])
 
 
+@thorough
+@given(rows, st.integers(1, 5), st.integers(1, 4))
+def test_minibatches_have_the_same_samples_with_any_number_of_replicas(
+        pairs: list[tuple[Prompt, Sample]], replicas: int, minibatches: int) -> None:
+    batch = collate(pairs, [0.5] * len(pairs))
+    order = batch.share_rows(replicas, minibatches)
+    assert torch.equal(torch.cat(order).sort().values, torch.arange(len(pairs)))
+    shares = [Batch.from_bytes(batch.share(rows).to_bytes()) for rows in order]
+    for i in range(minibatches):
+        own = [share.minibatch(i, minibatches) for share in shares]
+        assert torch.cat([part["numbers"] for part in own]).sort().values.tolist() == [
+            *range(i, len(pairs), minibatches)]
+        assert len(pairs) < replicas * minibatches or all(part.samples for part in own), "a replica would have none"
+
+
+def test_many_small_minibatches_together_are_balanced_too() -> None:
+    lengths = [100 + 7 * (n % 13) for n in range(64)]
+    batch = collate([(Prompt((1,)), Sample((Segment((2,) * (n - 1), (-1.0,) * (n - 1), version=1),)))
+                     for n in lengths], [0.5] * 64)
+    tokens = [sum(lengths[row] for row in rows.tolist()) for rows in batch.share_rows(8, 16)]
+    assert max(tokens) - min(tokens) <= 2 * max(lengths)
+
+
 def test_one_long_sample_widens_its_own_share_only() -> None:
     lengths = [4000, *[10] * 7]
     batch = collate([(Prompt((1,)), Sample((Segment((2,) * (n - 1), (-1.0,) * (n - 1), version=1),)))

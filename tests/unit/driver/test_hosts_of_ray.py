@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_rl.driver import hosts_of_ray
-from elastic_rl.driver.hosts_of_ray import HostsOfRay, RayHosts
+from elastic_rl.driver.hosts_of_ray import HostNode, HostsOfRay, RayHosts
 from elastic_rl.etcd.cluster_records import HostPhase, HostState
 from elastic_rl.etcd.keys import ClusterKeys
 
@@ -24,6 +24,8 @@ class Cluster:
         self.now = 1000.0
         monkeypatch.setattr(hosts_of_ray, "Mirror", lambda *_: self)
         monkeypatch.setattr(hosts_of_ray.ray, "nodes", self._nodes)
+        monkeypatch.setattr(hosts_of_ray, "available_resources_per_node", lambda: {
+            f"id-{name}": {"CPU": 4.0, "GPU": 2.0} for name in self.nodes if name != "a"})
         monkeypatch.setattr(hosts_of_ray.time, "monotonic", lambda: self.now)
         self._hosts = HostsOfRay(None, KEYS)  # type: ignore[arg-type]
 
@@ -32,31 +34,50 @@ class Cluster:
 
     def _nodes(self) -> list[dict[str, Any]]:
         self.asked += 1
-        return [{"NodeID": f"id-{name}", "NodeName": name, "Alive": not name.startswith("dead")} for name in self.nodes]
+        return [{"NodeID": f"id-{name}", "NodeName": name, "NodeManagerAddress": f"at-{name}",
+                 "Alive": not name.startswith("dead")} for name in self.nodes]
 
     def have(self, **phases: HostPhase) -> None:
         self.states = {name: HostState(phase=phase, incarnation="i", since_s=0.0) for name, phase in phases.items()}
+
+    def counts_gpus(self) -> None:
+        self._hosts.counts_gpus = True
 
     def hosts(self, *, joining: bool = False) -> RayHosts:
         return self._hosts.read(joining=joining)
 
 
-def test_nothing_is_placed_on_a_host_that_is_not_ready_and_ray_is_asked_only_for_what_leaves(
+def test_nothing_is_placed_on_a_host_that_is_not_ready_and_ray_is_not_asked_in_each_pass(
         monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     cluster.nodes = ["head@a", "a", "b", "c"]
     cluster.have(a=HostPhase.READY, b=HostPhase.CORDONED, c=HostPhase.SUSPECTED, d=HostPhase("frozen"))
-    assert cluster.hosts() == RayHosts(closed=frozenset("bcd")) and not cluster.asked
+    for _ in range(2):
+        assert cluster.hosts() == RayHosts(closed=frozenset("bcd"), open={"a": HostNode("id-a", "at-a")},
+                                           looked_at=1000.0)
+    assert cluster.asked == 1
+    cluster.now += hosts_of_ray._LOOK_EVERY_S
 
     # What drains keeps leaving while its agent is not heard.
     for phase in (HostPhase.DRAINING, HostPhase.SUSPECTED, HostPhase.LEFT):
         cluster.states["b"] = HostState(phase=phase, incarnation="i", since_s=0.0, drain_at=7.0)
         found = cluster.hosts()
         assert (found.leaving, found.drains, found.closed) == ({"id-b": "b"}, {"b": 7.0}, frozenset("bcd"))
-    assert cluster.asked == 1, "not in each pass"
+        assert found.lost == (frozenset("b") if phase is HostPhase.LEFT else frozenset())
+    assert cluster.asked == 2, "not in each pass"
     cluster.now += hosts_of_ray._LOOK_EVERY_S
     cluster.nodes = ["a"]
-    assert not cluster.hosts().leaving and cluster.asked == 2
+    assert not cluster.hosts().leaving and cluster.asked == 3
+
+
+def test_hosts_that_are_ready_and_have_joined_say_which_gpus_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.nodes = ["head@a", "a", "b", "c"]
+    cluster.have(a=HostPhase.READY, b=HostPhase.READY, c=HostPhase.LOST, d=HostPhase.READY)
+    cluster.counts_gpus()
+    found = cluster.hosts()
+    assert found.open == {"a": HostNode("id-a", "at-a"), "b": HostNode("id-b", "at-b", gpus=2)}
+    assert found.lost == frozenset("c")
 
 
 def test_engines_wait_for_ready_hosts_that_have_not_joined_but_for_a_few_of_many(monkeypatch: pytest.MonkeyPatch

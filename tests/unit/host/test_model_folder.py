@@ -195,3 +195,24 @@ def test_doctor_reports_the_model(folder: Path) -> None:
     assert finding(dtype="bfloat16").verdict is Verdict.WARNING
     (folder / "config.json").unlink()
     assert finding().verdict is Verdict.FAILED
+
+
+def test_fingerprint_is_of_config_and_all_of_the_weights_and_of_nothing_else(tmp_path: Path) -> None:
+    def folder(name: str, config: str = "{}", *, changed_at: int | None = None, nbytes: int = 3 << 20) -> str:
+        (tmp_path / name).mkdir()
+        weights = bytearray(nbytes)
+        if changed_at is not None:
+            weights[changed_at] = 1
+        (tmp_path / name / "config.json").write_text(config)
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        (tmp_path / name / "README.md").write_text(name)
+        return model_folder.fingerprint(tmp_path / name)
+
+    first = folder("a")
+    assert folder("b") == first
+    others = [folder("c", '{"rope_theta": 1}'), folder("begin", changed_at=0), folder("end", changed_at=(3 << 20) - 1),
+              folder("middle", changed_at=3 << 19), folder("longer", nbytes=(3 << 20) + 1)]
+    assert len({first, *others}) == 6
+    (tmp_path / "a" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        model_folder.fingerprint(tmp_path / "a")

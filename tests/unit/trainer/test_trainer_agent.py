@@ -47,7 +47,7 @@ def test_ranks_have_the_configured_number_of_threads_whatever_ray_has_set(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray sets the number of CPUs of the whole group. Ranks inherit the agent's environment."""
     monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "7"})
-    monkeypatch.setattr(agent, "_watch_epoch", lambda ctx, etcd: None)
+    monkeypatch.setattr(agent, "_watch_fence", lambda ctx, etcd: None)
     monkeypatch.setattr(agent, "_run", lambda *_: int(os.environ["OMP_NUM_THREADS"]))
     model = {"model_type": "qwen3", "rms_norm_eps": 1e-6, **dict.fromkeys((
         "hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers", "intermediate_size",

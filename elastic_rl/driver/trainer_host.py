@@ -1,0 +1,90 @@
+"""The ranks of a trainer group on one host: the body of a Ray actor, whose child is torch elastic's agent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from elastic_rl.config.groups import CRITIC
+from elastic_rl.errors import ConfigError
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import processes
+from elastic_rl.host.address import own_address
+from elastic_rl.host.here import context_here
+from elastic_rl.host.model_folder import fingerprint
+from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.processes import StoppedProcesses
+
+log = logging.getLogger(__name__)
+
+
+class TrainerHost:
+    """The agent is a child of the actor's process and dies with it."""
+
+    def __init__(self, ctx: RunContext, ranks: int, hosts: int, model: str, gpus: str = "") -> None:
+        """``ctx``: of the group, in its formation. ``ranks``: number of this host's, of a group on so many ``hosts``.
+        ``model``: the ``fingerprint`` of the model's folder on the driver's host; empty for ranks that only that host's
+        processes talk to. ``gpus``: as ``CUDA_VISIBLE_DEVICES`` has them; empty: those that Ray gives this actor."""
+        self._ctx, self._ranks, self._hosts, self._model = ctx, ranks, hosts, model
+        self._env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        self._stop = threading.Event()
+
+    def run(self) -> int | str:
+        """Blocks until the agent ends; returns its exit code, or why this host cannot have ranks of the group. An agent
+        that is stopped (SIGSTOP) for longer than a member's lease can neither end nor restart its ranks, so it is
+        killed, and they die with it."""
+        try:
+            ctx = self._with_model(context_here(self._ctx))
+        except ConfigError as e:
+            return str(e)
+        if self._stop.is_set():
+            return 0
+        paths = JobPaths.of(ctx.config)
+        context = paths.context(ctx.group.name, ctx.formation)
+        for older in context.parent.glob(paths.context(ctx.group.name, "*").name):
+            older.unlink(missing_ok=True)
+        agent = processes.spawn(processes.python(
+            "elastic_rl.trainer.group.agent", "--context", str(ctx.save(context)),
+            f"--ranks={self._ranks}", f"--hosts={self._hosts}",
+            f"--address={ctx.host if self._model else own_address()}"),
+            log=paths.log(ctx.group.name).resolve(), env=self._env)
+        watched = StoppedProcesses(ctx.config.coordinator.lease_ttl_s)
+        while agent.poll() is None and not self._stop.wait(0.1):
+            if watched.lost(time.monotonic(), [agent.pid] if processes.is_stopped(agent.pid) else []):
+                log.warning("the trainer agent %d is stopped: it is killed", agent.pid)
+                agent.kill()
+        processes.stop(agent.pid)
+        return agent.wait(timeout=30.0)
+
+    def _with_model(self, ctx: RunContext) -> RunContext:
+        """The context with the model's folder on this host; one that the settings do not name is made here, too.
+        Raises ConfigError for one that is not there, or is another one: replicas would compute different functions."""
+        if not self._model:
+            return ctx  # the agent says what is wrong with it
+        if not (Path(ctx.model_dir) / "config.json").exists():
+            if ctx.config.model.path or (ctx.group is CRITIC and ctx.config.critic.model):
+                raise ConfigError(f"the model {ctx.model_dir} is not there",
+                                  hint="copy the folder to the same path on each host that may have ranks")
+            ctx = self._with_own_model(ctx)
+        if not self._stop.is_set() and fingerprint(Path(ctx.model_dir)) != self._model:
+            raise ConfigError(f"the model {ctx.model_dir} is another one than on the driver's host",
+                              hint="copy one folder to all hosts")
+        return ctx
+
+    def _with_own_model(self, ctx: RunContext) -> RunContext:
+        paths = JobPaths.of(ctx.config)
+        ctx = ctx.model_copy(update={"model_dir": str(paths.model)})
+        maker = processes.spawn(processes.python("elastic_rl.data.tiny_model", str(ctx.save(
+            paths.context(ctx.group.name, "model")))), log=paths.log("model").resolve())
+        while maker.poll() is None:
+            if self._stop.wait(0.1):
+                processes.stop(maker.pid)
+                return ctx
+        if maker.wait() and not (paths.model / "config.json").exists():  # another group may have made it meanwhile
+            raise ConfigError("the model cannot be made", hint=f"see {paths.log('model')}")
+        return ctx
+
+    def stop(self) -> None:
+        self._stop.set()
