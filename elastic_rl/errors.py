@@ -44,6 +44,10 @@ class EtcdFull(EtcdUnavailable):
     """etcd's database is at its quota, or corrupt, and accepts no writes until that is fixed; reads may still work."""
 
 
+class HostUnavailable(ElasticRLError):
+    """A host of the cluster is away, or its agent does not answer. It says nothing about what runs there."""
+
+
 class EtcdRefused(ElasticRLError):
     """etcd refused the request itself: too large or malformed."""
 

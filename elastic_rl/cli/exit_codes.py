@@ -10,6 +10,7 @@ from elastic_rl.errors import (
     DeadlineExceeded,
     ElasticRLError,
     EtcdUnavailable,
+    HostUnavailable,
     PreflightFailed,
 )
 
@@ -29,7 +30,7 @@ MEANING = {
     Exit.OK: "ok",
     Exit.FAILED: "failed: the run, or the operation that was waited for",
     Exit.USAGE: "wrong usage or configuration",
-    Exit.UNAVAILABLE: "etcd or the coordinators do not answer",
+    Exit.UNAVAILABLE: "etcd, the coordinators or a host do not answer",
     Exit.PREFLIGHT: "the machine does not meet the requirements",
     Exit.REFUSED: "refused by the API",
     Exit.DEADLINE: "a deadline passed; an operation that was waited for continues",
@@ -48,7 +49,7 @@ def code_of(error: ElasticRLError) -> Exit:
     match error:
         case ConfigError():
             return Exit.USAGE
-        case EtcdUnavailable():
+        case EtcdUnavailable() | HostUnavailable():
             return Exit.UNAVAILABLE
         case PreflightFailed():
             return Exit.PREFLIGHT

@@ -71,6 +71,8 @@ def follow(cluster: Cluster, info: ClusterInfo, *, may_detach: bool, attached: b
 def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     """Returns when the run has ended."""
     from elastic_rl.cli.live_view import LiveView
+    from elastic_rl.cli.record_reader import RecordReader
+    from elastic_rl.etcd.keys import Keys
     from elastic_rl.host.paths import JobPaths
     from elastic_rl.telemetry import logs
     cfg, paths = cluster.cfg, JobPaths.of(cluster.cfg)
@@ -78,9 +80,12 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     logs.setup("follower", cfg.telemetry.log_level, file=paths.log("train"))
     reading = cluster.run.look()
     etcd = cluster.etcd(info, retry_budget_s=_VIEW_ETCD_BUDGET_S)
+    # The file grows on the host that has the run alone, which may be another one, now or later.
+    elsewhere = cluster.named and not cluster.host.is_local
+    past, identity, offset = _past(cluster, etcd) if elsewhere or not paths.steps.exists() else ([], "", None)
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
-                    started_at=reading.submitted_at or None, skip_past=attached, faults_path=paths.faults,
-                    past=() if paths.steps.exists() else _past(cluster, etcd))
+                    started_at=reading.submitted_at or None, skip_past=attached, faults_path=paths.faults, past=past,
+                    records=RecordReader(etcd, Keys(cfg.job), identity, offset) if elsewhere else None)
     try:
         return _await_end(cluster, view)
     finally:
@@ -88,9 +93,9 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
         etcd.close()
 
 
-def _past(cluster: Cluster, etcd: EtcdClient) -> list[Record]:
-    """The newest records of a job whose file is not there yet. None where they cannot be had: the view goes on without.
-    """
+def _past(cluster: Cluster, etcd: EtcdClient) -> tuple[list[Record], str, int | None]:
+    """The newest records of a job by etcd and the checkpoint service, the identity of its history and the offset up to
+    which they are of it. No records, and None, where they cannot be had: the view goes on without."""
     from elastic_rl.etcd.keys import Keys
     from elastic_rl.host.job_secrets import dcs_security
     from elastic_rl.pipeline.records.history_reader import HistoryReader
@@ -98,10 +103,11 @@ def _past(cluster: Cluster, etcd: EtcdClient) -> list[Record]:
     cfg = cluster.cfg
     try:
         with HistoryReader(etcd, Keys(cfg.job), io_timeout_s=_PAST_TIMEOUT_S, security=dcs_security(cfg)) as reader:
-            return list(parse_lines(reader.end(_PAST_BYTES).decode(errors="replace").splitlines()))
+            lines = reader.end(_PAST_BYTES).decode(errors="replace").splitlines()
+            return list(parse_lines(lines)), *reader.stands_at
     except ElasticRLError as e:
         log.warning("the records of before cannot be read: %s", e)
-        return []
+        return [], "", None
 
 
 def _await_end(cluster: Cluster, view: LiveView) -> RunReading:
@@ -138,7 +144,7 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
     if error := reading.error:
         raise error
     with contextlib.suppress(FileNotFoundError):
-        if paths.report.stat().st_mtime >= reading.submitted_at:  # else it is that of a run before
+        if _is_reported(cluster, reading):
             out.print(summary(json.loads(paths.report.read_text()), paths.report_page))
     match reading.phase:
         case JobPhase.FINISHED:
@@ -150,6 +156,30 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
             _note(f"the run ended with exit code {Exit.FAILED}; `elastic-rl logs train {options}` shows its log, and "
                   f"those of its other processes are in {paths.logs}")
             return Exit.FAILED
+
+
+def _is_reported(cluster: Cluster, reading: RunReading) -> bool:
+    """Whether there is a report of the run on this host. Of one that has ended on another host it is made here, where
+    etcd has answered."""
+    from elastic_rl.host.paths import JobPaths
+    path = JobPaths.of(cluster.cfg).report
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_mtime >= reading.submitted_at:  # else it is that of a run before
+            return True
+    if not cluster.named or cluster.host.is_local or reading.record is None:
+        return False
+    from elastic_rl.etcd.cluster_records import JobPhase
+    from elastic_rl.etcd.run_context import RunContext
+    from elastic_rl.train import write_report
+    try:
+        ctx = RunContext(config=cluster.here, etcd_endpoints=cluster.connect().etcd_endpoints, job=cluster.cfg.job,
+                         epoch=0, model_dir="", host=cluster.host.address)
+        code = 0 if reading.phase is JobPhase.FINISHED else 1 if reading.phase is JobPhase.FAILED else None
+        write_report(ctx, code, wall_s=max(0.0, reading.since - reading.submitted_at))
+    except (ElasticRLError, OSError) as e:
+        _note(f"the report of the run cannot be made on this host: {e}")
+        return False
+    return True
 
 
 def say_goes_on(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -104,6 +104,19 @@ def _e(value: Any) -> str:
     return "–" if value is None else f"{value:.1e}"
 
 
+class RecordSource(Protocol):
+    """The records of a run."""
+
+    @property
+    def found(self) -> bool:
+        """Whether its records are those that the run writes now."""
+
+    def records(self) -> list[Record]:
+        """The next ones, without waiting; empty where there are none now."""
+
+    def close(self) -> None: ...
+
+
 class Tail:
     """The last complete lines of a file that another process appends to, and the new ones, in parts of a bounded
     size. Where another file takes its place, such as one that was made again, its lines that are newer."""
@@ -140,6 +153,9 @@ class Tail:
                          if not self._newer_than or float(record.get("at") or 0.0) > self._newer_than]
         self._at = max([self._at, *(float(record.get("at") or 0.0) for record in found)])
         return found
+
+    def close(self) -> None:
+        """Nothing is open between two readings."""
 
 
 @dataclass
@@ -303,12 +319,14 @@ class LiveView:
 
     def __init__(self, *, job: str, steps: int, steps_path: Path, etcd: EtcdClient, console: Console | None = None,
                  interval_s: float = 0.5, started_at: float | None = None, skip_past: bool = False,
-                 past: Iterable[Record] = (), faults_path: Path | None = None) -> None:
+                 past: Iterable[Record] = (), faults_path: Path | None = None, records: RecordSource | None = None
+                 ) -> None:
         """``started_at``: when the run was submitted, in unix seconds; now if it is not given. ``skip_past``: of the
         records that are there already only the last one gets a line. ``past``: records of before, for while there is
-        no file at ``steps_path``. ``faults_path``: file of the faults that are injected."""
+        no file at ``steps_path``. ``faults_path``: file of the faults that are injected. ``records``: where the records
+        are read in place of that file, after ``past``; the view closes it."""
         self._job, self._reader = job, ClusterReader(etcd, Keys(job), interval_s=interval_s)
-        self._tail, self.state = Tail(steps_path), RunState(steps)
+        self._tail, self.state = records or Tail(steps_path), RunState(steps)
         self._faults, self._past = Tail(faults_path) if faults_path is not None else None, list(past)
         self._console = console or RunConsole()
         self._interval_s, self._next = interval_s, 0.0
@@ -397,6 +415,7 @@ class LiveView:
     def close(self) -> None:
         self._reader.close()
         self._refresh()
+        self._tail.close()
         if self._live:
             try:
                 self._live.stop()

@@ -57,6 +57,10 @@ class Host(Record):
     labels: dict[str, str] = {}
     release: str = ""
     """Release of elastic-rl that its agent runs."""
+    log_port: int = 0
+    """Port at ``address`` where its agent serves the logs of the host; 0 where it serves none."""
+    run_dir: str = ""
+    """Its folder with the cluster's and the jobs' folders, for people: where the logs of a host are that is away."""
 
 
 class RunState(OpenEnum):

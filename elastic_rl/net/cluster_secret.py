@@ -52,6 +52,10 @@ class ClusterSecret:
         """What whoever connects to the Ray of this epoch must have."""
         return self._derived(f"ray/{job}/{epoch}")
 
+    def logs(self) -> str:
+        """What a client must present to a host's agent to read logs there."""
+        return self._derived("logs")
+
     def authority(self) -> str:
         """What the key of the cluster's certificate authority is derived from (``net.authority``)."""
         return self._derived("authority")

@@ -19,11 +19,13 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, Self
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class LogTail:
 
     def __init__(self, path: Path, lines: int) -> None:
         self._path = path
-        self._files = _before_last_lines(path, lines)  # oldest first
+        self._files = _before_last_lines(partial(_open_part, path), lines)  # oldest first
 
     def read(self) -> bytes:
         """The next block; empty when nothing is there for now. Raises OSError."""
@@ -113,7 +115,7 @@ class LogTail:
     def _open_next(self) -> bool:
         """Opens the log, unless it is the file that is open already."""
         try:
-            file = _open_for_reading(self._path)
+            file = _open_part(self._path, 0)
         except FileNotFoundError:
             return False
         if self._files and os.path.samestat(os.fstat(self._files[-1].fileno()), os.fstat(file.fileno())):
@@ -123,12 +125,90 @@ class LogTail:
         return True
 
 
-def _before_last_lines(path: Path, lines: int) -> list[FileIO]:
+OpenPart = Callable[[int], FileIO]
+"""Opens a log (0), or its n-th rotated part, for reading. Raises FileNotFoundError where there is none."""
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """A place in a log, for a reader that keeps no file open between two blocks. Its text is for other hosts."""
+
+    file: int
+    """Inode of the log or of a rotated part."""
+    offset: int
+    """Bytes from the beginning of that file."""
+
+    def __str__(self) -> str:
+        return f"{self.file}-{self.offset}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError."""
+        if not (found := re.fullmatch(r"([0-9]{1,20})-([0-9]{1,18})", text)):
+            raise ValueError(f"{text[:100]!r} is no position in a log")
+        return cls(int(found[1]), int(found[2]))
+
+
+def before_last_lines(open_part: OpenPart, lines: int) -> LogPosition:
+    """Where the last lines begin, of which some may be in rotated parts. Raises FileNotFoundError where there is
+    neither the log nor a part, and OSError."""
+    files = _before_last_lines(open_part, lines)
+    try:
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "there is no such log")
+        return LogPosition(_inode(files[0]), files[0].tell())
+    finally:
+        for file in files:
+            file.close()
+
+
+def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
+    """The next block of a log, and the position after it; nothing when nothing is there for now. What the log has lost
+    meanwhile is passed over: it goes on where the log or part begins that is there instead. Raises FileNotFoundError
+    where there is neither the log nor a part, and OSError."""
+    newer: list[FileIO] = []  # newest first, the one of the position last
+    try:
+        for n in itertools.count():
+            try:
+                newer.append(open_part(n))
+            except FileNotFoundError:
+                if n:
+                    break
+                continue  # the log itself may be gone, and its parts not
+            if _inode(newer[-1]) == at.file:
+                break
+        if not newer:
+            raise FileNotFoundError(errno.ENOENT, "there is no such log")
+        if _inode(newer[-1]) != at.file:
+            at = LogPosition(_inode(newer[0]), 0)
+            return _block(newer[0], at, most_bytes)
+        for file in reversed(newer):
+            data, at = _block(file, at if _inode(file) == at.file else LogPosition(_inode(file), 0), most_bytes)
+            if data:
+                return data, at
+        return b"", at
+    finally:
+        for file in newer:
+            file.close()
+
+
+def _block(file: FileIO, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
+    begin = at.offset if at.offset <= os.fstat(file.fileno()).st_size else 0  # else it was truncated
+    file.seek(begin)
+    data = file.read(most_bytes)
+    return data, LogPosition(at.file, begin + len(data))
+
+
+def _inode(file: FileIO) -> int:
+    return os.fstat(file.fileno()).st_ino
+
+
+def _before_last_lines(open_part: OpenPart, lines: int) -> list[FileIO]:
     """A log with as many of its rotated parts as have the last lines, oldest first, each at the line to begin with."""
     found: list[FileIO] = []
     for n in itertools.count():
         try:
-            file = _open_for_reading(_part(path, n) if n else path)
+            file = open_part(n)
         except FileNotFoundError:
             if n:
                 return found
@@ -161,8 +241,8 @@ def _seek_last_lines(file: FileIO, lines: int) -> int:
     return lines - 1
 
 
-def _open_for_reading(path: Path) -> FileIO:
-    return path.open("rb", buffering=0)
+def _open_part(path: Path, n: int) -> FileIO:
+    return (_part(path, n) if n else path).open("rb", buffering=0)
 
 
 def enforce_limits(folder: Path, limits: LogLimits) -> None:

@@ -118,7 +118,7 @@ def view(keys: ClusterKeys, name: str, found: Mapping[str, KeyValue],
         age_s = max(0.0, leader_s - state.since_s) if leader_s is not None else None
         concluded = {"phase": state.phase, "reason": state.reason, "phase_age_s": age_s}
     if host is not None:
-        registered = host.model_dump(exclude={"id", "machine"})
+        registered = host.model_dump(exclude={"id", "machine", "log_port", "run_dir"})
     else:
         registered = {"incarnation": state.incarnation} if state is not None else {}
     return HostView(

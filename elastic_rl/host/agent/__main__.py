@@ -24,6 +24,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.job_services import JobServices
+from elastic_rl.host.agent.log_server import LogServer
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
 from elastic_rl.host.file_lock import taken
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _CERTIFY_EVERY_S = 10.0
 """The certificate of the host is looked at so often: it may expire, and its files may be damaged or gone."""
+_LOGS_RETRY_S = 10.0
+"""Pause between two starts of the server of the logs."""
 _PASS_S = 0.5
 """Longest time between two passes; the end of a service starts one at once."""
 
@@ -59,10 +62,11 @@ class HostAgent:
     """One process of the agent of a cluster that is up, or being started."""
 
     def __init__(self, name: str, where: Cluster,
-                 work_of: Callable[[Cluster, ClusterInfo], AssignedWork] | None = None) -> None:
+                 work_of: Callable[[Cluster, ClusterInfo, int], AssignedWork] | None = None) -> None:
         """``where``: the cluster by its location alone. Its settings are read from its folder, and again when a command
         has changed them. ``work_of``: makes what carries out the cluster's assignments to this host, such as
-        ``AssignedWork.of_cluster``; None: this host is not registered and is assigned nothing."""
+        ``AssignedWork.of_cluster``, from these, the addresses and the port of the host's logs; None: this host is not
+        registered and is assigned nothing."""
         self._name, self._cluster = name, where
         self._settings_version: tuple[int, int] | None = None
         self._settings_error = ""
@@ -74,6 +78,11 @@ class HostAgent:
         self._work_of = work_of
         self._work: AssignedWork | None = None
         self._job_services: JobServices | None = None
+        self._logs: LogServer | None = None
+        self._logs_at, self._logs_error = 0.0, ""
+        """When the server of the logs is tried again, monotonic seconds; why it did not start."""
+        self._log_port = 0
+        """Port of the logs that this host is registered with."""
         self._endpoints: list[str] = []
         """Endpoints of the etcd that has the assignments."""
 
@@ -118,6 +127,8 @@ class HostAgent:
                     log.exception("a pass of the agent failed")
             _await_end(pids)
         self._close_work()
+        if self._logs is not None:
+            self._logs.close()
         if self._rotation is not None:
             self._rotation.close()
         self._cluster.paths.agent_status.unlink(missing_ok=True)
@@ -145,20 +156,42 @@ class HostAgent:
     def _waits_for(self, info: ClusterInfo | None) -> str:
         """Begins to carry out assignments once the cluster is up. Returns why this host takes none; empty if it does,
         or is to take none."""
-        if info is not None and info.etcd_endpoints != self._endpoints:
-            self._close_work()  # etcd has other addresses now: the singletons run on, and are adopted
+        if self._work_of is not None and info is not None:
+            self._serve_logs()
+        log_port = self._logs.port if self._logs is not None else 0
+        if info is not None and (info.etcd_endpoints, log_port) != (self._endpoints, self._log_port):
+            self._close_work()  # etcd or the logs have other addresses now: the singletons run on, and are adopted
         if self._work is None and self._work_of is not None and info is not None:
             try:
-                self._work = self._work_of(self._cluster, info).start()
+                self._work = self._work_of(self._cluster, info, log_port).start()
                 if self._cluster.named:
                     self._job_services = JobServices(lambda: self._cluster, self._cluster.etcd(info), lambda: (
                         self._work is not None and self._work.registered)).start()
-                self._endpoints = info.etcd_endpoints
+                self._endpoints, self._log_port = info.etcd_endpoints, log_port
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"
         if self._work is None:
             return ""
         return self._work.waits_for or (self._job_services.waits_for if self._job_services is not None else "")
+
+    def _serve_logs(self) -> None:
+        """Serves the logs of this host to others, if there can be any. Where that fails, the host does without."""
+        if not self._cluster.named or time.monotonic() < self._logs_at or (
+                self._logs is not None and self._logs.running):
+            return
+        before, self._logs = self._logs, None
+        self._logs_at = time.monotonic() + _LOGS_RETRY_S
+        if before is not None:
+            before.close()
+        try:
+            if not self._cluster.host.is_local:
+                self._logs = LogServer.of_cluster(lambda: self._cluster).start()
+            self._logs_error = ""
+        except Exception as e:  # a host without that is of more use than one that takes no work
+            if self._logs_error != (error := f"{type(e).__name__}: {e}"):
+                log.error("the logs of this host cannot be served: %s", e,
+                          exc_info=None if isinstance(e, ElasticRLError | OSError) else e)
+            self._logs_error = error
 
     def _close_work(self) -> None:
         for part in (self._job_services, self._work):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -39,11 +40,12 @@ class AssignedWork:
         self._thread = threading.Thread(target=self._run, name="assigned-work", daemon=True)
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, info: ClusterInfo, command_of: CommandOf | None = None,
+    def of_cluster(cls, cluster: Cluster, info: ClusterInfo, log_port: int = 0, command_of: CommandOf | None = None,
                    times: HostTimes = HostTimes()) -> Self:
-        """The work that a cluster assigns to this host: by default the runs of its jobs. Raises ConfigError and
-        OSError."""
-        host = host_record(cluster.host, kept_incarnation(cluster.paths.incarnation))
+        """The work that a cluster assigns to this host: by default the runs of its jobs. ``log_port``: where the host's
+        logs are served; 0: nowhere. Raises ConfigError and OSError."""
+        host = host_record(cluster.host, kept_incarnation(cluster.paths.incarnation), log_port=log_port,
+                           run_dir=os.fsencode(cluster.cfg.run_dir).decode(errors="replace"))
         singletons = Singletons(host.id, host.incarnation, cluster.singletons, cluster.log_of,
                                 command_of or partial(_run_command, cluster), times,
                                 on_released=partial(_end_compute_plane, cluster), env={OWNER_ENV: str(cluster.dir)})

@@ -43,10 +43,11 @@ class HostResources(NamedTuple):
                    psutil.virtual_memory().total, shutil.disk_usage(SHM).total)
 
 
-def host_record(host: LocalHost, incarnation: str) -> Host:
-    """This host, as it is registered."""
+def host_record(host: LocalHost, incarnation: str, *, log_port: int = 0, run_dir: str = "") -> Host:
+    """This host, as it is registered. ``log_port``, ``run_dir``: as the record has them."""
     return Host(id=host.name, incarnation=incarnation, address=host.address, machine=machine_id(), labels=host.labels,
-                release=elastic_rl.__version__, **HostResources.of_this_host()._asdict())
+                release=elastic_rl.__version__, log_port=log_port, run_dir=run_dir,
+                **HostResources.of_this_host()._asdict())
 
 
 def kept_incarnation(path: Path) -> str:

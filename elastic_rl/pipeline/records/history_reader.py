@@ -44,6 +44,11 @@ class HistoryReader:
         self._reader = ChunkReader(self._client)
         self._sealed: list[Segment] | None = None
 
+    @property
+    def stands_at(self) -> tuple[str, int]:
+        """The identity of the history, and the offset at which it ends; an empty one and 0 where none has begun."""
+        return (self._history.identity, self._history.end) if self._history is not None else ("", 0)
+
     def parts(self, copy: Path) -> Iterator[bytes]:
         """The history in parts: of the copy at this path, as far as that goes, and then of etcd; or, where the copy
         does not have all that is sealed, of the stream. A line that a user has changed in the middle of a copy is not

@@ -78,7 +78,7 @@ def read_tail(etcd: EtcdClient, keys: Keys) -> Tail:
             raise unreadable
         log.warning("the records of the run may go on from an older state: %s", unreadable)
     return tail_of(reads.decode(RunLogHead, kv) if kv is not None else None, kv.mod_revision if kv is not None else 0,
-                   version, [_block(keys, kv) for kv in found.values()])
+                   version, [block_of(keys, kv) for kv in found.values()])
 
 
 def tail_of(head: RunLogHead | None, revision: int, version: Version | None, blocks: Iterable[Block]) -> Tail:
@@ -102,7 +102,8 @@ def _sealed(version: Version | None) -> RunLogHead | None:
         else None
 
 
-def _block(keys: Keys, kv: KeyValue) -> Block:
+def block_of(keys: Keys, kv: KeyValue) -> Block:
+    """The block that etcd has under a key of the tail."""
     segment, offset = kv.key.removeprefix(keys.run_log_prefix()).split("/")[-2:]
     return Block(int(segment), int(offset), kv.value)
 

@@ -266,8 +266,8 @@ def test_services_are_supervised_while_etcd_does_not_answer(
     ClusterInfo("j", own_servers.endpoints, [], "", "", own_etcd=True).save(cluster.paths.info)
     works: list[AssignedWork] = []
 
-    def work_of(where: Cluster, info: ClusterInfo) -> AssignedWork:
-        works.append(AssignedWork.of_cluster(where, info, command_of, times(3.0)))
+    def work_of(where: Cluster, info: ClusterInfo, log_port: int) -> AssignedWork:
+        works.append(AssignedWork.of_cluster(where, info, log_port, command_of, times(3.0)))
         return works[-1]
 
     supervisor = Supervisor()

@@ -5,7 +5,9 @@ Both hosts are folders of one machine, at one address: they have different names
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -15,20 +17,28 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from support.commands import run
 from support.commands import run_in_one_line as _run
+from support.run_log_terms import Term
 from support.stub_run import put_stub_in_place
+from support.synthetic_run import records
 from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.cluster_records import JobPhase
 from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.records import JobStatus
 from elastic_rl.host import kept_state, processes
+from elastic_rl.host.agent.status import AgentStatus
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK, reachable_address
 from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.report.build import Record
 
 ADDRESS = reachable_address("0.0.0.0")
 pytestmark = pytest.mark.skipif(ADDRESS == LOOPBACK, reason="this machine has no address but loopback")
@@ -170,6 +180,142 @@ def test_host_joins_takes_over_a_run_and_leaves(
     node.cluster.paths.local_host.write_text("{")
     cluster_in(node.cluster.cfg.run_dir).down()
     assert not node.cluster.agents.running() and not node.cluster.services.running()
+
+
+def test_logs_of_all_hosts_are_read_on_any_of_them(
+        first: Cluster, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    put_stub_in_place(tmp_path, monkeypatch)
+    wait_until(lambda: phase(first, "gpu-0") == "ready", what="the second host")
+    first.admit()
+    on_first = [f"--job={JOB}", "--cluster=lab", f"--run_dir={first.cfg.run_dir}"]
+    on_second = [f"--job={JOB}", "--cluster=lab", f"--run_dir={node.cluster.cfg.run_dir}"]
+    assert _run(capsys, "train", "--detach", *on_first)[0] == Exit.OK
+    wait_until(lambda: first.run.look().phase is JobPhase.RUNNING, what="the run")
+    wait_until(lambda: nodes(first) == {"node-0", "host-gpu-0"}, what="a DCS node on each host")
+
+    # The run's log is found from the second host; what each host runs is that host's.
+    def shown(*command: str) -> str:
+        code, said = run(capsys, "logs", *command)
+        assert code == Exit.OK, said
+        return said
+
+    log = JobPaths.of(first.cfg).log("train")
+    with log.open("a") as file:
+        file.write("a line of the run\n")
+    assert "log of train on host gpu-1" in (said := shown("train", *on_second)) and "a line of the run\n" in said
+    assert "on host" not in shown("train", *on_first)
+    for part in (f"dcs-{JOB}", "agent-0"):
+        own, far = shown(part, "-n1000", *on_second), shown(part, "-n1000", "--host=gpu-1", *on_second)
+        assert own[:200] == node.cluster.log_of(part).read_text()[:200]
+        assert f"log of {part} on host gpu-1" in far and first.log_of(part).read_text()[:200] in far
+    assert "log of etcd-0 on host gpu-1" in shown("etcd", "-n1", *on_second), "found by a search"
+
+    rows = json.loads(shown("-o", "json", *on_second))
+    assert {"gpu-0", "gpu-1"} == {row["host"] for row in rows if row["part"] == f"dcs-{JOB}"}
+    found = next(row for row in rows if row["part"] == "train")
+    assert found["host"] == "gpu-1" and found["path"] == str(log) and found["nbytes"] == log.stat().st_size
+    assert {row["host"] for row in json.loads(shown("-o", "json", "--host=gpu-1", *on_second))} == {"gpu-1"}
+
+    # What is not there, or cannot be meant, is said.
+    code, said = _run(capsys, "logs", "train", "--host=gpu-7", *on_second)
+    assert code == Exit.USAGE and "there is no host 'gpu-7' hint: hosts: gpu-0, gpu-1" in said
+    code, said = _run(capsys, "logs", "train", "--host=gpu-0", *on_second)
+    assert code == Exit.USAGE and "there is no log of 'train'" in said
+    code, said = _run(capsys, "logs", "no-such-part", *on_second)
+    assert code == Exit.USAGE and "there is no log of 'no-such-part'" in said
+
+    # It is followed to the host that the run moves to.
+    follower = subprocess.Popen(processes.python("elastic_rl.cli.main", "logs", "train", "-f", "-n1", *on_second),
+                                stdout=subprocess.PIPE, stderr=(errors := tmp_path / "errors").open("wb"))
+    try:
+        assert follower.stdout is not None
+        wait_until(lambda: "on host gpu-1" in errors.read_text(), what="the follower")
+        with log.open("a") as file:
+            file.write("last line here\n")
+        while follower.stdout.readline() != b"last line here\n":
+            assert follower.poll() is None, errors.read_text()
+        assert _run(capsys, "drain", "gpu-1", "--within=0", "--wait", "--timeout=120", *on_first)[0] == Exit.OK
+        wait_until(lambda: "train is on host gpu-0 now" in errors.read_text(), what="the follower to find the run")
+        with JobPaths.of(node.cluster.cfg).log("train").open("a") as file:
+            file.write("first line there\n")
+        while follower.stdout.readline() != b"first line there\n":
+            assert follower.poll() is None, errors.read_text()
+    finally:
+        follower.kill()
+        follower.communicate()
+    assert "log of train on host gpu-0" in shown("train", *on_first)
+
+    # Its agent is replaced, and serves on; without any, the host's logs are on its disk, and the other's are shown.
+    before = {r.name: r.pid for r in node.cluster.agents.running()}
+    with first.etcd(first.connect()) as etcd:
+        registered = etcd.get(ClusterKeys("lab").host("gpu-0"))
+        assert registered is not None
+        active = AgentStatus.load(node.cluster.paths.agent_status)
+        assert active is not None and active.pid in before.values()
+        os.kill(active.pid, signal.SIGKILL)
+        wait_until(lambda: (kv := etcd.get(ClusterKeys("lab").host("gpu-0"))) is not None
+                   and kv.mod_revision > registered.mod_revision, what="the next agent")
+    wait_until(lambda: _run(capsys, "logs", "train", *on_first)[0] == Exit.OK, what="its logs")
+    node.process.kill()
+    node.process.wait()
+    cluster_in(node.cluster.cfg.run_dir).down()
+    wait_until(lambda: phase(first, "gpu-0") in ("suspected", "lost"), what="the second host to be missed")
+    code, said = _run(capsys, "logs", "agent-0", "--host=gpu-0", *on_first)
+    assert code == Exit.UNAVAILABLE and re.search(
+        rf"host gpu-0 is (SUSPECTED|LOST) since [-0-9]+ [:0-9]+; its logs are on its disk, in "
+        rf"{node.cluster.paths.logs} and {JobPaths.of(node.cluster.cfg).logs}", said), said
+    said = shown("-o", "json", *on_first)
+    assert "host gpu-0 is" in said and '"gpu-1"' in said
+
+    # Without the cluster there are the files of this host.
+    cluster_in(first.cfg.run_dir).down()
+    said = shown("train", *on_first)
+    assert "other hosts cannot be asked, these are logs of this one" in said and "a line of the run" in said
+
+
+def test_run_on_another_host_is_shown_and_reported_here(
+        first: Cluster, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    put_stub_in_place(tmp_path, monkeypatch)
+    wait_until(lambda: phase(first, "gpu-0") == "ready", what="the second host")
+    first.admit()
+    assert _run(capsys, "train", "--detach", f"--job={JOB}", "--cluster=lab", f"--run_dir={first.cfg.run_dir}"
+                )[0] == Exit.OK
+    wait_until(lambda: nodes(first) == {"node-0", "host-gpu-0"}, what="a DCS node on each host")
+    keys, here = Keys(JOB), [f"--job={JOB}", "--cluster=lab", f"--run_dir={node.cluster.cfg.run_dir}"]
+    shown = tmp_path / "shown"
+
+    def write(term: Term, *new: Record) -> None:
+        for record in new:
+            term.log.write(**record)
+        term.status.write("rl", step=new[-1]["step"])
+
+    with first.etcd(first.connect()) as etcd:
+        wait_until(lambda: fencing.current_epoch(etcd, keys), what="the epoch of the run")
+        actor = Term(etcd, keys, tmp_path)
+        steps = [record for record in records(4, faults=False) if record["kind"] == "step"]
+        write(actor, *steps[:2])
+        attach = processes.python("elastic_rl.cli.main", "attach", *here)
+        with shown.open("wb") as out:
+            follower = subprocess.Popen(attach, stdout=out, stderr=out)
+        try:
+            wait_until(lambda: "step 2" in shown.read_text(), what="the newest record of before",
+                       alive=lambda: follower.poll() is None)
+            write(actor, *steps[2:])
+            wait_until(lambda: "step 4" in shown.read_text(), what="the records that are written now",
+                       alive=lambda: follower.poll() is None)
+            assert "step 1" not in shown.read_text() and "step 3" in shown.read_text()
+            etcd.put(keys.job_status(), JobStatus(phase="finished", step=4, steps=4).encode())
+            assert follower.wait(120) == Exit.OK, shown.read_text()
+        finally:
+            follower.kill()
+            follower.wait()
+        actor.end()
+    paths = JobPaths.of(node.cluster.cfg)
+    report = json.loads(paths.report.read_text())
+    assert (report["status"], report["steps"]) == ("finished", 4) and paths.report_page.exists()
+    assert f"{JOB}: finished" in shown.read_text() and not paths.steps.exists()
 
 
 def test_what_cannot_join_says_why_and_changes_nothing(

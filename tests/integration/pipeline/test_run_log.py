@@ -15,6 +15,7 @@ from support.forked import ForkedProcess
 from support.run_log_terms import SEGMENT, TAIL, Term, use_small_segments
 from support.waiting import wait_until
 
+from elastic_rl.cli.record_reader import RecordReader
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.errors import ChunkMissing, Fenced, NodeUnavailable
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
@@ -465,3 +466,47 @@ def test_copy_with_gaps_is_taken_when_it_ends_as_the_history_does(dcs: DcsCluste
     assert records(rebuilt)[0]["kind"] == "gap"
     with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
         assert b"".join(reader.parts(one.path)) == rebuilt == read(dcs)
+
+
+def test_follower_without_a_copy_gets_each_record_once_also_after_another_job_of_the_name(dcs: DcsCluster) -> None:
+    dcs.start("a", disk_bytes=64 << 20)
+    follower = RecordReader(dcs.etcd, dcs.keys, "", 0)  # before the job has begun
+    got: list[Record] = []
+
+    def has(count: int) -> bool:
+        got.extend(follower.records())
+        return len([r for r in got if r["kind"] == "step"]) >= count
+
+    first = term(dcs)
+    first.steps(10)
+    wait_until(lambda: has(10), what="the first records")
+    first.steps(20)
+    wait_until(lambda: has(30), what="those of further segments")
+    first.seal()
+    first.step()
+    wait_until(lambda: has(31), what="the record after the seal")
+    assert follower.found and [r["step"] for r in got if r["kind"] == "step"] == list(range(1, 32))
+
+    # One that begins now, knows what is there, and gets what is written later.
+    with HistoryReader(dcs.etcd, dcs.keys, io_timeout_s=10, security=None) as reader:
+        identity, offset = reader.stands_at
+    assert (identity, offset) == (first.history.identity, first.history.end)
+    later, newest = RecordReader(dcs.etcd, dcs.keys, identity, offset), RecordReader(dcs.etcd, dcs.keys, "", None)
+    wait_until(lambda: newest.found, what="the reader that knows nothing")
+    first.step()
+    for each in (later, newest):
+        found: list[Record] = []
+        wait_until(lambda each=each, found=found: found.extend(each.records()) or found, what="the new record")
+        assert [r["step"] for r in found] == [32]
+        each.close()
+    wait_until(lambda: has(32), what="the record")
+    first.end()
+
+    # The job is deleted, and another one has its name.
+    dcs.etcd.delete_prefix(dcs.keys.root)
+    got.clear()
+    second = term(dcs, "second")
+    second.steps(2)
+    wait_until(lambda: has(2), what="the records of the other job")
+    assert [r["step"] for r in got if r["kind"] == "step"] == [1, 2]
+    follower.close()

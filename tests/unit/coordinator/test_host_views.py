@@ -52,8 +52,9 @@ def test_host_shows_what_its_agent_the_leader_and_operators_wrote() -> None:
     found = shown(ALL, assigned={"driver/j": driver}, leader_s=160.5)
     assert found is not None
     assert found.model_dump(mode="json") == {
-        **HOST.model_dump(mode="json", exclude={"machine"}), "phase": "ready", "phase_age_s": 60.5, "reason": "",
-        "registered": True, "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
+        **HOST.model_dump(mode="json", exclude={"machine", "log_port", "run_dir"}), "phase": "ready",
+        "phase_age_s": 60.5, "reason": "", "registered": True,
+        "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
         "spec": {"cordoned": True, "drain": {"within_s": 60.0}, "reason": "new kernel", "by": "ann", "at": 5.0},
         "services": {"driver/j": {"state": "running", "pid": 7, "generation": 3, "restarts": 0, "reason": ""}},
         "assignments": {"driver/j": driver.model_dump()}}

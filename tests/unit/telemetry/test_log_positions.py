@@ -1,0 +1,101 @@
+"""Logs that are read block by block, by positions, with nothing open in between; real files and rotations."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl.telemetry.log_files import LogPosition, before_last_lines, enforce_limits, read_from
+
+
+class Limits(NamedTuple):
+    log_max_bytes: int = 1
+    log_backups: int = 2
+    log_files: int = 50
+
+
+def opener(folder: Path, n: int) -> FileIO:
+    return FileIO(folder / ("a.log" + (f".{n}" if n else "")), "rb")
+
+
+def drained(folder: Path, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
+    """All that is there after a position."""
+    found = b""
+    while True:
+        block, at = read_from(partial(opener, folder), at, most_bytes)
+        assert len(block) <= most_bytes
+        if not block:
+            return found, at
+        found += block
+
+
+@given(writes=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.booleans()), max_size=12),
+       most_bytes=st.integers(1, 64), lines=st.integers(0, 5))
+@settings(max_examples=seeds(100), deadline=None)
+def test_reader_gets_all_that_is_written_through_rotations(
+        writes: list[tuple[bytes, bool]], most_bytes: int, lines: int) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        log, written = folder / "a.log", [b"first\n"]
+        log.write_bytes(written[0])
+        at = before_last_lines(partial(opener, folder), lines)
+        found, at = drained(folder, at, most_bytes)
+        assert found == (written[0] if lines else b"")
+        for data, rotates in writes:
+            with log.open("ab") as file:
+                file.write(data)
+            found, at = drained(folder, at, most_bytes)
+            assert found == data
+            if rotates:
+                enforce_limits(folder, Limits())
+                found, at = drained(folder, at, most_bytes)
+                assert found == b"", "nothing is read twice"
+
+
+@given(parts=st.lists(st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"") + b"\n")), min_size=1,
+                      max_size=3), lines=st.integers(0, 30))
+@settings(max_examples=seeds(100), deadline=None)
+def test_last_lines_begin_in_the_part_that_has_them(parts: list[list[bytes]], lines: int) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for n, part in enumerate(reversed(parts)):
+            (folder / ("a.log" + (f".{n}" if n else ""))).write_bytes(b"".join(part))
+        found, _ = drained(folder, before_last_lines(partial(opener, folder), lines), 7)
+        assert found == b"".join(sum(parts, [])[-lines:] if lines else [])
+
+
+def test_reader_of_a_log_that_was_replaced_goes_on_with_the_new_one(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(b"old\n")
+    _, at = drained(tmp_path, before_last_lines(partial(opener, tmp_path), 0), 10)
+    other = tmp_path / "other"
+    other.write_bytes(b"new\n")
+    other.rename(log)
+    assert drained(tmp_path, at, 10)[0] == b"new\n"
+
+
+def test_log_that_is_missing_is_an_error_and_its_rotated_part_is_not(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        before_last_lines(partial(opener, tmp_path), 3)
+    with pytest.raises(FileNotFoundError):
+        read_from(partial(opener, tmp_path), LogPosition(1, 0), 10)
+    (tmp_path / "a.log.1").write_bytes(b"rotated\n")
+    found, at = drained(tmp_path, before_last_lines(partial(opener, tmp_path), 3), 100)
+    assert found == b"rotated\n"
+    (tmp_path / "a.log").write_bytes(b"again\n")
+    assert drained(tmp_path, at, 100)[0] == b"again\n"
+
+
+@pytest.mark.parametrize("text", ["", "1", "1-", "-1-2", "1-2-3", "a-1", "1-" + "9" * 30, "1-²", "١-1", "1-2\n"])
+def test_position_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no position"):
+        LogPosition.parse(text)
+    assert LogPosition.parse(str(LogPosition(7, 9))) == LogPosition(7, 9)
