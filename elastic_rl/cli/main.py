@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_rl.cli import alerts, changes, completion, dashboard, hosts, jobs, listings, logs, run, samples, versions
+from elastic_rl.cli import (
+    alerts,
+    autoscale,
+    changes,
+    completion,
+    dashboard,
+    hosts,
+    jobs,
+    listings,
+    logs,
+    run,
+    samples,
+    versions,
+)
 from elastic_rl.cli.common import EXTRA, err
 from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
@@ -35,7 +48,8 @@ _STYLE: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": 
 app = typer.Typer(add_completion=False, no_args_is_help=True, **_STYLE,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
                   epilog=describe())
-for _part in (run.app, jobs.app, logs.app, listings.app, hosts.app, samples.app, changes.app, dashboard.app):
+for _part in (run.app, jobs.app, logs.app, listings.app, hosts.app, samples.app, changes.app, autoscale.app,
+              dashboard.app):
     app.add_typer(_part)
 app.add_typer(changes.engines, name="engines")
 app.add_typer(changes.operations, name="operations")

@@ -165,6 +165,18 @@ def _engines_of_pools(c: Config) -> Iterator[str]:
                    "a pool may be scaled to: raise the limit, or set fewer engines")
 
 
+def _autoscaling(c: Config) -> Iterator[str]:
+    for key, auto in (("rollout.autoscale", c.rollout.autoscale),
+                      *((f"pools.{name}.autoscale", pool.autoscale) for name, pool in c.pools.items())):
+        if auto.mode != "disabled" and auto.max_engines > c.coordinator.max_engines:
+            yield (f"{key}.max_engines={auto.max_engines} is more than coordinator.max_engines="
+                   f"{c.coordinator.max_engines}, the most that a pool may be scaled to: raise the limit, or lower "
+                   f"{key}.max_engines")
+    if c.colocated and c.rollout.autoscale.mode != "disabled":
+        yield ("rollout.autoscale is for engines on devices of their own: with placement=colocated the GPUs of the "
+               "trainer bound their number; leave it out")
+
+
 def _teacher_is_a_pool(c: Config) -> Iterator[str]:
     teacher = c.algorithm.teacher
     if teacher is not None and teacher not in c.pools:
@@ -329,6 +341,7 @@ CHECKS: tuple[Check, ...] = (
             "dcs.orphan_grace_s={dcs.orphan_grace_s:g} must be larger than dcs.staging_ttl_s={dcs.staging_ttl_s:g}: a "
             "node would drop chunks of a version that is committed later"),
     _engines_of_pools,
+    _autoscaling,
     Refused(lambda c: c.coordinator.ports and len(c.coordinator.ports) != c.coordinator.replicas,
             "coordinator.ports={coordinator.ports} must be as many ports as coordinator.replicas="
             "{coordinator.replicas}"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.dcs import Stream
 from elastic_rl.config.engine import EngineConfig
 from elastic_rl.config.section import PathText, Positive, Section
@@ -25,6 +26,7 @@ class PoolConfig(Section):
     host. Any model that SGLang serves."""
     engines: Positive = 1
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale --pool=NAME``."""
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     engine: dict[str, Any] = {}
     """Settings of the section ``engine`` that are different for this pool, such as ``max_total_tokens`` and
     ``extra_args``."""

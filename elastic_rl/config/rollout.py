@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.json_values import require_json
 from elastic_rl.config.section import Positive, Seconds, Section
 
@@ -18,6 +19,7 @@ ENVIRONMENT = "environment"
 class RolloutConfig(Section):
     engines: Annotated[int, Field(ge=1)] = 2
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale``."""
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Sampling temperature. Logits are divided by it, so a value far below 0.001 would make them infinite."""
     generate: str = SINGLE_TURN

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from elastic_rl.config import checks, reading
 from elastic_rl.config.alerts import AlertConfig
 from elastic_rl.config.algorithm import AlgorithmConfig
+from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.coordinator import CoordinatorConfig
 from elastic_rl.config.critic import CriticConfig
 from elastic_rl.config.data import DataConfig
@@ -136,6 +137,12 @@ class Config(Section):
             name: PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
                                changed(self.engine, pool.engine), template_date=self.data.template_date)
             for name, pool in self.pools.items() if name != idle or name in self.rollout.judges}}
+
+    def autoscale_settings(self, pool: str) -> AutoscaleConfig:
+        """Autoscaling of a pool as the settings have it; of one that they do not have, it is disabled."""
+        if pool == ROLLOUT_POOL:
+            return self.rollout.autoscale
+        return self.pools[pool].autoscale if pool in self.pools else AutoscaleConfig()
 
     @property
     def colocated(self) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
+from elastic_rl.config import Config
+from elastic_rl.coordinator import autoscalers
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.etags import check_revision, etag
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
@@ -87,13 +89,13 @@ def get_pool(etcd: EtcdClient, keys: Keys, name: str) -> PoolView:
     return view(spec, etcd.get(keys.pool_status(name)))
 
 
-def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, desired: int, *, by: str,
+def set_desired(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, name: str, desired: int, *, by: str,
                 if_revision: int | None = None, dry_run: bool = False) -> PoolView:
     """Changes the desired number together with its event, in one transaction under the leader's fencing token.
     ``if_revision``: the spec's revision that the change was made from. ``dry_run``: returns the pool as it would be.
 
-    Raises problems: 404; 412 when the pool has changed; 503 when this replica lost the leadership meanwhile; 504 when
-    the outcome is unknown.
+    Raises problems: 404; 409 for a number beyond the bounds of its autoscaling; 412 when the pool has changed; 503 when
+    this replica lost the leadership meanwhile; 504 when the outcome is unknown.
     """
     key = keys.pool_spec(name)
     for _ in range(8):
@@ -101,6 +103,7 @@ def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, des
         if spec is None:
             raise not_found("pool", name)
         check_revision(spec.mod_revision, if_revision, "pool")
+        within = autoscalers.require_within(etcd, keys, cfg, name, desired)
         old = PoolSpec.decode(spec.value)
         if old.desired == desired:
             return view(spec, etcd.get(keys.pool_status(name)))
@@ -109,7 +112,7 @@ def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, des
         event = events.build(event_kinds.POOL_SCALED, name, f"{name}: {old.desired} → {desired} engines, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
         new = old.replace(desired=desired)
-        change = LeaderTransaction.with_event(keys, event, [Compare.mod(key, "==", spec.mod_revision)],
+        change = LeaderTransaction.with_event(keys, event, [Compare.mod(key, "==", spec.mod_revision), within],
                                               [Op.put(key, new.encode())])
         if revision := change.commit(etcd, election.writer):
             status = etcd.get(keys.pool_status(name))

@@ -24,6 +24,7 @@ from elastic_rl.coordinator.alerts.conditions import leader_conditions
 from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
+from elastic_rl.coordinator.autoscaling.controller import AutoscaleController
 from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_gap import LeaderGap
@@ -81,6 +82,7 @@ class Reconciler:
         operations = OperationService(etcd, keys, election, cfg, clock=clock)
         self._operations = OperationController(
             keys, {group.name: cfg.of_group(group).trainer.ranks for group in cfg.trainer_groups}, guarded)
+        self._autoscaling = AutoscaleController(etcd, keys, cfg, operations, guarded)
         self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, guarded)
         self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, guarded)
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
@@ -201,6 +203,8 @@ class Reconciler:
         with self._stage("operations"):
             self._operations.update(snapshot)
             self._operations.trim(snapshot)
+        with self._stage("autoscaling"):
+            self._autoscaling.update(snapshot)
         with self._stage("retention"):
             self._retention.trim()
         with self._stage("alerts"):

@@ -23,6 +23,8 @@ from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import RangeDecoder, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
+    Autoscaler,
+    AutoscalerState,
     DcsNode,
     Engine,
     EngineState,
@@ -84,6 +86,9 @@ class ClusterSnapshot:
     """Id of the engine → its registration."""
     specs: Mapping[str, PoolSpec] = field(default_factory=dict)
     statuses: Mapping[str, PoolStatus] = field(default_factory=dict)
+    autoscalers: Mapping[str, Autoscaler] = field(default_factory=dict)
+    """Pool → its autoscaling where that was set through the API."""
+    autoscaler_states: Mapping[str, AutoscalerState] = field(default_factory=dict)
     operations: Mapping[str, Operation] = field(default_factory=dict)
     restarts: Mapping[str, RestartRequest] = field(default_factory=dict)
     """Target → the request to restart it."""
@@ -170,6 +175,8 @@ class SnapshotReader:
             ExternalEngine: RangeDecoder(ExternalEngine, lambda r: keys.external_engine(r.url)),
             PoolSpec: RangeDecoder(PoolSpec, lambda r: keys.pool_spec(r.name)),
             PoolStatus: RangeDecoder(PoolStatus, lambda r: keys.pool_status(r.name)),
+            Autoscaler: RangeDecoder(Autoscaler, lambda r: keys.autoscaler(r.pool)),
+            AutoscalerState: RangeDecoder(AutoscalerState, lambda r: keys.autoscaler_state(r.pool)),
             FaultLog: RangeDecoder(FaultLog, lambda r: keys.fault(r.target)),
             RestartRequest: RangeDecoder(RestartRequest, lambda r: keys.restart(r.target)),
             Version: RangeDecoder(Version, lambda r: keys.stream_head(r.stream)),
@@ -196,6 +203,9 @@ class SnapshotReader:
         witnesses = reading.range(keys.witnesses_prefix(), Witness)
         engines = {e.id: e for e in reading.range(keys.engines_prefix(), Engine)}
         pools = self._etcd.range(keys.pools_prefix())[0]
+        autoscaling = self._etcd.range(keys.autoscaling_prefix())[0]
+        autoscalers = reading.decode([kv for kv in autoscaling if kv.key.endswith("/spec")], Autoscaler)
+        autoscaler_states = reading.decode([kv for kv in autoscaling if kv.key.endswith("/state")], AutoscalerState)
         specs = reading.decode([kv for kv in pools if kv.key.endswith("/spec")], PoolSpec)
         statuses = reading.decode([kv for kv in pools if kv.key.endswith("/status")], PoolStatus)
         status = reading.keys([keys.job_status()], JobStatus)
@@ -216,7 +226,8 @@ class SnapshotReader:
             registry={s.name: s for s in registry}, evidence={(e.role, e.id): e for e in evidence}, witnesses=witnesses,
             nodes={n.id: n for n in nodes}, engines=engines,
             external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
-            statuses={s.name: s for s in statuses}, operations={o.id: o for o in operations},
+            statuses={s.name: s for s in statuses}, autoscalers={a.pool: a for a in autoscalers},
+            autoscaler_states={a.pool: a for a in autoscaler_states}, operations={o.id: o for o in operations},
             restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,
             committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else EtcdHealth(),
             revisions=reading.revisions, unreadable=reading.unreadable)

@@ -22,7 +22,8 @@ class WatchTrigger:
     def __init__(self, etcd: EtcdClient, keys: Keys, wake: Callable[[], None]) -> None:
         self._etcd, self._keys, self._wake = etcd, keys, wake
         self._prefixes = (keys.members_prefix(), keys.dcs_nodes_prefix(), keys.engines_prefix(), keys.events_prefix(),
-                          keys.pools_prefix(), keys.operations_prefix(), keys.restarts_prefix())
+                          keys.pools_prefix(), keys.autoscaling_prefix(), keys.operations_prefix(),
+                          keys.restarts_prefix())
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-trigger", daemon=True)
 

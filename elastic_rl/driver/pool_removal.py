@@ -17,9 +17,9 @@ _OPS = 64
 
 
 def remove_pools_except(etcd: EtcdClient, keys: Keys, writer: FencedWriter, names: Collection[str]) -> None:
-    """Deletes the spec and status of every other pool, the records of its engines, which ended with their epoch, and
-    the registrations of servers for it. Its spec is deleted last, so that what was interrupted is done again. Raises
-    Fenced and EtcdUnavailable."""
+    """Deletes the spec and status of every other pool, its autoscaling, the records of its engines, which ended with
+    their epoch, and the registrations of servers for it. Its spec is deleted last, so that what was interrupted is done
+    again. Raises Fenced and EtcdUnavailable."""
     found, _ = etcd.range(keys.pools_prefix())
     gone = {kv.key.removeprefix(keys.pools_prefix()).partition("/")[0] for kv in found} - set(names)
     for name in sorted(gone):
@@ -30,4 +30,5 @@ def remove_pools_except(etcd: EtcdClient, keys: Keys, writer: FencedWriter, name
         for part in batches(left, _OPS):
             writer.write(*(Op.delete(kv.key) for kv in part))
         writer.emit(event_kinds.POOL_REMOVED, name, f"pool {name} is not in the settings any more")
+        writer.write(Op.delete(keys.autoscaler(name)), Op.delete(keys.autoscaler_state(name)))
         writer.write(Op.delete(keys.pool_status(name)), Op.delete(keys.pool_spec(name)))

@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
@@ -21,6 +22,7 @@ from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.engine.server.health import Health, HealthLimits
 from elastic_rl.engine.server.health_monitor import HealthMonitor
+from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.server.sglang_server import EngineServer, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
     Compacted,
@@ -60,6 +62,23 @@ _FAILURES_TO_REPORT = 5
 """Failed fetches, one after the other, that make an event; most single failures are gone with the next attempt."""
 
 
+@dataclass(frozen=True)
+class ReportedLoad:
+    """The load of an engine as its record has it."""
+
+    running: int = 0
+    waiting: int = 0
+    token_usage: float | None = None
+    known: bool = False
+
+    def after(self, load: Load | None) -> ReportedLoad:
+        """What the record is to have after a probe. The share of the KV cache is rounded: each change is a write."""
+        if load is None:
+            return replace(self, known=False)
+        usage = load.token_usage
+        return ReportedLoad(load.running, load.waiting, None if usage is None else round(20 * usage) / 20, known=True)
+
+
 class EngineRunner:
     """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Independent of Ray.
 
@@ -87,7 +106,7 @@ class EngineRunner:
         self._retry = RetryBackoff(*_RETRY_S)
         self._route_retry = RetryBackoff(*_RETRY_S)
         self._next_record = 0.0
-        self._load = (0, 0)
+        self._load = ReportedLoad()
         self._unwritten = False  # the last write failed: the record in etcd is outdated
         self._joined = False
         """Whether the engine has been READY."""
@@ -471,11 +490,9 @@ class EngineRunner:
             raise EngineFailed(record.reason)
 
     def _update_load(self) -> None:
-        """Writes how many requests the engine had at the last probe. Informative only."""
-        load = self._server.load
-        if self._lifecycle.state is EngineState.READY and load is not None and self._load != (
-                load.running, load.waiting):
-            self._load = load.running, load.waiting
+        """Writes what load the engine had at the last probe, or that this was not answered."""
+        if self._lifecycle.state is EngineState.READY and (now := self._load.after(self._server.load)) != self._load:
+            self._load = now
             self._write()
 
     def _write_soon(self) -> None:
@@ -503,6 +520,7 @@ class EngineRunner:
                       url=server.url if server.pid or self._external else "", pid=server.pid,
                       version=lifecycle.version, applying=lifecycle.applying, started_at=self._started_at,
                       updated_at=time.time(), pull_apply_s=self._pull_apply_s, pause_s=self._pause_s,
-                      layout=server.layout, checksum=self._checksum, running=self._load[0], waiting=self._load[1],
+                      layout=server.layout, checksum=self._checksum, running=self._load.running,
+                      waiting=self._load.waiting, token_usage=self._load.token_usage, load_known=self._load.known,
                       incarnation=self._member.incarnation, external=self._external, holds_device=self._holds_device,
                       reason=lifecycle.reason)

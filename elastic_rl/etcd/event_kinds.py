@@ -147,6 +147,9 @@ ENGINE_REPLACED = EventKind("engine.replaced", "it has ended, and the driver sta
 ENGINE_REMOVED = EventKind("engine.removed", "an external engine has ended, and is not replaced")
 
 POOL_SCALED = EventKind("pool.scaled", "the desired number of engines was changed")
+POOL_AUTOSCALING_CHANGED = EventKind("pool.autoscaling_changed", "autoscaling of the pool was set or disabled")
+POOL_SCALING_RECOMMENDED = EventKind("pool.scaling_recommended", "autoscaling, as a dry run, would have changed the "
+                                     "desired number of engines")
 POOL_REMOVED = EventKind("pool.removed", "the pool is not in the settings any more")
 ROUTER_RESTARTED = EventKind("router.restarted", "the driver restarts the router of a pool", counted="router",
                              alert="router.restarted", one_time=True)

@@ -246,6 +246,17 @@ class Keys(LeaderKeys):
     def pool_status(self, pool: str) -> str:
         return f"{self.pools_prefix()}{pool}/status"
 
+    def autoscaling_prefix(self) -> str:
+        return f"{self.root}autoscaling/"
+
+    def autoscaler(self, pool: str) -> str:
+        """Autoscaling of a pool, where it was set through the API."""
+        return f"{self.autoscaling_prefix()}{pool}/spec"
+
+    def autoscaler_state(self, pool: str) -> str:
+        """What the leader has observed of an autoscaled pool, and when it changed the number."""
+        return f"{self.autoscaling_prefix()}{pool}/state"
+
     def engines_of_pool(self, pool: str) -> str:
         """Prefix of a pool's engines, and of those of pools whose names begin with its name and a hyphen."""
         return f"{self.engines_prefix()}{pool}-"

@@ -7,6 +7,7 @@ import re
 from enum import StrEnum
 from typing import Any, Self
 
+from elastic_rl.config.autoscale import AutoscaleFields
 from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
     WORKING_PHASES,
     GroupLease,
@@ -186,6 +187,37 @@ class Formation(Record):
         return {host.name: host.ranks for host in self.hosts}
 
 
+class Autoscaler(AutoscaleFields, Record):
+    """Autoscaling of a pool, as an operator has set it through the API. It takes the place of the settings."""
+
+    pool: str
+    by: str = ""
+    at: float = 0.0
+    """Unix seconds."""
+
+
+class AutoscalerState(Record):
+    """What the leader has observed of an autoscaled pool. Times are seconds of the leader clock."""
+
+    pool: str
+    desired: int
+    """The desired number of engines that it knows; another one in the pool's spec was set by somebody else."""
+    changed_s: float
+    """When that number was set or found."""
+    observed_s: float
+    """When the load was known last."""
+    high_s: float = 0.0
+    """For how long the load has been high."""
+    low_s: float = 0.0
+    """For how long the load has been low."""
+    recommended: int = 0
+    """The number that a dry run would have set last; 0 for none."""
+    message: str = ""
+    """What it goes by, and what it waits for."""
+    updated_at: float = 0.0
+    """Unix seconds, for people."""
+
+
 class EngineState(OpenEnum):
     STARTING = "starting"
     SYNCING = "syncing"
@@ -244,6 +276,10 @@ class Engine(Record):
     """Requests that it is processing; updated every few seconds."""
     waiting: int = 0
     """Requests that are queued in it."""
+    token_usage: float | None = None
+    """Used share of its KV cache, 0 to 1, to the nearest twentieth, as of the same probe; None if unknown."""
+    load_known: bool = False
+    """Whether the last probe was answered: else ``running``, ``waiting`` and ``token_usage`` are of an older one."""
     holds_device: bool = False
     """Colocated with the trainer: whether its server may have device memory. Set before the server takes any, in the
     transaction that makes sure of its phase; cleared once it has none."""

@@ -26,7 +26,7 @@ from elastic_rl.coordinator.problems import Kind, Problem
 
 _ABOUT = """Admin API of an elastic-rl cluster and its jobs. Every replica answers reads; the leader applies changes.
 
-Every request needs a token (or a browser session) but for the probes. POST and PATCH need `Content-Type:
+Every request needs a token (or a browser session) but for the probes. POST, PATCH and PUT need `Content-Type:
 application/json`, also without a body. Listings are paged: `{"items": […], "next": "…"}`, with `limit` and `after`.
 Errors are RFC 9457 problems with a stable `type`. Query parameters that a route does not have are refused."""
 
@@ -55,7 +55,7 @@ def make_app(context: ReplicaContext) -> ASGIApp:
 
 async def _require_json(request: Request) -> None:
     """Refuses changes without a JSON content type, also those without a body: a form of another site cannot have it."""
-    if request.method in ("POST", "PATCH") and not problems.is_json(request.headers):
+    if request.method in ("POST", "PATCH", "PUT") and not problems.is_json(request.headers):
         raise problems.not_json()
 
 

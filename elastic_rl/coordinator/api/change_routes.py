@@ -6,15 +6,16 @@ from typing import Annotated
 
 from fastapi import Body, FastAPI, Request, Response
 
-from elastic_rl.coordinator import etags, pools, problems
+from elastic_rl.coordinator import autoscalers, etags, pools, problems
 from elastic_rl.coordinator.api import pages, route_docs
 from elastic_rl.coordinator.api.context import JobContext, JobCtx, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
 from elastic_rl.coordinator.api.idempotent import Created, DryRun, IfMatch, Key, carry_out, forward
-from elastic_rl.coordinator.api.models import EngineDrain, NewExternalEngine, NewRestart, Scale
+from elastic_rl.coordinator.api.models import AutoscalerChange, EngineDrain, NewExternalEngine, NewRestart, Scale
 from elastic_rl.coordinator.api.read_routes import Name
 from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.api_paths import OF_JOB, job_path
+from elastic_rl.coordinator.autoscalers import AutoscalerView
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.records import Engine, Operation
@@ -25,6 +26,10 @@ def install(app: FastAPI) -> None:
     """Adds the routes."""
     app.patch(OF_JOB + "/pools/{name}", response_model=PoolView, **described(route_docs.PATCH_POOL))(patch_pool)
     app.post(OF_JOB + "/pools/{name}/scale", response_model=Operation, **described(route_docs.SCALE))(scale_pool)
+    app.put(OF_JOB + "/pools/{name}/autoscaling", response_model=AutoscalerView, **described(
+        route_docs.SET_AUTOSCALER))(set_autoscaling)
+    app.delete(OF_JOB + "/pools/{name}/autoscaling", response_model=AutoscalerView, **described(
+        route_docs.DISABLE_AUTOSCALER))(disable_autoscaling)
     app.post(OF_JOB + "/engines", response_model=Operation, **described(route_docs.REGISTER))(register_engine)
     app.delete(OF_JOB + "/engines/{engine_id}", response_model=Operation, **described(route_docs.DEREGISTER))(
         deregister_engine)
@@ -43,7 +48,7 @@ def patch_pool(request: Request, ctx: JobCtx, name: Name, body: Annotated[Scale,
     if not ctx.replica.election.is_leader:
         return forward(request, ctx)
     with traces.span("api.patch_pool", parent=traces.extract(request.headers), pool=name, desired=body.desired):
-        view = pools.set_desired(ctx.replica.etcd, ctx.keys, ctx.replica.election, name, body.desired,
+        view = pools.set_desired(ctx.replica.etcd, ctx.keys, ctx.cfg, ctx.replica.election, name, body.desired,
                                  by=caller_of(request).name, if_revision=revision, dry_run=dry_run)
     return Response(view.model_dump_json(), media_type=pages.JSON, headers={"ETag": view.etag})
 
@@ -55,6 +60,30 @@ def scale_pool(request: Request, ctx: JobCtx, name: Name, body: Annotated[Scale,
     return carry_out(request, ctx, body, idempotency_key, lambda claim: _created(ctx, ctx.operations.scale(
         name, body.desired, by=caller_of(request).name, if_revision=revision, dry_run=dry_run, claim=claim)),
         dry_run=dry_run)
+
+
+def set_autoscaling(request: Request, ctx: JobCtx, name: Name, body: Annotated[AutoscalerChange, Body()],
+                    dry_run: DryRun = False, if_match: IfMatch = None) -> Response:
+    """It takes the place of the settings, also over a restart of the job. The leader follows with its next pass; what
+    it does is in the pool's events. A number of engines beyond new bounds is brought within them."""
+    return _autoscaling(request, ctx, name, body, etags.parse_if_match(if_match, "autoscaling of the pool"), dry_run)
+
+
+def disable_autoscaling(request: Request, ctx: JobCtx, name: Name, dry_run: DryRun = False, if_match: IfMatch = None
+                        ) -> Response:
+    """The number of engines stays as it is, and so do the bounds and thresholds, for the next time."""
+    revision = etags.parse_if_match(if_match, "autoscaling of the pool") if (if_match or "").strip() else None
+    return _autoscaling(request, ctx, name, None, revision, dry_run)
+
+
+def _autoscaling(request: Request, ctx: JobContext, pool: str, wanted: AutoscalerChange | None, revision: int | None,
+                 dry_run: bool) -> Response:
+    if not ctx.replica.election.is_leader:
+        return forward(request, ctx)
+    with traces.span("api.autoscaling", parent=traces.extract(request.headers), pool=pool):
+        view = autoscalers.change(ctx.replica.etcd, ctx.keys, ctx.cfg, ctx.replica.election, pool, wanted,
+                                  by=caller_of(request).name, if_revision=revision, dry_run=dry_run)
+    return Response(view.model_dump_json(), media_type=pages.JSON, headers={"ETag": view.etag})
 
 
 def drain_engine(request: Request, ctx: JobCtx, engine_id: Name, body: Annotated[EngineDrain, Body()] = EngineDrain(),

@@ -6,9 +6,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
+from elastic_rl.config.autoscale import AutoscaleFields
 from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.api.auth import Role
+from elastic_rl.coordinator.autoscalers import AutoscalerView
 from elastic_rl.coordinator.hosts.times import LONGEST_DRAIN_S
 from elastic_rl.coordinator.hosts.view import HostView
 from elastic_rl.coordinator.job_view import JobView
@@ -26,6 +28,12 @@ class Body(BaseModel):
 class Scale(Body):
     desired: StrictInt = Field(examples=[4])
     """Desired number of engines, from 1 to coordinator.max_engines."""
+
+
+class AutoscalerChange(AutoscaleFields, Body):
+    """Autoscaling of a pool as it is to be; what is left out has its default."""
+
+    model_config = ConfigDict(strict=True, title="AutoscalerChange")
 
 
 class EngineDrain(Body):
@@ -130,6 +138,10 @@ class HostPage(_Page):
 
 class PoolPage(_Page):
     items: list[PoolView]
+
+
+class AutoscalerPage(_Page):
+    items: list[AutoscalerView]
 
 
 class EnginePage(_Page):

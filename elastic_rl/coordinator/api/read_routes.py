@@ -7,11 +7,12 @@ from typing import Annotated, NamedTuple
 from fastapi import FastAPI, Path, Query, Response
 
 from elastic_rl.config import Stream
-from elastic_rl.coordinator import job_view, pools, problems
+from elastic_rl.coordinator import autoscalers, job_view, pools, problems
 from elastic_rl.coordinator.api import pages, route_docs
 from elastic_rl.coordinator.api.context import JobContext, JobCtx
 from elastic_rl.coordinator.api.models import (
     AlertPage,
+    AutoscalerPage,
     EnginePage,
     MemberPage,
     OperationPage,
@@ -22,6 +23,7 @@ from elastic_rl.coordinator.api.models import (
 from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.route_docs import described
 from elastic_rl.coordinator.api_paths import OF_JOB
+from elastic_rl.coordinator.autoscalers import AutoscalerView
 from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.records import LastSeen
@@ -40,6 +42,8 @@ def install(app: FastAPI) -> None:
             ("", JobView, job, route_docs.JOB),
             ("/pools", PoolPage, list_pools, route_docs.POOLS),
             ("/pools/{name}", PoolView, one_pool, route_docs.POOL),
+            ("/pools/{name}/autoscaling", AutoscalerView, one_autoscaler, route_docs.AUTOSCALER),
+            ("/autoscaling", AutoscalerPage, list_autoscalers, route_docs.AUTOSCALERS),
             ("/engines", EnginePage, list_engines, route_docs.ENGINES),
             ("/engines/{engine_id}", Engine, one_engine, route_docs.ENGINE),
             ("/operations", OperationPage, list_operations, route_docs.OPERATIONS),
@@ -67,6 +71,20 @@ def one_pool(ctx: JobCtx, name: Name) -> Response:
     """The pool with its ETag, which differs after each change of the desired number, and of nothing else."""
     found = pools.get_pool(ctx.replica.etcd, ctx.keys, name)
     return _json(found.model_dump_json().encode(), {"ETag": found.etag})
+
+
+def one_autoscaler(ctx: JobCtx, name: Name) -> Response:
+    """As the job's settings have it (``source``), until it is set. ``message`` says what the leader goes by, at most 15
+    s ago."""
+    found = autoscalers.get(ctx.replica.etcd, ctx.keys, ctx.cfg, name)
+    return _json(found.model_dump_json().encode(), {"ETag": found.etag})
+
+
+def list_autoscalers(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:
+    """By pool; pools whose autoscaling is disabled are listed too."""
+    found, more = pools.page(ctx.replica.etcd, ctx.keys, limit, pages.place(after) if after else "")
+    shown = autoscalers.page(ctx.replica.etcd, ctx.keys, ctx.cfg, [pool.name for pool in found])
+    return pages.page([a.model_dump_json().encode() for a in shown], found[-1].name if more and found else None)
 
 
 def list_engines(ctx: JobCtx, limit: Limit = 100, after: After = "") -> Response:

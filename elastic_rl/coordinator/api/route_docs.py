@@ -112,6 +112,12 @@ def _errors(kinds: Sequence[Kind]) -> dict[int | str, dict[str, Any]]:
 
 # -- examples ----------------------------------------------------------------------------------------------------------
 _POOL = {"name": "rollout", "desired": 4, "ready": 3, "starting": 1, "draining": 0, "revision": 812, "etag": '"812"'}
+_AUTOSCALER = {
+    "pool": "rollout", "source": "api", "mode": "automatic", "min_engines": 2, "max_engines": 16, "queue_high": 1.0,
+    "token_usage_high": 0.85, "token_usage_low": 0.4, "min_trainer_idle": 0.1, "up_after_s": 30.0,
+    "down_after_s": 300.0, "up_cooldown_s": 60.0, "down_cooldown_s": 600.0, "max_step_up": 4, "max_step_down": 1,
+    "by": "ada", "at": 1763724040.1, "recommended": 0, "message": "2.4 requests wait in an engine, 91% of the KV cache "
+    "is used, the trainer waits 38% of a step; high for 12 of 30 s", "updated_at": 1763724051.7, "etag": '"830"'}
 _ENGINE = {"id": "rollout-3f2a", "pool": "rollout", "state": "ready", "epoch": 2, "url": "http://10.0.0.7:30000",
            "pid": 4711, "version": 118, "host": "gpu-7", "pull_apply_s": 0.84, "pause_s": 0.03}
 _OPERATION = {"id": "op-1763724040123-5be1d2", "kind": "scale", "target": "pools/rollout", "params":
@@ -185,6 +191,14 @@ POOL = Route("getPool", "One pool", "pools", _JOB_READS, _POOL, headers=_ETAG)
 PATCH_POOL = Route("changePool", "Change a pool that has not changed since it was read", "pools",
                    (*_CHANGES, Kind.MALFORMED, Kind.PRECONDITION_FAILED, Kind.PRECONDITION_REQUIRED), _POOL,
                    headers=_ETAG)
+AUTOSCALERS = Route("listAutoscaling", "Autoscaling of the pools", "pools", _JOB_READS, _page(_AUTOSCALER))
+AUTOSCALER = Route("getAutoscaling", "Autoscaling of one pool", "pools", _JOB_READS, _AUTOSCALER,
+                   headers=_ETAG)
+SET_AUTOSCALER = Route("setAutoscaling", "Set autoscaling of a pool that has not changed since it was read", "pools",
+                       (*_CHANGES, Kind.MALFORMED, Kind.PRECONDITION_FAILED, Kind.PRECONDITION_REQUIRED), _AUTOSCALER,
+                       headers=_ETAG)
+DISABLE_AUTOSCALER = Route("disableAutoscaling", "Disable autoscaling of a pool", "pools",
+                           (*_CHANGES, Kind.PRECONDITION_FAILED), _AUTOSCALER, headers=_ETAG)
 SCALE = _operation("scalePool", "Scale a pool to a number of engines", (*_POSTS, Kind.PRECONDITION_FAILED))
 ENGINES = Route("listEngines", "Engines", "engines", _JOB_READS, _page(_ENGINE))
 ENGINE = Route("getEngine", "One engine", "engines", _JOB_READS, _ENGINE)

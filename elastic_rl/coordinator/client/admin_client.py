@@ -25,6 +25,8 @@ from elastic_rl.runtime.backoff import RetryBackoff
 _PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
 _POLL_S, _MAX_POLL_S = 0.1, 1.0
+_OF_AUTOSCALER = frozenset({"pool", "source", "by", "at", "recommended", "message", "updated_at", "etag"})
+"""What the API says of an autoscaler beyond what it goes by."""
 _NOT_APPLIED = ("no-leader", "job-not-open", "etcd-unavailable", "stopping", "overloaded", "token-table")
 """Problems of 5xx after which nothing was changed."""
 
@@ -177,6 +179,29 @@ class AdminClient:
     def scale(self, pool: str, desired: int, *, dry_run: bool = False) -> dict[str, Any]:
         return self._begin(f"pools/{_part(pool)}/scale", {"desired": desired}, dry_run)
 
+    def autoscaling(self, pool: str) -> dict[str, Any]:
+        """Autoscaling of a pool. Raises NotFound."""
+        return dict(self.get(f"pools/{_part(pool)}/autoscaling"))
+
+    def set_autoscaling(self, pool: str, changes: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Changes some of what the autoscaler of a pool goes by, as it is now. Raises NotFound, and Changed if it was
+        modified concurrently."""
+        path = self._of_job(f"pools/{_part(pool)}/autoscaling")
+        now = self._send("GET", path)
+        known = {name: value for name, value in now.json().items() if name not in _OF_AUTOSCALER}
+        try:
+            return dict(self._send("PUT", _with_dry_run(path, dry_run), {**known, **changes},
+                                   {"If-Match": now.headers["ETag"]}).json())
+        except Changed:
+            found = dict(self._send("GET", path).json())
+            if changes.items() <= found.items():  # an earlier attempt was applied, and its answer lost
+                return found
+            raise
+
+    def disable_autoscaling(self, pool: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Has the number of engines of a pool stay as it is. Raises NotFound."""
+        return dict(self.delete(_with_dry_run(f"pools/{_part(pool)}/autoscaling", dry_run)))
+
     def drain_engine(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
         return self._begin(f"engines/{_part(engine_id)}/drain", {"replace": replace}, dry_run)
 
@@ -253,7 +278,7 @@ class AdminClient:
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None,
               headers: dict[str, str] | None = None) -> httpx.Response:
         """One request, tried on each replica, and again while they wait for a leader or for etcd. No attempt is applied
-        twice: a POST has its key, a PATCH its If-Match, and a DELETE its key or nothing left to delete."""
+        twice: a POST has its key, a PATCH or PUT its If-Match, and a DELETE its key or nothing left to delete."""
         end, retry = time.monotonic() + self._budget_s, RetryBackoff(_POLL_S, _MAX_POLL_S)
         may_be_applied = False
         while True:

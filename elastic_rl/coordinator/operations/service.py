@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from elastic_rl.config import ROLLOUT_POOL, Config, EngineConfig
 from elastic_rl.config.groups import TRAINER_GROUPS
-from elastic_rl.coordinator import etags, pools
+from elastic_rl.coordinator import autoscalers, etags, pools
 from elastic_rl.coordinator.api_paths import job_path
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
@@ -70,10 +70,12 @@ class OperationService:
         self._etcd, self._keys, self._election, self._cfg, self._clock = etcd, keys, election, cfg, clock
 
     # -- beginning ----------------------------------------------------------------------------------------------
-    def scale(self, pool: str, desired: int, *, by: str, if_revision: int | None = None, dry_run: bool = False,
-              claim: IdempotencyClaim | None = None) -> Operation:
-        """Scales a pool to ``desired`` engines. Raises problems: 404; 422 for a number out of range; 412 when the pool
-        was changed since ``if_revision``."""
+    def scale(self, pool: str, desired: int, *, by: str, reason: str = "", if_revision: int | None = None,
+              dry_run: bool = False, claim: IdempotencyClaim | None = None,
+              also: Callable[[Operation], WriteSet] | None = None) -> Operation:
+        """Scales a pool to ``desired`` engines. ``reason``: for the event. ``also``: what else the operation's
+        transaction holds. Raises problems: 404; 422 for a number out of range; 409 for one beyond the bounds of the
+        pool's autoscaling; 412 when the pool was changed since ``if_revision``."""
         pools.check_desired(desired, self._cfg.coordinator.max_engines)
 
         def draft() -> Draft:
@@ -82,6 +84,7 @@ class OperationService:
             if found is None:
                 raise not_found("pool", pool)
             etags.check_revision(found.mod_revision, if_revision, "pool")
+            writes.require(autoscalers.require_within(self._etcd, self._keys, self._cfg, pool, desired))
             old = _decode(found, PoolSpec)
             if old.desired == desired:
                 writes.require(Compare.mod(key, "==", found.mod_revision))  # its ETag does not change
@@ -91,8 +94,12 @@ class OperationService:
             op = self._operation(OperationKind.SCALE, pool_target(pool), by,
                                  engine.start_timeout_s + engine.drain_timeout_s, desired=desired,
                                  previous=old.desired)
+            if also is not None:
+                writes.merge(also(op))
+            because = f": {reason}" if reason else ""
             return op.replace(total=desired), writes, self._event(
-                op, pool, f"{pool}: {old.desired} → {desired} engines, by {by}", previous=old.desired, desired=desired)
+                op, pool, f"{pool}: {old.desired} → {desired} engines, by {by}{because}", previous=old.desired,
+                desired=desired)
 
         return self._begin(draft, dry_run, claim)
 
@@ -221,6 +228,8 @@ class OperationService:
         key = self._keys.pool_spec(pool)
         found = self._etcd.get(key)
         spec = _decode(found, PoolSpec) if found else None
+        if spec is not None:
+            writes.require(autoscalers.require_within(self._etcd, self._keys, self._cfg, pool, spec.desired - 1))
         if spec is None or spec.desired <= 1:
             raise Problem(409, "conflict", "The pool would be empty",
                           f"it is the last engine of pool {pool}; drain it with a replacement")

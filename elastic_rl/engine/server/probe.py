@@ -31,6 +31,8 @@ class Load:
 
     running: int = 0
     waiting: int = 0
+    token_usage: float | None = None
+    """Used share of the KV cache over all ranks, 0 to 1; None where the server does not say it."""
     moves: tuple[object, ...] = ()
 
     @property
@@ -42,7 +44,14 @@ def parse_load(answer: dict[str, Any]) -> Load:
     """Reads the answer to ``/v1/loads``. Raises KeyError and TypeError when it is none."""
     ranks = answer["loads"]
     return Load(sum(r["num_running_reqs"] for r in ranks), sum(r["num_waiting_reqs"] for r in ranks),
-                tuple(str(r.get(name)) for r in ranks for name in _MOVES))
+                _token_usage(ranks), tuple(str(r.get(name)) for r in ranks for name in _MOVES))
+
+
+def _token_usage(ranks: Sequence[dict[str, Any]]) -> float | None:
+    room = sum(r.get("max_total_num_tokens") or 0 for r in ranks)
+    if room <= 0:
+        return None
+    return min(1.0, max(0.0, sum(r.get("num_used_tokens") or 0 for r in ranks) / room))
 
 
 class ServerProbe:

@@ -225,6 +225,26 @@ def test_operation_continues_after_a_timeout_and_can_be_cancelled(control: Contr
     assert code == Exit.REFUSED and "hint: `elastic-rl operations`" in stderr
 
 
+def test_autoscaling_is_set_listed_and_ended(control: Control, run: Run) -> None:
+    control.pool("e0", desired=2)
+    assert "automatic" not in run("autoscale")[1]
+    code, stdout, stderr = run("autoscale", POOL, "--min", "2", "--max", "6")
+    assert code == Exit.OK and "follows its load, from 2 to 6 engines" in stdout, stderr
+    assert "automatic" in run("autoscale")[1]
+    code, stdout, _ = run("autoscale", POOL, "--max=5", "--dry-run", "-o", "json")
+    found = json.loads(stdout)
+    assert (code, found["mode"], found["min_engines"], found["max_engines"]) == (Exit.OK, "dry_run", 2, 5)
+    assert "dry_run" in run("autoscale", POOL)[1]
+    assert "set the number within" in run("autoscale", POOL, "--external")[1]
+    code, _, stderr = run("scale", "7")
+    assert code == Exit.REFUSED and "autoscaled from 2 to 5 engines" in stderr
+    assert "stays as it is" in run("autoscale", POOL, "--off")[1]
+    assert json.loads(run("autoscale", "-o", "json")[1])[0]["mode"] == "disabled"
+    code, _, stderr = run("autoscale", "none", "--max=5")
+    assert code == Exit.REFUSED and "elastic-rl pools" in stderr
+    assert run("autoscale", POOL, "--min=9")[0] == Exit.REFUSED, "beyond the most engines"
+
+
 def test_operation_continues_after_an_interrupt(control: Control) -> None:
     control.pool("e0", desired=1)
     process = control.start("scale", "5", "--wait")

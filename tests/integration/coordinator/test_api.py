@@ -160,8 +160,8 @@ def test_job_is_listed_and_another_one_is_not_found(cluster: ApiCluster, api: ht
     for path, method, _ in OPERATIONS:
         if path.startswith(OF_JOB):
             other = re.sub(r"\{\w+\}", "x", path.replace("{job}", "another"))
-            body = problem(api.request(method, other, json={} if method in ("post", "patch") else None), 404,
-                           "not-found")
+            body = problem(api.request(method, other, json={} if method in ("post", "patch", "put") else None),
+                           404, "not-found")
             assert body["instance"] == other and "'another'" in body["detail"], (method, other)
 
 
@@ -241,6 +241,39 @@ def test_operations_are_created_followed_and_cancelled(cluster: ApiCluster, api:
         problem(api.post(path, json=body), 404, "not-found")
     problem(api.delete("operations/none"), 404, "not-found")
     problem(api.post("restarts", json={"target": "moon"}), 422, "invalid")
+
+
+def test_autoscaling_is_set_shown_and_disabled_and_its_bounds_hold(cluster: ApiCluster, api: httpx.Client, pool: str
+                                                                   ) -> None:
+    path, any_of = f"pools/{pool}/autoscaling", {"If-Match": "*"}
+    before = api.get(path)
+    assert (before.json()["mode"], before.json()["source"], before.headers["etag"]) == ("disabled", "settings", '"0"')
+    wanted = {"mode": "external", "min_engines": 2, "max_engines": 4}
+    problem(api.put(path, json=wanted), 428, "precondition-required")
+    problem(api.put(path, json=wanted, headers={"If-Match": '"1"'}), 412, "precondition-failed")
+    would_be = api.put(f"{path}?dry_run=true", json=wanted, headers={"If-Match": before.headers["etag"]})
+    assert would_be.json()["mode"] == "external" and api.get(path).json()["mode"] == "disabled"
+    done = api.put(path, json=wanted, headers={"If-Match": before.headers["etag"]})
+    assert done.status_code == 200 and done.json()["source"] == "api" and done.json()["by"]
+    assert done.json().items() >= wanted.items() and done.json()["token_usage_high"] == 0.85
+    assert api.put(path, json=wanted, headers=any_of).headers["etag"] == done.headers["etag"], "it is so already"
+    for change in (api.patch(f"pools/{pool}", json={"desired": 5}, headers=any_of),
+                   api.post(f"pools/{pool}/scale", json={"desired": 1})):
+        assert "autoscaled from 2 to 4" in problem(change, 409, "conflict")["detail"]
+    scaled = [api.post(f"pools/{pool}/scale", json={"desired": 4}, headers={"Idempotency-Key": f"keda-{pool}"})
+              for _ in range(2)]
+    assert scaled[0].status_code == 202 and scaled[0].json()["id"] == scaled[1].json()["id"]
+    assert pool in {a["pool"]: a for a in walk(api, "autoscaling", 3)}
+    told = [e for e in items(api, "events") if e["subject"] == pool and e["kind"] == "pool.autoscaling_changed"]
+    assert [e["data"]["max_engines"] for e in told] == [4]
+    off = api.delete(path)
+    assert (off.json()["mode"], off.json()["max_engines"]) == ("disabled", 4)
+    assert api.post(f"pools/{pool}/scale", json={"desired": 5}).status_code == 202
+    for wrong in ({"mode": "on"}, {"min_engines": 5, "max_engines": 4}, {"max_engines": 10_000}, {"max_engines": "4"},
+                  {"token_usage_low": 0.9}, {"x": 1}):
+        problem(api.put(path, json=wrong, headers=any_of), 422, "invalid")
+    problem(api.get("pools/none/autoscaling"), 404, "not-found")
+    problem(api.put("pools/none/autoscaling", json=wanted, headers=any_of), 404, "not-found")
 
 
 def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:

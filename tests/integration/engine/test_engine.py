@@ -39,6 +39,9 @@ def test_engine_serves_the_published_version_and_follows_the_next_one_in_place(t
     engine = testbed.wait_ready(engine_id)
     assert testbed.workers()[engine.url]
     testbed.assert_serves()
+    told = wait_until(lambda: record if (record := testbed.record(engine_id)).load_known else None,
+                      what="its record of what its probe says")
+    assert told.token_usage is not None and 0.0 <= told.token_usage <= 1.0
 
     # One sequence alone, and a batch of many that differ in length, which takes another way through attention.
     testbed.assert_logprobs(testbed.ask(n=1, temperature=1.0))

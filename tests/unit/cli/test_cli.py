@@ -65,8 +65,8 @@ def test_help_and_docs_name_every_exit_code(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", [
-    "status", "hosts", "pools", "members", "events", "scale", "drain", "restart", "dashboard", "engines ls",
-    "engines register", "engines deregister", "operations ls", "operations show", "operations wait",
+    "status", "hosts", "pools", "members", "events", "scale", "autoscale", "drain", "restart", "dashboard",
+    "engines ls", "engines register", "engines deregister", "operations ls", "operations show", "operations wait",
     "operations cancel", "alerts ls", "alerts silence", "alerts unsilence", "alerts silences", "alerts test"])
 def test_every_command_that_addresses_a_cluster_takes_its_url(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command.split(), "--help") == 0
@@ -238,7 +238,10 @@ def test_remote_cluster_that_does_not_answer_is_code_3(capsys: pytest.CaptureFix
                                   ["events", "--url=http://a", "--since=soon"],
                                   ["alerts", "silence", "x", "--url=http://a", "--for=long"],
                                   ["restart", "job", "--url=http://a"], ["restart", "trainer", "--url=http://a"],
-                                  ["scale", "--url=http://a"], ["operations", "ls", "--state=odd", "--url=http://a"]])
+                                  ["scale", "--url=http://a"], ["autoscale", "--url=http://a", "--max=3"],
+                                  ["autoscale", "p", "--url=http://a", "--off", "--min=2"],
+                                  ["autoscale", "p", "--url=http://a", "--external", "--dry-run"],
+                                  ["operations", "ls", "--state=odd", "--url=http://a"]])
 def test_invalid_arguments_are_wrong_usage_before_any_request(args: list[str]) -> None:
     assert run(*args) == 2
 

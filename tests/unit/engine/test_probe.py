@@ -75,3 +75,12 @@ def test_load_is_summed_over_the_ranks() -> None:
     rank = {"num_running_reqs": 2, "num_waiting_reqs": 3}
     load = parse_load({"loads": [rank, rank]})
     assert (load.running, load.waiting, load.in_flight) == (4, 6, 10) and Load().in_flight == 0
+
+
+def test_share_of_the_kv_cache_is_over_all_ranks_and_unknown_without_a_size() -> None:
+    rank = {"num_running_reqs": 2, "num_waiting_reqs": 3}
+    used = [{**rank, "num_used_tokens": n, "max_total_num_tokens": 100} for n in (20, 60)]
+    assert parse_load({"loads": used}).token_usage == 0.4
+    assert parse_load({"loads": [{**rank, "num_used_tokens": 7, "max_total_num_tokens": 0}]}).token_usage is None
+    assert parse_load({"loads": [rank]}).token_usage is None
+    assert parse_load({"loads": [{**rank, "num_used_tokens": 150, "max_total_num_tokens": 100}]}).token_usage == 1.0

@@ -1,0 +1,1 @@
+"""Autoscaling of engine pools: from the load of a pool to its desired number of engines."""

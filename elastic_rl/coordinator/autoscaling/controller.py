@@ -1,0 +1,130 @@
+"""The leader's part of autoscaling: carries out what the policy decides, by the operation that operators begin too.
+
+What the policy knows of a pool is in etcd. It is written with each change of the pool, and else every
+``_WRITE_EVERY_S`` seconds: the next leader counts on from there, so that it changes a pool at most that much later, and
+never earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from elastic_rl.config import Config
+from elastic_rl.config.autoscale import AutoscaleFields
+from elastic_rl.coordinator import autoscalers
+from elastic_rl.coordinator.autoscaling import policy, signals
+from elastic_rl.coordinator.autoscaling.policy import Decision
+from elastic_rl.coordinator.operations.service import OperationService
+from elastic_rl.coordinator.problems import Problem
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.write_set import WriteSet
+from elastic_rl.etcd import event_kinds, events
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.decoding import decode
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import AutoscalerState, Event, Operation, StepMetrics
+from elastic_rl.etcd.transaction import GuardedWrite
+
+log = logging.getLogger(__name__)
+
+BY = "autoscaler"
+"""Who asked for an operation of autoscaling."""
+_WRITE_EVERY_S = 15.0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What this leader knows of a pool beyond what it has written."""
+
+    stored: AutoscalerState
+    """As it is in etcd: with another one there, another leader has decided meanwhile, and ``current`` is void."""
+    current: AutoscalerState
+    written_s: float
+    """Seconds of the leader clock."""
+
+
+class AutoscaleController:
+    """Used by the leader's loop."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, operations: OperationService, guarded: GuardedWrite
+                 ) -> None:
+        self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
+        self._known: dict[str, _Known] = {}
+
+    def update(self, snapshot: ClusterSnapshot) -> None:
+        """One pass over the pools. Raises Fenced and EtcdUnavailable."""
+        autoscaled = {pool: wanted for pool in snapshot.specs if (wanted := self._wanted(snapshot, pool)) is not None}
+        self._forget(snapshot, autoscaled)
+        step = self._last_step(snapshot) if autoscaled else None
+        for pool, wanted in autoscaled.items():
+            self._update(pool, wanted, snapshot, step)
+
+    def _wanted(self, snapshot: ClusterSnapshot, pool: str) -> AutoscaleFields | None:
+        """What holds for a pool; None where it is not autoscaled, or this release cannot read whether it is."""
+        if {self._keys.autoscaler(pool), self._keys.autoscaler_state(pool)} & snapshot.unreadable.keys():
+            return None
+        wanted = autoscalers.effective(snapshot.autoscalers.get(pool), self._cfg, pool)
+        return None if wanted.mode == "disabled" else wanted
+
+    def _forget(self, snapshot: ClusterSnapshot, autoscaled: dict[str, AutoscaleFields]) -> None:
+        for pool in self._known.keys() - autoscaled.keys():
+            del self._known[pool]
+        for pool in snapshot.autoscaler_states.keys() - autoscaled.keys():
+            key = self._keys.autoscaler_state(pool)
+            self._guarded([snapshot.unchanged(key), snapshot.unchanged(self._keys.autoscaler(pool))], [Op.delete(key)])
+
+    def _last_step(self, snapshot: ClusterSnapshot) -> StepMetrics | None:
+        found = self._etcd.get(self._keys.step_metrics(snapshot.status.step)) if snapshot.status else None
+        return decode(found, StepMetrics, {}) if found else None
+
+    def _update(self, pool: str, wanted: AutoscaleFields, snapshot: ClusterSnapshot, step: StepMetrics | None) -> None:
+        now, stored, known = snapshot.leader_time, snapshot.autoscaler_states.get(pool), self._known.get(pool)
+        before = known.current if known is not None and known.stored == stored else stored
+        decision = policy.decide(wanted, pool, before, signals.observe(snapshot, pool, step, self._cfg), now)
+        state = decision.state.replace(updated_at=snapshot.now)
+        if decision.target is not None and wanted.mode != "dry_run":
+            self._scale(pool, decision.target, decision.reason, state, snapshot)
+            return
+        writes, event = WriteSet(), self._recommendation(pool, decision, before)
+        if event is not None:
+            writes.add(events.put_op(self._keys, event))
+        elif (stored is not None and known is not None and known.stored == stored and state.desired == stored.desired
+              and now - known.written_s < _WRITE_EVERY_S):
+            self._known[pool] = _Known(stored, state, known.written_s)
+            return
+        self._put(pool, state, snapshot, writes)
+        if self._guarded(writes.compares, writes.ops):
+            self._known[pool] = _Known(state, state, now)
+
+    def _put(self, pool: str, state: AutoscalerState, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
+        key = self._keys.autoscaler_state(pool)
+        writes.put(key, snapshot.revision(key), state)
+        # What it was decided by: an operator may have disabled it, or changed the bounds.
+        writes.require(snapshot.unchanged(self._keys.autoscaler(pool)))
+
+    def _scale(self, pool: str, target: int, reason: str, state: AutoscalerState, snapshot: ClusterSnapshot) -> None:
+        """Begins the operation, unless somebody has changed the pool, or its autoscaling, since the snapshot."""
+
+        def also(_: Operation) -> WriteSet:
+            writes = WriteSet()
+            self._put(pool, state, snapshot, writes)
+            return writes
+
+        try:
+            self._operations.scale(pool, target, by=BY, reason=reason, also=also,
+                                   if_revision=snapshot.revision(self._keys.pool_spec(pool)))
+        except Problem as e:
+            log.info("pool %s is not scaled to %s: %s", pool, target, e)
+            return
+        log.info("scaling pool %s to %s: %s", pool, target, reason)
+        self._known[pool] = _Known(state, state, snapshot.leader_time)
+
+    def _recommendation(self, pool: str, decision: Decision, before: AutoscalerState | None) -> Event | None:
+        """The event of a dry run that would set another number than it would have set last."""
+        if decision.target is None or (before is not None and before.recommended == decision.target):
+            return None
+        desired = decision.state.desired
+        return events.build(event_kinds.POOL_SCALING_RECOMMENDED, pool,
+                            f"{pool}: {desired} → {decision.target} engines would be set: {decision.reason}",
+                            desired=desired, recommended=decision.target, by=BY)
