@@ -156,9 +156,8 @@ class RunService:
     # -- whether it is to go on ----------------------------------------------------------------------------------------
     @property
     def _stopped(self) -> bool:
-        """Whether its operator has stopped the run, or the cluster. A host that only leaves the cluster stops no run.
-        """
-        return self._withdrawn.is_set() or (self._cluster.taken_down and not self._cluster.host.joined)
+        """Whether its operator has stopped the run, or the cluster."""
+        return self._withdrawn.is_set() or self._cluster.stops_runs
 
     @contextmanager
     def _following(self, info: ClusterInfo) -> Iterator[None]:

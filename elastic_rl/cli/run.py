@@ -52,19 +52,41 @@ Labels = Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE
 
 
 @app.command(context_settings=EXTRA)
-def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostName = "", label: Labels = None) -> None:
+def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostName = "", label: Labels = None,
+       foreground: Annotated[bool, typer.Option("--foreground", help=(
+           "Stay until SIGTERM or Ctrl-C, which then suspends the cluster: the next `up` resumes its runs."))] = False,
+       ) -> None:
     """Start a local cluster, or the parts of it that do not run. A running one keeps the settings that are not
     given.
 
-    With --cluster=NAME it is one for any number of jobs, which `elastic-rl train --cluster=NAME` adds."""
+    With --cluster=NAME it is one for any number of jobs, which `elastic-rl train --cluster=NAME` adds.
+
+    With --foreground it is for what supervises it, such as systemd, Slurm or Kubernetes. When that command is killed,
+    what it has started runs on, and the next one finds it; `elastic-rl down` ends it, too."""
+    from elastic_rl.host.joined_host import JoinedHost
+    from elastic_rl.host.local_cluster import SAVE_GRACE_S
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
     with signals_interrupt():
         info = cluster.up(name=name, address=address, labels=_labels(label))
-        if cluster.named and names_job:
-            cluster = named_cluster(ctx, file, say=_say)
-            info = cluster.admit(resubmit=True)
+        try:
+            if cluster.named and names_job:
+                cluster = named_cluster(ctx, file, say=_say)
+                info = cluster.admit(resubmit=True)
+            _print_up(cluster, info, with_job=names_job or not cluster.named)
+            if foreground:
+                JoinedHost(cluster, _say).follow()
+        except KeyboardInterrupt:
+            if not foreground:
+                raise
+            with ignore_signals():
+                _say(f"suspending {cluster.cfg.cluster_name}: saving versions, at most {SAVE_GRACE_S:.0f} s a job")
+                _print_stopped(cluster.suspend())
+
+
+def _print_up(cluster: Cluster, info: Any, *, with_job: bool) -> None:
+    """Says where everything of a cluster is that is up, and which runs go on."""
     out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
-    _print_access(cluster.cfg, info, with_job=names_job or not cluster.named)
+    _print_access(cluster.cfg, info, with_job=with_job)
     if not cluster.host.is_local:
         say(f"  join        elastic-rl node --join=FILE --address=IP, on another machine, with a copy of "
             f"{cluster.paths.join_file}")

@@ -1,7 +1,8 @@
-"""A host that has joined a cluster, for the process that keeps it there (`elastic-rl node`).
+"""A host of a cluster, for the process that keeps it there (`elastic-rl node`, and `elastic-rl up --foreground`).
 
 The host agent does the work, and runs on when that process is killed: another one finds it as it is. Only a process
-that is told to end has the host leave: what it holds moves elsewhere first.
+that is told to end has the host leave: what it holds moves elsewhere first. The first host, which has the cluster's
+etcd, does not leave: it is suspended (``Cluster.suspend``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ETCD_BUDGET_S = 2.0
 
 
 class JoinedHost:
-    """This host in a cluster that ``Cluster.join`` has made it a host of."""
+    """This host in a cluster that ``Cluster.join``, or ``Cluster.up``, has made it a host of."""
 
     def __init__(self, cluster: Cluster, say: Callable[[str], None], *,
                  pause: Callable[[float], None] = time.sleep) -> None:

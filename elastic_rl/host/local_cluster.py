@@ -122,7 +122,7 @@ class Cluster:
         self.services, self.agents = ServiceFiles(self.paths.services), ServiceFiles(self.paths.agents)
         self.singletons = ServiceFiles(self.paths.singletons)
         """What the leader has assigned to this host; the agent starts and ends it."""
-        self.run = JobRun(self.cfg, self.singletons, self._etcd_if_up, lambda: self.taken_down)
+        self.run = JobRun(self.cfg, self.singletons, self._etcd_if_up, lambda: self.taken_down and not self.suspended)
         self._say = say
         self._host: LocalHost | None = None
         self._new_data: Path | None = None
@@ -305,6 +305,7 @@ class Cluster:
         self._save_join_file(info)
         self._disown()
         self.paths.stopped.unlink(missing_ok=True)
+        self.paths.suspended.unlink(missing_ok=True)
         if not self.named:
             self._job.unsaved.unlink(missing_ok=True)
         self._new_data = None
@@ -339,7 +340,7 @@ class Cluster:
             found = etcd.get(keys.spec())
             if found is None or found.value != spec:
                 etcd.put(keys.spec(), spec)
-            if self.taken_down or self.abandoned or self._owns:
+            if self.stops_runs or self.abandoned or self._owns:
                 all_stopped(etcd, keys)
 
     def admit(self, *, resubmit: bool = False) -> ClusterInfo:
@@ -449,6 +450,17 @@ class Cluster:
         """Whether a command has taken the cluster down, or is doing so. That a file is missing alone says nothing: its
         file system may be away."""
         return self.paths.stopped.exists() and not self.paths.info.exists()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the cluster was taken down by ``suspend``, or is being so: its runs are not stopped."""
+        return self.taken_down and self.paths.suspended.exists()
+
+    @property
+    def stops_runs(self) -> bool:
+        """Whether the cluster was taken down, and its runs were stopped with it. A host that only leaves a cluster, or
+        that suspends it, stops none. Raises ConfigError."""
+        return self.taken_down and not self.suspended and not self.host.joined
 
     @property
     def known(self) -> bool:
@@ -909,10 +921,10 @@ class Cluster:
             raise
         return self._end_run() or wanted
 
-    def _end_run(self, *, locked: bool = False, moves: bool = False) -> bool:
+    def _end_run(self, *, locked: bool = False, goes_on: bool = False) -> bool:
         """Ends the process of a run that was stopped, and what its compute plane has left; returns whether there was
-        one. ``locked``: this process holds the cluster's lock. ``moves``: the run was not stopped, and goes on on
-        another host."""
+        one. ``locked``: this process holds the cluster's lock. ``goes_on``: the run was not stopped, and
+        goes on later, or on another host."""
         record = self.singletons.get(quote(self.run.name, safe=""))
         if record is None or not record.running:
             return not locked and self._sweep_compute()
@@ -922,7 +934,7 @@ class Cluster:
         with contextlib.suppress(psutil.NoSuchProcess):
             if record.named:
                 process = psutil.Process(record.pid)
-        if moves and process is not None:
+        if goes_on and process is not None:
             processes.stop(process.pid, grace_s=_EXIT_GRACE_S, descendants=False)
         try:
             wait_until(lambda: not (self.run.pid if process is None else runs(process)),
@@ -1163,6 +1175,15 @@ class Cluster:
         the cluster's secret, unless ``purge`` deletes them, for a cluster of the job's own. Returns the names of what
         was running. Raises ConfigError where the folder cannot be one, and PreflightFailed where it is not this user's,
         and for services that run elsewhere."""
+        return self._take_down(purge=purge)
+
+    def suspend(self) -> list[str]:
+        """As ``down``, but stops no run: each goes on from its newest committed state with the next ``up``, as after a
+        reboot, or on another host of the cluster once this one is lost. Where the cluster is down already, its runs
+        stay as they are."""
+        return self._take_down(suspends=True)
+
+    def _take_down(self, *, purge: bool = False, suspends: bool = False) -> list[str]:
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
@@ -1177,6 +1198,10 @@ class Cluster:
         if not self.dir.is_dir():
             return self._down(purge)
         self._require_here()
+        if not suspends:
+            self.paths.suspended.unlink(missing_ok=True)
+        elif self.paths.info.exists():  # before the cluster counts as down, so that no run takes that for its stop
+            replace_file(self.paths.suspended, "", private=True, durable=True)
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._locked(_DOWN_LOCK_TIMEOUT_S))
@@ -1192,7 +1217,8 @@ class Cluster:
                 with contextlib.suppress(OSError):  # somebody has removed the job's folder, or there is no room
                     job._job.unsaved.touch()
             self.paths.info.replace(self.paths.stopped)
-        stopped = [job.run.name for job in jobs if job._end_run(locked=True, moves=self.host.joined)]
+        stopped = [job.run.name for job in jobs if job._end_run(
+            locked=True, goes_on=self.host.joined or self.suspended)]
         stopped += [f"compute {pid}" for job in jobs for pid in leftovers.sweep(job._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services

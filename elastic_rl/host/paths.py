@@ -44,6 +44,12 @@ class ClusterPaths:
         return self.folder / "stopped.json"
 
     @property
+    def suspended(self) -> Path:
+        """An empty file beside ``stopped`` that says that the runs of the cluster were not stopped: ``up`` resumes
+        them."""
+        return self.folder / "suspended"
+
+    @property
     def settings(self) -> Path:
         """The settings that the services were started with."""
         return self.folder / "config.yaml"
