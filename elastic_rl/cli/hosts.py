@@ -212,6 +212,10 @@ def _reasons(host: Mapping[str, Any]) -> Iterator[str]:
         yield "is to be drained"
     elif host["spec"]["cordoned"] and phase not in ("cordoned", "draining", *_ABSENT):
         yield "is to be cordoned"
+    if (notice := host["preemption"]) and notice["reason"] not in host["reason"]:
+        yield f"is about to be taken back: {notice['reason']}"
+    if host["preemption_problem"]:
+        yield f"notices of preemption cannot be read: {host['preemption_problem']}"
     if host["unreadable"]:
         yield f"cannot be read: {', '.join(host['unreadable'])}"
 
@@ -220,12 +224,12 @@ def _shown(host: Mapping[str, Any], output: Format) -> Any:
     """One host as a table of its facts, its services and what is assigned to it."""
     from rich.console import Group
     facts = _facts(host)
-    names = ("id", "phase", "phase_age", "reason", "registered", "cordoned", "drain", "asked", "address", "cpus",
-             "gpus", "memory", "shm", "labels", "release", "incarnation")
+    names = ("id", "phase", "phase_age", "reason", "registered", "cordoned", "drain", "asked", "preemption", "address",
+             "cpus", "gpus", "memory", "shm", "labels", "release", "incarnation")
     spec = host["spec"]
     shown = {**host, **facts, "registered": _yes(host["registered"]), "cordoned": _yes(spec["cordoned"]),
              "drain": f"within {tables.duration(spec['drain']['within_s'])}" if spec["drain"] else "",
-             "asked": _asked(spec)}
+             "asked": _asked(spec), "preemption": _preemption(host["preemption"])}
     parts = [tables.facts({name: shown[name] for name in names})]
     for what, columns in (("service", _SERVICE), ("assignment", _ASSIGNMENT)):
         if rows := [{what: name, **each} for name, each in sorted(host[f"{what}s"].items())]:
@@ -238,6 +242,14 @@ def _asked(spec: Mapping[str, Any]) -> str:
     if not spec["at"]:
         return ""
     return f"{tables.moment(spec['at'])} by {spec['by']}" + (f": {spec['reason']}" if spec["reason"] else "")
+
+
+def _preemption(notice: Mapping[str, Any] | None) -> str:
+    """What the provider of a host has announced, and when the machine ends."""
+    if notice is None:
+        return ""
+    at = notice["deadline_at"]
+    return f"{notice['reason']}, at {tables.moment(at)}" if at else str(notice["reason"])
 
 
 def _yes(value: bool) -> str:

@@ -49,10 +49,14 @@ HostName = Annotated[str, typer.Option("--name", metavar="HOST", help=(
     "Name of this host in the cluster; else its host name."))]
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help=(
     "Label of this host, as `elastic-rl hosts` shows it; may be repeated. Those before stay where none is given."))]
+PreemptionNotice = Annotated[str | None, typer.Option("--preemption-notice", metavar="PATH_OR_URL", help=(
+    "Of a spot machine: where its provider announces that it takes the machine back. aws, gcp, azure, a URL or a path; "
+    "empty: nowhere. The host is then drained."))]
 
 
 @app.command(context_settings=EXTRA)
 def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostName = "", label: Labels = None,
+       preemption_notice: PreemptionNotice = None,
        foreground: Annotated[bool, typer.Option("--foreground", help=(
            "Stay until SIGTERM or Ctrl-C, which then suspends the cluster: the next `up` resumes its runs."))] = False,
        ) -> None:
@@ -67,7 +71,7 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
     from elastic_rl.host.local_cluster import SAVE_GRACE_S
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
     with signals_interrupt():
-        info = cluster.up(name=name, address=address, labels=_labels(label))
+        info = cluster.up(name=name, address=address, labels=_labels(label), preemption_notice=preemption_notice)
         try:
             if cluster.named and names_job:
                 cluster = named_cluster(ctx, file, say=_say)
@@ -98,7 +102,7 @@ def _print_up(cluster: Cluster, info: Any, *, with_job: bool) -> None:
 @app.command(context_settings=EXTRA)
 def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metavar="FILE", help=(
              "The file cluster.join in the folder of the cluster on its first host."))],
-         address: Address = "", name: HostName = "", label: Labels = None,
+         address: Address = "", name: HostName = "", label: Labels = None, preemption_notice: PreemptionNotice = None,
          coordinator: Annotated[bool | None, typer.Option("--coordinator/--no-coordinator", show_default=False, help=(
              "Whether a coordinator runs here, too; else as before. It needs an etcd that outlives the first host."
              ))] = None,
@@ -120,7 +124,8 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
     file = JoinFile.read(join.expanduser())
     cluster = Cluster(file.config(given.get("run_dir")), say=_say)
     with signals_interrupt():
-        cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator)
+        cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator,
+                     preemption_notice=preemption_notice)
         host = JoinedHost(cluster, _say)
         try:
             host.follow()

@@ -58,9 +58,10 @@ def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help=
     with _service(ctx, file) as service:
         rows = service.listing(stream)
     if output is not Format.JSON:
-        rows = [{**r, "is": "head" if r["head"] else "", "durable": "yes" if r["durable"] else ""} for r in rows]
-    tables.show(out, rows, ("stream", "number", "state", "is", "nbytes", "step", "committed_at", "durable", "sources",
-                             "pins"), output, wide=("epoch", "manifest", "meta"))
+        rows = [{**r, "is": "head" if r["head"] else "", "durable": "yes" if r["durable"] else "", "copies": _copies(r)}
+                for r in rows]
+    tables.show(out, rows, ("stream", "number", "state", "is", "nbytes", "step", "committed_at", "durable", "copies",
+                             "sources", "pins"), output, wide=("epoch", "manifest", "meta"))
 
 
 @app.command(context_settings=EXTRA)
@@ -88,6 +89,14 @@ def show(ctx: typer.Context, name: Name, file: File = None, output: Output = For
         out.print(f"{key:<14} {tables.cell(value, key)}", highlight=False, markup=False, soft_wrap=True)
     out.print()
     tables.show(out, rows, ("dtype", "shape", "nbytes", "name"), output, wide=("slices",))
+
+
+def _copies(row: dict[str, Any]) -> str:
+    """The copies of a version, and how many are wanted where these are fewer."""
+    copies, wanted = row["copies"], row["copies_wanted"]
+    if copies is None or wanted is None:
+        return ""
+    return f"{copies} of {wanted}" if copies < wanted else str(copies)
 
 
 def _some(nodes: list[str], most: int = 5) -> str:

@@ -50,6 +50,9 @@ class AlertConfig(Section):
     durable_lag_s: Seconds = 900.0
     """A stream with a newer version that has not been copied to the durable store for this many seconds raises
     ``durable.behind``."""
+    under_replicated_s: Seconds = 120.0
+    """Committed versions that have fewer copies than ``dcs.replicas`` says, some at any time of more than this many
+    seconds, raise ``dcs.under_replicated``."""
     full_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """A DCS node whose disk (its arena, without a disk) is filled beyond this fraction raises ``dcs.full``, and an etcd
     database beyond this fraction of its quota ``etcd.full``."""

@@ -26,7 +26,9 @@ from elastic_rl.coordinator.hosts.state_machine import SeenHost
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.coordinator.jobs import state_machine as jobs
 from elastic_rl.coordinator.jobs.state_machine import Driver, SeenJob
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.cluster_records import (
+    PREEMPTION,
     Assignment,
     ClusterSpec,
     Host,
@@ -43,11 +45,15 @@ from elastic_rl.etcd.cluster_records import (
     job_of_driver,
 )
 from elastic_rl.etcd.decoding import RangeDecoder
-from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.record import Record
+from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op
 
 R = TypeVar("R", bound=Record)
+
+_EVENTS = 100
+"""Most events of one write: etcd takes 128 operations in a transaction."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class ClusterWrite:
     key: str
     record: Record
     compares: tuple[Compare, ...]
+    also: tuple[Op, ...] = ()
+    """What is written with it, or not at all."""
 
     @property
     def op(self) -> Op:
@@ -108,11 +116,13 @@ class ClusterReading:
     """Those of them whose assignment is the record: they may have a driver."""
     untouched_hosts: frozenset[str] = frozenset()
     """Hosts with a record that cannot be read: they keep what they hold, and get nothing more."""
+    unix_s: float = 0.0
+    """Unix seconds, by the clock of the leader's host."""
 
     @classmethod
     def of(cls, keys: ClusterKeys, kvs: Sequence[KeyValue], revision: int, leader_s: float,
-           unreadable: MutableMapping[str, str], decoders: MutableMapping[str, RangeDecoder[Any]] | None = None
-           ) -> ClusterReading:
+           unreadable: MutableMapping[str, str], decoders: MutableMapping[str, RangeDecoder[Any]] | None = None, *,
+           unix_s: float = 0.0) -> ClusterReading:
         """The reading of all keys of the cluster. A record that cannot be read is left out and reported in
         ``unreadable``, by key. ``decoders``: by prefix, kept for the next reading."""
         decoders = decoders if decoders is not None else {}
@@ -127,7 +137,8 @@ class ClusterReading:
                    stored(keys.host_statuses_prefix(), HostStatus), stored(keys.host_specs_prefix(), HostSpec),
                    stored(keys.host_states_prefix(), HostState), stored(keys.assignments_prefix(), Assignment),
                    stored(keys.jobs_prefix(), JobRecord), stored(keys.job_states_prefix(), JobState),
-                   stored(keys.run_statuses_prefix(), RunStatus), stored(keys.spec(), ClusterSpec).get(""), keys=keys)
+                   stored(keys.run_statuses_prefix(), RunStatus), stored(keys.spec(), ClusterSpec).get(""), keys=keys,
+                   unix_s=unix_s)
 
         def damaged(*prefixes: str) -> frozenset[str]:
             return frozenset(key.removeprefix(prefix) for prefix in prefixes for key in unreadable
@@ -150,7 +161,8 @@ class ClusterReading:
                    and status.record.registration == registered.mod_revision else None)
         holds = self.assigned[name] > 0 or current is not None and any(
             service.generation and service.state is RunState.RUNNING for service in current.services.values())
-        return SeenHost(registered.record if registered else None, current, spec.record if spec else HostSpec(), holds)
+        return SeenHost(registered.record if registered else None, current, spec.record if spec else HostSpec(), holds,
+                        self.assigned[name] > 0, self.unix_s)
 
     @cached_property
     def assigned(self) -> Counter[str]:
@@ -194,11 +206,31 @@ def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[Cluster
 
 
 def _host_write(reading: ClusterReading, name: str, limits: ClusterLimits) -> ClusterWrite | None:
-    before = _record(reading.host_states, name)
-    after = hosts.advance(before, reading.seen_hosts[name], reading.leader_s, limits.times)
-    if after is None or after == before:
+    before, seen = _record(reading.host_states, name), reading.seen_hosts[name]
+    after = hosts.advance(before, seen, reading.leader_s, limits.times)
+    if after is None:
         return None
-    return ClusterWrite(reading.keys.host_state(name), after, _host_unchanged(reading, name))
+    spec, unchanged = hosts.spec_after(before, after, seen), _host_unchanged(reading, name)
+    new_spec = ClusterWrite(reading.keys.host_spec(name), spec, unchanged) if spec != seen.spec else None
+    if after == before:
+        return new_spec
+    also = [*([new_spec.op] if new_spec is not None else ()), *_preemption_events(reading, name, before, after, spec)]
+    return ClusterWrite(reading.keys.host_state(name), after, unchanged, tuple(also))
+
+
+def _preemption_events(reading: ClusterReading, name: str, before: HostState | None, after: HostState, spec: HostSpec
+                       ) -> Iterable[Op]:
+    """An event in the log of each active job, whose engines, versions or run may be on the host."""
+    if (notice := hosts.followed_notice(before, after)) is None:
+        return
+    by_notice = spec.drain is not None and spec.by == PREEMPTION
+    message = (f"host {name} is about to be taken back ({notice.reason}), in {notice.left_s(reading.unix_s):.0f} s: "
+               + ("it is drained" if by_notice else f"it is {spec.described('drained')} already"))
+    active = sorted(job for job, state in reading.job_states.items() if state.record.phase.live)
+    for job in active[:_EVENTS]:
+        yield events.put_op(Keys(job), events.build(
+            event_kinds.HOST_PREEMPTION, name, message, severity=Severity.WARNING, at=reading.unix_s,
+            deadline_at=notice.deadline_at, incarnation=after.incarnation))
 
 
 def _seen_job(reading: ClusterReading, name: str) -> SeenJob:

@@ -35,8 +35,10 @@ class ClusterReconciler:
     """Runs passes in a thread while this replica leads: one after each interval, and one when something has changed."""
 
     def __init__(self, etcd: EtcdClient, keys: ClusterKeys, election: Election,
-                 limits: ClusterLimits = ClusterLimits(), *, monotonic: Callable[[], float] = time.monotonic) -> None:
+                 limits: ClusterLimits = ClusterLimits(), *, monotonic: Callable[[], float] = time.monotonic,
+                 clock: Callable[[], float] = time.time) -> None:
         self._etcd, self._keys, self._election, self._limits = etcd, keys, election, limits
+        self._unix_s = clock
         self._read_prefixes = (
             keys.hosts_prefix(), keys.host_registrations_prefix(), keys.host_statuses_prefix(),
             keys.host_specs_prefix(), keys.host_states_prefix(), keys.assignments_prefix(), keys.jobs_prefix(),
@@ -128,7 +130,8 @@ class ClusterReconciler:
             self._term = term
         self._clock.persist()
         reading = self._read()
-        return sum(self._election.writer(write.compares, [write.op]) for write in cluster_pass(reading, self._limits))
+        return sum(self._election.writer(write.compares, [write.op, *write.also])
+                   for write in cluster_pass(reading, self._limits))
 
     def _read(self) -> ClusterReading:
         """The cluster at one revision."""
@@ -140,7 +143,8 @@ class ClusterReconciler:
         self._revision, before, self.unreadable = revision, self.unreadable, {}
         if self._watch is None:
             self._watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
-        reading = ClusterReading.of(self._keys, kvs, revision, leader_s, self.unreadable, self._decoders)
+        reading = ClusterReading.of(self._keys, kvs, revision, leader_s, self.unreadable, self._decoders,
+                                    unix_s=self._unix_s())
         for key, why in self.unreadable.items():
             if before.get(key) != why:
                 log.error("the record at %s cannot be read, and what it is about is left as it is: %s", key, why)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.dcs.catalog.under_replication import ShortVersion, UnderReplication
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import Compare
 
@@ -17,14 +18,20 @@ log = logging.getLogger(__name__)
 Sweep = Callable[[Sequence[Compare]], list[str]]
 """One round of maintenance under the leader's fencing token; a line for each thing that was done or failed."""
 
+Short = Callable[[Sequence[Compare]], tuple[list[ShortVersion], bool]]
+"""Committed versions with fewer copies than wanted, as far as is known under that token, and whether all are known."""
+
 _EVERY_S = 2.0
 _SLOW_S = 120.0
 _JOIN_S = 2.0
 
 
 class DcsSweep:
-    def __init__(self, sweep: Sweep, election: Election, *, every_s: float = _EVERY_S) -> None:
-        self._sweep, self._election, self._every_s = sweep, election, every_s
+    def __init__(self, sweep: Sweep, election: Election, *, short: Short = lambda guard: ([], True),
+                 every_s: float = _EVERY_S) -> None:
+        self._sweep, self._short, self._election, self._every_s = sweep, short, election, every_s
+        self.under_replication = UnderReplication()
+        """Versions with fewer copies than wanted; nothing is known of them while this replica does not lead."""
         self._stopping = threading.Event()
         self._began_at = 0.0
         """Monotonic seconds at which the sweep that runs now began; 0 between sweeps."""
@@ -56,14 +63,18 @@ class DcsSweep:
         while not self._stopping.wait(self._every_s):
             if not self._election.is_leader:
                 self._error = ""
+                self.under_replication = UnderReplication()
                 continue
             self._began_at = time.monotonic()
             try:
-                for line in self._sweep(self._election.guard):
+                guard = self._election.guard
+                for line in self._sweep(guard):
                     log.info("%s", line)
+                self.under_replication = self.under_replication.after(*self._short(guard), time.monotonic())
                 self._error = ""
             except Fenced as e:  # another replica leads
                 log.info("sweep ended: %s", e)
+                self.under_replication = UnderReplication()
             except Exception as e:  # the next sweep starts over; the alert says that they fail
                 error = f"{type(e).__name__}: {e}"
                 if error != self._error:

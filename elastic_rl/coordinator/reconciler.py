@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts.conditions import leader_conditions
+from elastic_rl.coordinator.alerts.conditions import leader_conditions, under_replication
 from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
@@ -261,5 +261,11 @@ class Reconciler:
     def _update_alerts(self, snapshot: ClusterSnapshot, batch: EventBatch) -> None:
         own = leader_conditions(self._election.replica, self._stage_errors,
                                 "" if self._sweep is None else self._sweep.problem())
-        self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, own)
+        unknown = set[str]()
+        if self._sweep is not None:
+            short, unknown = under_replication(
+                self._sweep.under_replication, time.monotonic(), snapshot, self._cfg.alerts.under_replicated_s,
+                self._cfg.alerts.full_fraction)
+            own += short
+        self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, own, unknown)
         self._alerts.deliver()

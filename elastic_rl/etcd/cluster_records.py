@@ -87,6 +87,23 @@ class ServiceStatus(Record):
     """What it waits for; empty while it runs."""
 
 
+class PreemptionNotice(Record):
+    """The provider of a host has announced that it takes the machine back. The same notice gives an equal record."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    reason: str
+    """What the provider says, such as ``aws: terminate``."""
+    deadline_at: float = 0.0
+    """When the machine ends, unix seconds; 0 where the provider does not say."""
+    warning_s: float = 30.0
+    """Where it does not: seconds that the machine has from the notice on."""
+
+    def left_s(self, now: float) -> float:
+        """Seconds that the machine has, for one that learns of the notice now. ``now``: unix seconds."""
+        return max(0.0, self.deadline_at - now) if self.deadline_at else self.warning_s
+
+
 class HostStatus(Record):
     """What the agent reports about its host, under the lease and the fencing token of its registration."""
 
@@ -98,19 +115,30 @@ class HostStatus(Record):
     """By name: all that run, and what is to be running. A singleton's name is that of its assignment."""
     not_ready: str = ""
     """Why the host can take no singleton now, such as a process of an older generation that still ends; else empty."""
+    preemption: PreemptionNotice | None = None
+    """The notice of preemption that stands; None while there is none."""
+    preemption_problem: str = ""
+    """Why the agent cannot tell whether there is a notice, so that the last answer stands; empty while it can, and
+    where no source of notices was given."""
 
 
 class Drain(Record):
-    """An operator's request to empty a host."""
+    """A request to empty a host."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     within_s: float
     """Seconds within which each singleton may choose when it moves; after that it is moved."""
+    incarnation: str = ""
+    """The incarnation of the host that is to be emptied; void for another one. Empty: whichever registers."""
+
+
+PREEMPTION = "a notice of preemption"
+"""``HostSpec.by`` of a drain that the leader asked for."""
 
 
 class HostSpec(Record):
-    """What operators want of a host."""
+    """What operators want of a host, and the drain with which the leader follows a notice of preemption."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -159,6 +187,11 @@ class HostState(Record):
     under way."""
     drain_overdue: bool = False
     """Whether that deadline is over: what is still there is to end."""
+    preemption: PreemptionNotice | None = None
+    """The notice of preemption of this incarnation that the leader has followed, as long as the agent reports it: an
+    operator who takes the drain back is not overruled by the same notice."""
+    preemption_deadline_s: float = 0.0
+    """The latest deadline of any drain while that notice stands, in seconds of the leader clock; 0 while none does."""
     reason: str = ""
 
 

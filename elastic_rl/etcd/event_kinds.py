@@ -175,6 +175,8 @@ DCS_RESTARTED = EventKind("dcs.restarted", "the host agent has started a node ag
                           alert="dcs.restarted", one_time=True)
 COORDINATOR_RESTARTED = EventKind("coordinator.restarted", "the host agent has started a replica again",
                                   counted="coordinator", alert="coordinator.restarted", one_time=True)
+HOST_PREEMPTION = EventKind("host.preemption", "the provider of a host has announced that it takes the machine back, "
+                            "and the leader has it drained", alert="host.preemption", one_time=True)
 RAY_WORKER_RESTARTED = EventKind("compute.restarted", "the agent of a host has started its worker of the job's Ray "
                                  "again", alert="compute.restarted", one_time=True)
 DCS_CATALOG_MISMATCH = EventKind("dcs.catalog_mismatch", "etcd has no catalog, another one or an older one than the "

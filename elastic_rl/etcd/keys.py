@@ -382,10 +382,13 @@ class Keys(LeaderKeys):
     def version(self, stream: str, number: int) -> str:
         return f"{self.versions_prefix(stream)}{number:012d}"
 
+    def replica_sets_prefix(self, stream: str) -> str:
+        return f"{self.root}dcs/replica_sets/{stream}/"
+
     def replica_sets(self, stream: str, number: int) -> str:
         """Which nodes hold which part of a committed version. Not in the version's record, which every engine watches:
         those of a version of 1,000 hosts are some 50 KB."""
-        return f"{self.root}dcs/replica_sets/{stream}/{number:012d}"
+        return f"{self.replica_sets_prefix(stream)}{number:012d}"
 
     def staging_owner(self, stream: str, number: int) -> str:
         """Leased by the publisher; the version is aborted when it expires."""

@@ -12,10 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_rl.coordinator.hosts import changes
+from elastic_rl.coordinator.hosts.state_machine import drain_within_s
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import Assignment, Drain, Host, HostPhase, HostSpec, HostState
+from elastic_rl.etcd.cluster_records import (
+    PREEMPTION,
+    Assignment,
+    Drain,
+    Host,
+    HostPhase,
+    HostSpec,
+    HostState,
+)
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host.agent.host_facts import kept_incarnation
@@ -58,7 +67,7 @@ class JoinedHost:
         seconds. What runs here runs on: ``Cluster.down`` ends it."""
         if not within_s:
             return
-        agent, end = AgentWatch(self._cluster), time.monotonic() + within_s
+        agent, end, hastened = AgentWatch(self._cluster), time.monotonic() + within_s, False
         while time.monotonic() < end:
             agent.waiting()  # which starts the agent again where it has ended
             try:
@@ -67,10 +76,14 @@ class JoinedHost:
                         self._say(f"host {self._name} is not registered by this machine: nothing is to be moved")
                         return
                     spec, revision = self._spec(etcd)
+                    drain = Drain(within_s=drain_within_s(within_s, self._has_run(etcd)))
                     if spec.drain is None:  # else an operator has it drained, and that request holds
-                        # A run needs the time to begin elsewhere; engines alone may be replaced before they leave.
-                        drain = Drain(within_s=0.0 if self._has_run(etcd) else within_s / 2)
                         self._change(etcd, {"drain": drain, "reason": _LEAVES}, revision)
+                    elif spec.by == PREEMPTION and not hastened:
+                        # The machine may have more time than this command; it is not to be used again all the same.
+                        drain = drain.replace(incarnation=spec.drain.incarnation)
+                        self._change(etcd, {"drain": drain, "reason": spec.reason}, revision)
+                        hastened = True
                     state = self._state(etcd)
                     if state is None or state.phase in (HostPhase.LEFT, HostPhase.LOST):
                         return
@@ -86,11 +99,15 @@ class JoinedHost:
         return self._cluster.etcd(self._cluster.connect(), retry_budget_s=_ETCD_BUDGET_S)
 
     def _withdraw_drain(self, etcd: EtcdClient) -> bool:
-        """Takes back the drain with which the host left. False while this machine is not registered yet."""
-        if not self._is_registered(etcd):
+        """Takes back the drain with which the host left. False while this machine is not registered yet, or the leader
+        has not decided about it."""
+        state = self._state(etcd)
+        incarnation = kept_incarnation(self._cluster.paths.incarnation)
+        if not self._is_registered(etcd) or state is None or state.incarnation != incarnation:
             return False
         spec, revision = self._spec(etcd)
-        if spec.drain is not None and spec.reason == _LEAVES:
+        # A machine that is about to be taken back is not used again.
+        if spec.drain is not None and spec.reason == _LEAVES and state.preemption is None:
             try:
                 self._change(etcd, {"drain": None}, revision)
             except Problem as e:

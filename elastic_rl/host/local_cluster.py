@@ -54,6 +54,7 @@ from elastic_rl.host import (
     file_lock,
     kept_state,
     leftovers,
+    preemption,
     processes,
     ray_node,
 )
@@ -131,11 +132,12 @@ class Cluster:
         """Whether this process owns the cluster."""
 
     # -- up -----------------------------------------------------------------------------------------------------
-    def up(self, *, resubmit: bool = True, name: str = "", address: str = "", labels: Mapping[str, str] | None = None
-           ) -> ClusterInfo:
+    def up(self, *, resubmit: bool = True, name: str = "", address: str = "", labels: Mapping[str, str] | None = None,
+           preemption_notice: str | None = None) -> ClusterInfo:
         """Starts what does not run and returns when every service answers. A cluster with a name starts without the
         job (``admit``). ``resubmit``: whether the job's record gets these settings where it has others. ``name``,
-        ``address``, ``labels``: of this host in a cluster with a name; empty, or None: as before.
+        ``address``, ``labels``, ``preemption_notice`` (``join``): of this host in a cluster with a name; empty, or
+        None: as before.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
         small, no etcd program, no space or no locks in run_dir), EtcdUnavailable (a configured etcd does not answer) or
@@ -146,7 +148,7 @@ class Cluster:
         with (preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S),
               cluster_settings.unchanged_on_error(self.paths.settings),
               cluster_settings.unchanged_on_error(self.paths.local_host)):
-            self._place(name, address, labels=labels)
+            self._place(name, address, labels=labels, preemption_notice=preemption_notice)
             with self._stopped_on_error() as running:
                 return self._up(running, resubmit)
 
@@ -183,10 +185,11 @@ class Cluster:
         return self.host.settings_here(self.cfg, self.paths.tls)
 
     def _place(self, name: str, address: str, *, joined: bool = False, labels: Mapping[str, str] | None = None,
-               coordinator: bool | None = None) -> None:
-        """Gives this host a name, an address, labels and a coordinator, those that are given. Raises ConfigError for
-        what cannot be one, for a host that has become one of the cluster in the other way (``joined``), and where
-        services run under another one, and PreflightFailed for an address that this machine does not have."""
+               coordinator: bool | None = None, preemption_notice: str | None = None) -> None:
+        """Gives this host a name, an address, labels, a coordinator and a source of notices of preemption, those that
+        are given. Raises ConfigError for what cannot be one, for a host that has become one of the cluster in the other
+        way (``joined``), and where services run under another one, and PreflightFailed for an address that this machine
+        does not have."""
         before = self.host
         if joined != before.joined and self.known:
             raise ConfigError(
@@ -194,9 +197,9 @@ class Cluster:
                 if before.joined else f"cluster {self.cfg.cluster} was started on this machine, in {self.dir}",
                 hint="`elastic-rl node --join=FILE` starts what runs here" if before.joined else
                 "`elastic-rl up` starts what runs here; to join another cluster of that name, set another --run_dir")
-        if (name or address or labels) and not self.named:
-            raise ConfigError("only a host of a cluster with a name has a name, an address and labels",
-                              hint="give --cluster=NAME, too")
+        if (name or address or labels or preemption_notice) and not self.named:
+            raise ConfigError("only a host of a cluster with a name has a name, an address, labels and notices of "
+                              "preemption", hint="give --cluster=NAME, too")
         after = before.named(name, address).replace(joined=joined)
         if before.joined and self.known and after.name != before.name:
             raise ConfigError(f"this host has joined as {before.name}, whose versions its DCS nodes have",
@@ -205,6 +208,8 @@ class Cluster:
             after = after.replace(labels=dict(labels))
         if coordinator is not None:
             after = after.replace(coordinator=coordinator)
+        if preemption_notice is not None:
+            after = after.replace(preemption_notice=preemption.checked(preemption_notice))
         if after != before:
             if running := [r.name for r in self._running()]:
                 raise ConfigError(f"this host is {before.described} while {', '.join(running)} run",
@@ -214,10 +219,10 @@ class Cluster:
         self._host = after
 
     def join(self, file: JoinFile, *, name: str = "", address: str = "", labels: Mapping[str, str] | None = None,
-             coordinator: bool | None = None) -> ClusterInfo:
+             coordinator: bool | None = None, preemption_notice: str | None = None) -> ClusterInfo:
         """Makes this machine a host of the cluster that a join file describes, and starts its agent unless that runs.
         ``name``, ``address``, ``labels``: of this host; empty, or None: as before. ``coordinator``: whether one runs
-        here.
+        here. ``preemption_notice``: where its provider announces that it takes the machine back; None: as before.
 
         Raises ConfigError (nothing that others can reach, another secret than that of what runs here, an etcd without
         this cluster), PreflightFailed as ``up``, EtcdUnavailable where the cluster's etcd does not answer, and
@@ -227,7 +232,8 @@ class Cluster:
             for path in (self.paths.settings, self.paths.local_host, self.paths.secret, self.paths.credentials,
                          self.paths.tokens, self.paths.viewer_token):
                 undo.enter_context(cluster_settings.unchanged_on_error(path))
-            self._place(name, address, joined=True, labels=labels, coordinator=coordinator)
+            self._place(name, address, joined=True, labels=labels, coordinator=coordinator,
+                        preemption_notice=preemption_notice)
             if self.host.is_local:
                 raise ConfigError("the other hosts of the cluster cannot reach this one",
                                   hint="give --address=IP, an address of this machine that `ip addr` lists")

@@ -49,6 +49,9 @@ class LocalHost(Record):
     coordinator: bool = False
     """Whether a host that has joined runs a coordinator."""
 
+    preemption_notice: str = ""
+    """Where its provider announces that it takes the machine back (``preemption.checked``); empty: nowhere."""
+
     @property
     def node(self) -> str:
         """Id of each job's DCS node on this host."""
@@ -59,7 +62,8 @@ class LocalHost(Record):
         """What it is called, for errors."""
         labels = "".join(f", {name}={value}" for name, value in self.labels.items())
         coordinator = ", with a coordinator" if self.coordinator else ""
-        return f"{self.name} at {self.address}{labels}{coordinator}"
+        notices = f", with notices of preemption from {self.preemption_notice}" if self.preemption_notice else ""
+        return f"{self.name} at {self.address}{labels}{coordinator}{notices}"
 
     @classmethod
     def of(cls, paths: ClusterPaths) -> LocalHost:

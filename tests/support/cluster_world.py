@@ -2,13 +2,15 @@
 and a model of etcd, all under one virtual clock and one seed (``election_simulation``). What decides is the product's
 own code: the election, ``cluster_pass`` and the state machines behind it, ``duties``, the restart policy.
 
-Processes are killed and stopped, hosts are cut off and lose power, services end again and again, etcd has no quorum,
-and messages are lost, late and overtake each other. ``Violation`` is raised at the step at which a rule is broken.
+Processes are killed and stopped, hosts are cut off, lose power and are taken back after a notice, services end again
+and again, etcd has no quorum, and messages are lost, late and overtake each other. ``Violation`` is raised at the step
+at which a rule is broken.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,7 @@ from elastic_rl.etcd.cluster_records import (
     JobPhase,
     JobRecord,
     JobState,
+    PreemptionNotice,
     RunState,
     RunStatus,
     ServiceStatus,
@@ -130,6 +133,7 @@ class SimHost:
     """Newest generation of each singleton that an agent of this host has seen."""
     bad_until: float = 0.0
     """Until then whatever is started here ends at once."""
+    preemption: PreemptionNotice | None = None
 
     @property
     def incarnation(self) -> str:
@@ -166,6 +170,8 @@ class ClusterWorld(ElectionWorld):
         self.spawn(self._operate())
         self.spawn(self._disturb())
         self.spawn(self._check())
+        if seed % 3 == 0:
+            self.spawn(self._take_back(random.Random(seed)))
 
     def run(self) -> ClusterWorld:
         self.advance(END)
@@ -224,7 +230,7 @@ class ClusterWorld(ElectionWorld):
     def _apply(self, r: Replica, write: ClusterWrite, guard: list[Compare]) -> None:
         """A write of a leader as it arrives at etcd."""
         before = self.etcd.keys.get(write.key)
-        if not self._txn_of(r, [*guard, *write.compares], write.op):
+        if not self._txn_of(r, [*guard, *write.compares], write.op, *write.also):
             self.counts["refused"] += 1
             return
         raw = before.value if before is not None else None
@@ -236,12 +242,12 @@ class ClusterWorld(ElectionWorld):
             case JobState():
                 self._job_written(write.key, JobState.decode(raw) if raw else None, write.record)
 
-    def _txn_of(self, r: Replica, compares: list[Compare], op: Op) -> int:
+    def _txn_of(self, r: Replica, compares: list[Compare], *ops: Op) -> int:
         """A transaction of a leader. Only the one that leads by etcd's word may change anything (I1)."""
         first = leading(self.etcd.range(self.candidates))
-        written = self.etcd.txn(compares, [op])
+        written = self.etcd.txn(compares, list(ops))
         if written and (first is None or first.key != self.candidates + r.name):
-            self._fail(f"{r.name} wrote {op.key} while {first.key if first else 'nobody'} led")
+            self._fail(f"{r.name} wrote {ops[0].key} while {first.key if first else 'nobody'} led")
         return written
 
     # -- rules about what leaders write --------------------------------------------------------------------------------
@@ -257,6 +263,10 @@ class ClusterWorld(ElectionWorld):
             self._fail(f"host {name} is {after.phase} and registered")
         if self.now > QUIET_AT + 30:
             self._fail(f"host {name} became {after.phase} without a cause")
+        drain = self._spec(name).drain
+        if after.phase in (HostPhase.DRAINING, HostPhase.LEFT) and drain is not None and drain.incarnation not in (
+                "", after.incarnation):
+            self._fail(f"host {name} is {after.phase} for the notice of {drain.incarnation}")
 
     def _assignment_written(self, key: str, before: Assignment, after: Assignment) -> None:
         name = key.removeprefix(KEYS.assignments_prefix())
@@ -274,8 +284,8 @@ class ClusterWorld(ElectionWorld):
             self._older_is_fenced(name, host)
 
     def _new_holder_fits(self, name: str, after: Assignment) -> None:
-        spec = self.etcd.keys.get(KEYS.host_spec(after.host))
-        if spec is not None and HostSpec.decode(spec.value) != HostSpec():
+        spec = self._spec(after.host)
+        if spec.cordoned or spec.drain is not None and spec.drain.incarnation in ("", after.incarnation):
             self._fail(f"{name} was assigned to {after.host}, which takes nothing more")
         registered = self.etcd.keys.get(KEYS.host(after.host))
         if registered is None or Host.decode(registered.value).incarnation != after.incarnation:
@@ -306,6 +316,10 @@ class ClusterWorld(ElectionWorld):
     # -- hosts ---------------------------------------------------------------------------------------------------------
     def _host(self, name: str) -> SimHost | None:
         return next((h for h in self.hosts if h.name == name), None)
+
+    def _spec(self, name: str) -> HostSpec:
+        found = self.etcd.keys.get(KEYS.host_spec(name))
+        return HostSpec.decode(found.value) if found is not None else HostSpec()
 
     def _host_phase(self, name: str) -> HostPhase | None:
         found = self.etcd.keys.get(KEYS.host_state(name))
@@ -452,7 +466,8 @@ class ClusterWorld(ElectionWorld):
             here = [LocalSingleton(p.name, p.generation, not p.ended) for p in host.processes]
             services = {p.name: self._service(agent, p) for p in sorted(host.processes, key=lambda p: p.pid)}
             status = HostStatus(registration=agent.registration, observed_revision=agent.known.revision,
-                                services=services, not_ready=duties.why_not_ready(agent.lease, agent.known, here))
+                                services=services, not_ready=duties.why_not_ready(agent.lease, agent.known, here),
+                                preemption=host.preemption)
             guard = Compare.mod(KEYS.host(host.name), "==", agent.registration)
             put = Op.put(KEYS.host_status(host.name), status.encode(), agent.lease_id)
             yield from self._call(agent, lambda g=guard, p=put: self.etcd.txn([g], [p]))
@@ -645,6 +660,27 @@ class ClusterWorld(ElectionWorld):
             case _ if kind.endswith("replica"):
                 yield from self._replica_fault(kind, replica)
         self.disturbed_at = self.now
+
+    def _take_back(self, rng: random.Random) -> Process:
+        """The provider takes machines back after a notice, and gives others with their names."""
+        others = [host for host in self.hosts if host.name not in self.spared]
+        while True:
+            yield rng.uniform(2.0, 8.0)
+            if CALM_FROM - 6 < self.now < CALM_UNTIL:
+                yield CALM_UNTIL - self.now
+            if self.now > QUIET_AT - 13:
+                return
+            host = rng.choice(others)
+            if host.powered:
+                self.counts["taken back"] += 1
+                self.disturbed_at, host.preemption = self.now, PreemptionNotice(reason="spot", warning_s=6.0)
+                yield 6.0
+                self._power_off(host)
+                host.preemption = None
+                yield rng.uniform(0.5, 6.0)
+                if not host.powered:
+                    self._power_on(host)
+                self.disturbed_at = self.now
 
     def _replica_fault(self, kind: str, number: int) -> Process:
         replica = self.replicas[number]

@@ -21,8 +21,10 @@ from elastic_rl.host import processes
 from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
+from elastic_rl.host.agent.preemption_watch import PreemptionWatch
 from elastic_rl.host.agent.singletons import Singletons
 from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.preemption import NoticeSource
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 from support import forked
 from support.waiting import wait_until
@@ -40,13 +42,15 @@ def command_of(name: str, arguments: Mapping[str, Any], generation: int) -> list
     return [part.replace("GENERATION", str(generation)) for part in command]
 
 
-def work_of(endpoints: Sequence[str], folder: Path, name: str, limits: HostTimes) -> AssignedWork:
-    """The agent of a host, not started."""
+def work_of(endpoints: Sequence[str], folder: Path, name: str, limits: HostTimes, notices: str = "") -> AssignedWork:
+    """The agent of a host, not started. ``notices``: source of its notices of preemption."""
     host = host_record(LocalHost(name=name), kept_incarnation(folder / "incarnation"))
     etcd = EtcdClient(endpoints, call_timeout_s=1.0, retry_budget_s=limits.lease_ttl_s / 3)
     singletons = Singletons(host.id, host.incarnation, ServiceFiles(folder / "singletons"),
                             lambda file_name: folder / f"{file_name}.log", command_of, limits)
-    return AssignedWork(HostSession(etcd, KEYS, host, limits), singletons, ServiceFiles(folder / "services"), limits)
+    watch = PreemptionWatch(NoticeSource(notices), every_s=0.1) if notices else None
+    return AssignedWork(HostSession(etcd, KEYS, host, limits), singletons, ServiceFiles(folder / "services"), limits,
+                        watch)
 
 
 def main() -> None:
@@ -65,9 +69,9 @@ class HostUnderTest:
         self.works: list[AssignedWork] = []
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def start_here(self) -> AssignedWork:
-        """An agent in this process."""
-        self.works.append(work_of(self.etcd.endpoints, self.folder, self.name, times(self.ttl_s)).start())
+    def start_here(self, notices: str = "") -> AssignedWork:
+        """An agent in this process. ``notices``: source of its notices of preemption."""
+        self.works.append(work_of(self.etcd.endpoints, self.folder, self.name, times(self.ttl_s), notices).start())
         return self.works[-1]
 
     def start_process(self) -> subprocess.Popen[bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts.notifier import Notifier
-from elastic_rl.coordinator.dcs_sweep import DcsSweep, Sweep
+from elastic_rl.coordinator.dcs_sweep import DcsSweep, Short, Sweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.operations.service import OperationService
@@ -20,10 +20,11 @@ from support.waiting import wait_until
 
 class Leader:
     """``await_leadership``: False for a replica that starts while another one leads. ``sweep``: the maintenance that it
-    runs every tenth of a second. ``skew_s``: by how much its wall clock is ahead."""
+    runs every tenth of a second. ``short``: what that knows of versions with too few copies. ``skew_s``: by how much
+    its wall clock is ahead."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str, *, await_leadership: bool = True,
-                 sweep: Sweep | None = None, skew_s: float = 0.0,
+                 sweep: Sweep | None = None, short: Short = lambda guard: ([], True), skew_s: float = 0.0,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
         self.etcd, self.keys = etcd, keys
         self.notifier = Notifier(keys.job, cfg.alerts)
@@ -31,7 +32,7 @@ class Leader:
         self.election = Election(etcd, ClusterKeys(keys.job), name, f"http://{name}",
                                  cfg.coordinator.lease_ttl_s, self.health).start()
         self.operations = OperationService(etcd, keys, self.election, cfg, clock=lambda: time.time() + skew_s)
-        self.sweep = DcsSweep(sweep, self.election, every_s=0.1) if sweep else None
+        self.sweep = DcsSweep(sweep, self.election, short=short, every_s=0.1) if sweep else None
         self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep,
                                      clock=lambda: time.time() + skew_s, monotonic=monotonic)
         self.health.expect(loop_of(keys.job))

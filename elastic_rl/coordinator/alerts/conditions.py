@@ -11,6 +11,7 @@ from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.dcs.catalog.under_replication import UnderReplication, described
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Severity
@@ -24,6 +25,8 @@ _FAILING_HOLD_S = 10.0
 _STAGE_HOLD_S = 5.0
 """A stage of the leader's reconcile pass that fails for so long gives an alert."""
 _SWEEP_HOLD_S = 30.0
+_NODES = 5
+"""Nodes that an alert names."""
 _WAITING_HOLD_S = 120.0
 """Parts of the compute plane wait for less than this long while a run starts, and after a restart."""
 _PARTS = 20
@@ -198,6 +201,24 @@ def leader_conditions(replica: str, stage_errors: Mapping[str, str], sweep_probl
         found.append(Condition("dcs.maintenance_failing", "dcs", "old versions are not released, and lost copies are "
                                f"not made again: {sweep_problem}", Severity.WARNING, hold_s=_SWEEP_HOLD_S))
     return found
+
+
+def under_replication(copies: UnderReplication, now_s: float, snapshot: ClusterSnapshot, limit_s: float,
+                      full_fraction: float) -> tuple[list[Condition], set[str]]:
+    """Versions that have had fewer copies than wanted for longer than ``limit_s``: one alert, whatever their number;
+    and the kinds that are not known yet: only that there are none ends the alert. ``now_s``: monotonic seconds."""
+    if not copies.versions:
+        return [], set() if copies.complete else {"dcs.under_replicated"}
+    if now_s - copies.since_s <= limit_s:
+        return [], {"dcs.under_replicated"}
+    away = sorted(s.id for s in snapshot.registry.values() if s.role == registry.DCS and s.dead)
+    full = sorted(node.id for node in snapshot.nodes.values() if fullness(node) > full_fraction)
+    nodes = "".join(f"; {what}: {', '.join(ids[:_NODES])}{' …' if len(ids) > _NODES else ''}"
+                    for what, ids in (("nodes that are away", away), ("full", full)) if ids)
+    worst = min(copies.versions, key=lambda v: v.copies)
+    message = (f"{described(copies.versions)}, for more than {limit_s:.0f} s: {worst.why}{nodes}. The loss of another "
+               "node may lose them: bring the hosts back, make room (dcs.disk_bytes, dcs.keep_versions), or add a host")
+    return [Condition("dcs.under_replicated", "versions", message, Severity.WARNING)], set()
 
 
 def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:

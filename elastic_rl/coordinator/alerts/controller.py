@@ -8,7 +8,7 @@ between any two of these loses nothing; the next one sends the same notification
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -78,16 +78,18 @@ class AlertController:
         self._thresholds = Thresholds.from_config(cfg)
 
     def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
-               cursor: Sequence[tuple[Compare, Op]] = (), others: Sequence[Condition] = ()) -> None:
+               cursor: Sequence[tuple[Compare, Op]] = (), others: Sequence[Condition] = (),
+               unknown: Set[str] = frozenset()) -> None:
         """Brings the alerts up to date. ``reports``: conditions from new events. ``over``: keys of alerts that new
         events declared over. ``cursor``: the writes that record these events as read; they come last, since an alert
         that was written without them is found open when its report is read again. ``others``: what else is
-        wrong now."""
+        wrong now. ``unknown``: kinds of which that is not known yet; an alert of one stays as it is."""
         now, stored = self._clock(), self.read()
         known = [a for a, _ in stored.alerts.values()]
         snapshot = replace(snapshot, unreadable={**snapshot.unreadable, **stored.unreadable})
+        kept = [Condition(a.kind, a.subject, a.message, a.severity) for a in known if a.open and a.kind in unknown]
         found = rules.merge_by_fault(
-            [*others, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
+            [*others, *kept, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
              *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:

@@ -14,6 +14,11 @@ registration that it follows the assignments and that no process of an older gen
 LOST → READY. A host that was cut off for minutes may come back with the driver that it held, while the leader has
 assigned the driver elsewhere. Given the next singleton at once, it would run two on the same devices and ports.
 
+A *notice of preemption*, which the agent of a host on a spot machine reports, makes the leader ask for a drain, once a
+notice. That drain names the incarnation that it is for: the next machine of the name begins without it. It stays when
+the notice is withdrawn; only an operator takes it back. A drain that somebody else has asked for stays as it is, but
+that no drain waits for longer than the machine has.
+
 There is no edge READY → LOST either. A lease ends for a stalled etcd, an agent without a core or a cable that was
 pulled for a second; what the host holds would be moved, and a moved driver costs minutes.
 """
@@ -22,8 +27,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.hosts.times import HostTimes
-from elastic_rl.etcd.cluster_records import Host, HostPhase, HostSpec, HostState, HostStatus
+from elastic_rl.coordinator.hosts.times import LONGEST_DRAIN_S, HostTimes
+from elastic_rl.etcd.cluster_records import (
+    PREEMPTION,
+    Drain,
+    Host,
+    HostPhase,
+    HostSpec,
+    HostState,
+    HostStatus,
+    PreemptionNotice,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,18 @@ class SeenHost:
     spec: HostSpec
     holds: bool
     """Whether a singleton is assigned to the host, or runs there."""
+    has_run: bool = False
+    """Whether a singleton is assigned to the host."""
+    unix_s: float = 0.0
+    """Time of the reading, unix seconds: a provider tells by that clock when a machine ends."""
+
+    @property
+    def drain(self) -> Drain | None:
+        """The drain that is asked for of the incarnation that is registered."""
+        drain = self.spec.drain
+        void = (drain is not None and drain.incarnation and self.registered is not None
+                and drain.incarnation != self.registered.incarnation)
+        return None if void else drain
 
     @property
     def ready(self) -> bool:
@@ -48,7 +74,32 @@ def is_fit(state: HostState | None, seen: SeenHost) -> bool:
     """Whether a singleton may be assigned to the host. ``state`` may lag behind what is seen."""
     return (state is not None and state.phase is HostPhase.READY and seen.ready
             and seen.registered is not None and seen.registered.incarnation == state.incarnation
-            and not seen.spec.cordoned and seen.spec.drain is None)
+            and not seen.spec.cordoned and seen.drain is None)
+
+
+def drain_within_s(left_s: float, has_run: bool) -> float:
+    """The time of a drain of a host that ends in ``left_s``, both in seconds. A run needs that time to begin elsewhere;
+    engines alone have half of it to be replaced before they leave."""
+    return 0.0 if has_run else min(left_s / 2, LONGEST_DRAIN_S)
+
+
+def followed_notice(before: HostState | None, after: HostState) -> PreemptionNotice | None:
+    """The notice of preemption that is followed by this change of a host's state."""
+    return after.preemption if before is None or after.preemption != before.preemption else None
+
+
+def spec_after(before: HostState | None, after: HostState, seen: SeenHost) -> HostSpec:
+    """What is wanted of the host with what the leader asks for: the spec as it is but for a notice that is followed
+    now, and for the drain of an earlier incarnation."""
+    spec = seen.spec
+    if seen.drain is None and spec.drain is not None:
+        spec = spec.replace(drain=None, by=PREEMPTION, at=seen.unix_s,
+                            reason="the machine that it was for is gone: another one has the name")
+    notice = followed_notice(before, after)
+    if notice is None or spec.drain is not None:
+        return spec
+    drain = Drain(within_s=drain_within_s(notice.left_s(seen.unix_s), seen.has_run), incarnation=after.incarnation)
+    return spec.replace(drain=drain, by=PREEMPTION, at=seen.unix_s, reason=notice.reason)
 
 
 def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: HostTimes) -> HostState | None:
@@ -61,10 +112,11 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
     if before is None:
         return HostState(phase=HostPhase.JOINING, incarnation=incarnation, since_s=leader_s, reason="has registered")
     if before.incarnation != incarnation:
-        return _entered(before, HostPhase.JOINING, leader_s, "has booted").replace(incarnation=incarnation)
+        return _entered(before, HostPhase.JOINING, leader_s, "has booted").replace(
+            incarnation=incarnation, preemption=None, preemption_deadline_s=0.0)
     if before.phase is HostPhase.LOST:
         return _entered(before, HostPhase.JOINING, leader_s, "has registered again after it was lost")
-    if before.phase is HostPhase.LEFT and seen.spec.drain is None:
+    if before.phase is HostPhase.LEFT and seen.drain is None:
         return _entered(before, HostPhase.JOINING, leader_s, "its drain was withdrawn")
     return _present(before, seen, leader_s)
 
@@ -82,18 +134,28 @@ def _absent(before: HostState | None, leader_s: float, times: HostTimes) -> Host
 def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
     phase, reason = _wanted_phase(before, seen)
     since_s = before.since_s if phase is before.phase else leader_s
-    after = before.replace(phase=phase, reason=reason, since_s=since_s)
-    if seen.spec.drain is None:
+    after = _with_notice(before.replace(phase=phase, reason=reason, since_s=since_s), seen, leader_s)
+    if seen.drain is None:
         return after.replace(drain_deadline_s=0.0, drain_at=0.0, drain_overdue=False)
-    if before.drain_deadline_s and before.drain_at == seen.spec.at:
-        return after.replace(drain_overdue=leader_s >= before.drain_deadline_s)
-    within_s = seen.spec.drain.within_s
-    return after.replace(drain_deadline_s=leader_s + within_s, drain_at=seen.spec.at, drain_overdue=not within_s)
+    same = before.drain_deadline_s and before.drain_at == seen.spec.at
+    deadline_s = before.drain_deadline_s if same else leader_s + seen.drain.within_s
+    if after.preemption_deadline_s:
+        deadline_s = min(deadline_s, after.preemption_deadline_s)
+    return after.replace(drain_deadline_s=deadline_s, drain_at=seen.spec.at, drain_overdue=leader_s >= deadline_s)
+
+
+def _with_notice(state: HostState, seen: SeenHost, leader_s: float) -> HostState:
+    if seen.status is None or seen.status.preemption == state.preemption:
+        return state
+    if (notice := seen.status.preemption) is None:
+        return state.replace(preemption=None, preemption_deadline_s=0.0)
+    within_s = drain_within_s(notice.left_s(seen.unix_s), seen.has_run)
+    return state.replace(preemption=notice, preemption_deadline_s=leader_s + within_s)
 
 
 def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:
     """Phase and reason of a host that is registered under the incarnation of ``before``, which is not LOST."""
-    if seen.spec.drain is not None:
+    if seen.drain is not None:
         if seen.holds or seen.status is None:  # without a report of its agent, what it held may still end there
             return HostPhase.DRAINING, seen.spec.described("drained")
         return HostPhase.LEFT, seen.spec.described("was drained")

@@ -22,6 +22,7 @@ from elastic_rl.etcd.cluster_records import (
     HostSpec,
     HostState,
     HostStatus,
+    PreemptionNotice,
     ServiceStatus,
 )
 from elastic_rl.etcd.decoding import decode, readable, readable_one
@@ -64,6 +65,10 @@ class HostView(BaseModel):
     """Whether the host's agent holds its lease now."""
     not_ready: str = ""
     """Why the host can take no singleton now, as its agent reports; else empty."""
+    preemption: PreemptionNotice | None = None
+    """The notice that its provider takes the machine back, as its agent reports it; null while there is none."""
+    preemption_problem: str = ""
+    """Why its agent cannot tell whether there is such a notice; empty while it can, and where nothing is asked."""
     incarnation: str = ""
     """Random; differs after each boot of the host."""
     address: str = ""
@@ -125,6 +130,8 @@ def view(keys: ClusterKeys, name: str, found: Mapping[str, KeyValue],
         id=name, registered=lease is not None, **concluded, **registered, spec=spec,
         etag=etag(found[keys.host_spec(name)].mod_revision if keys.host_spec(name) in found else 0),
         not_ready=status.not_ready if status is not None else "",
+        preemption=status.preemption if status is not None else None,
+        preemption_problem=status.preemption_problem if status is not None else "",
         services=status.services if status is not None else {}, assignments=dict(assigned), unreadable=unreadable)
 
 

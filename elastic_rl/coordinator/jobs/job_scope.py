@@ -46,7 +46,7 @@ class JobScope:
             opened.callback(HostWitness(etcd, keys, election.replica, ttl_s=ttl_s).start().close)
             maintenance = Maintenance(etcd, keys, cfg.dcs, dcs_security)
             opened.callback(maintenance.close)
-            sweep = DcsSweep(maintenance.sweep, election)
+            sweep = DcsSweep(maintenance.sweep, election, short=maintenance.short)
             opened.callback(sweep.close)
             reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=sweep)
             trigger = WatchTrigger(etcd, keys, reconciler.wake)

@@ -9,6 +9,7 @@ from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.pairs import PAIRED
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.catalog.under_replication import ShortVersion
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.security import Security
 from elastic_rl.etcd.client import Compare, EtcdClient
@@ -34,6 +35,10 @@ class Maintenance:
         """
         self._repair.request(guard)
         return self._collector.sweep(guard)
+
+    def short(self, guard: Sequence[Compare]) -> tuple[list[ShortVersion], bool]:
+        """Committed versions with fewer copies than wanted (``Repairer.short``). Never blocks."""
+        return self._repair.short(guard)
 
     def close(self) -> None:
         self._repair.close()

@@ -120,6 +120,12 @@ def read_replica_sets(etcd: EtcdClient, keys: Keys, stream: str, number: int) ->
     return ReplicaSetsEntry(decode(ReplicaSets, kv), kv.mod_revision)
 
 
+def list_replica_sets(etcd: EtcdClient, keys: Keys, stream: str) -> dict[int, ReplicaSets]:
+    """Version → its replica sets, of all versions of a stream that have any."""
+    prefix = keys.replica_sets_prefix(stream)
+    return {int(kv.key.removeprefix(prefix)): decode(ReplicaSets, kv) for kv in etcd.range(prefix)[0]}
+
+
 def read_identity(etcd: EtcdClient, keys: Keys) -> tuple[CatalogIdentity | None, int]:
     """Which catalog this is, and the mod revision of that record; (None, 0) where nothing was ever published."""
     return decode_identity(etcd.get(keys.dcs_catalog()))

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import leader_writes, reads, replica_sets
 from elastic_rl.dcs.catalog.reads import Entry, ReplicaSetsEntry
+from elastic_rl.dcs.catalog.under_replication import ShortVersion
 from elastic_rl.dcs.catalog.writer import merge_acknowledged
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
@@ -35,6 +38,13 @@ _MANIFESTS = 4
 """Manifests that are kept decoded: that of a 1T model takes tens of MiB."""
 _RETRY_S = (2.0, 120.0)
 """Pause after a version could not be repaired, at first and at most; doubled each time, with jitter."""
+
+_RECHECK_S = 300.0
+"""A version that is short of copies, and that nothing can be done for, is examined again after so long: `versions
+recover` may have written its replica sets."""
+
+_NO_OTHER = "there is no other node that could have one"
+_NO_RECORD = "etcd has no record of its replica sets; `elastic-rl versions recover` writes it"
 
 _Nodes = Mapping[str, RegisteredNode]
 _VersionKey = tuple[str, int]
@@ -60,7 +70,21 @@ class Repairer:
         """Nodes that were asked and have what the replica sets list for them, with their states at that time."""
         self._failed: dict[_VersionKey, tuple[int, float]] = {}
         """How often in a row a version could not be repaired, and when it is tried again."""
+        self._recheck_at: dict[_VersionKey, float] = {}
+        """When a version that is short of copies is examined again, whatever the nodes."""
         self._manifests: OrderedDict[str, list[list[str]]] = OrderedDict()
+        self._guard: list[Compare] | None = None
+        """The guard of the last round: another leader may have changed everything before that of another one."""
+        self._short: dict[_VersionKey, ShortVersion] = {}
+        self._complete = False
+
+    def short(self, guard: Sequence[Compare]) -> tuple[list[ShortVersion], bool]:
+        """Committed versions that have fewer copies than wanted, of those that were examined under this guard, and
+        whether all were. For any thread; does not wait for a round."""
+        if self._guard != list(guard):
+            return [], False
+        complete = self._complete  # before the versions, which only a later round adds to
+        return list(self._short.values()), complete
 
     def round(self, guard: Sequence[Compare]) -> list[str]:
         """Makes the copies that are missing, as far as there are nodes for them; a line for each version that got or
@@ -70,26 +94,60 @@ class Repairer:
             return []
         found, as_of = read_nodes(self._etcd, self._keys)
         nodes = {i: n for i, n in found.items() if n.belongs_to(identity.id)}
+        self._begin(guard)
+        if not nodes:
+            return []
         wanted = replica_sets.wanted(self._replicas, len(nodes))
         there = frozenset((i, _state(n)) for i, n in nodes.items())
         committed = {(e.version.stream, e.version.number): e for e in self._committed()}
-        for state in (self._examined, self._confirmed, self._failed):
+        for state in (self._examined, self._confirmed, self._failed, self._recheck_at):
             for key in [k for k in state if k not in committed]:
                 del state[key]  # type: ignore[attr-defined]
+        self._short = {key: short for key, short in self._short.items() if key in committed}
+        due = [key for key in committed if self._is_due(key, there)]
+        for key in due:  # all of them, before the copies of the first one are made, which may take long
+            with contextlib.suppress(ElasticRLError):  # which its repair reports
+                sets = reads.read_replica_sets(self._etcd, self._keys, *key).replica_sets
+                self._note(key, replica_sets.fewest(sets, nodes), wanted)
         lines = []
-        for key, entry in committed.items():
-            failures, retry_at = self._failed.get(key, (0, 0.0))
-            if self._examined.get(key) == there or self._clock() < retry_at:
-                continue
+        for key in due:
+            entry, failures = committed[key], self._failed.get(key, (0, 0.0))[0]
             try:
                 lines += self._repair(entry, nodes, wanted, as_of, identity, guard)
             except ElasticRLError as e:
                 self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S))
                 lines.append(f"could not repair {key[0]} version {key[1]}: {e.message}")
+                if (short := self._short.get(key)) is not None:
+                    self._short = {**self._short, key: replace(short, why=e.message)}
             else:
                 self._failed.pop(key, None)
                 self._examined[key] = there
+                self._recheck_at[key] = self._clock() + _RECHECK_S if key in self._short else math.inf
+        self._complete = True
         return lines
+
+    def _is_due(self, key: _VersionKey, there: frozenset[tuple[str, _NodeState]]) -> bool:
+        """Whether a version is to be examined. ``there``: all nodes and their states."""
+        now, (_, retry_at) = self._clock(), self._failed.get(key, (0, 0.0))
+        done = self._examined.get(key) == there and now < self._recheck_at.get(key, math.inf)
+        return not done and now >= retry_at
+
+    def _begin(self, guard: Sequence[Compare]) -> None:
+        """A round under another guard than the last one examines all versions."""
+        if self._guard != list(guard):
+            self._complete = False
+            self._short = {}
+            for state in (self._examined, self._confirmed, self._failed, self._recheck_at):
+                state.clear()  # type: ignore[attr-defined]
+            self._guard = list(guard)
+
+    def _note(self, key: _VersionKey, copies: int, wanted: int, why: str = "") -> None:
+        """Notes how many copies a version has. ``why``: why there are not more; else as before."""
+        short = {k: version for k, version in self._short.items() if k != key}
+        if copies < wanted:
+            before = self._short.get(key)
+            short[key] = ShortVersion(*key, copies, wanted, why or (before.why if before is not None else _NO_OTHER))
+        self._short = short
 
     def _committed(self) -> list[Entry]:
         """Newest first: the next failure must not take the heads."""
@@ -105,6 +163,8 @@ class Repairer:
         found = reads.read_replica_sets(self._etcd, self._keys, version.stream, version.number)
         holding = replica_sets.without(found.replica_sets, self._lost(version, found, nodes))
         missing = replica_sets.short_of(holding, wanted)
+        key = version.stream, version.number
+        self._note(key, replica_sets.fewest(holding, nodes), wanted)  # without what nodes have lost that are there
         errors: list[ElasticRLError] = []
         copies, failed = in_parallel(missing, lambda part: self._copy(version, part, holding, nodes, wanted, errors),
                                      threads=_COPIES)
@@ -117,6 +177,7 @@ class Repairer:
                 raise NodeUnavailable("its record changed meanwhile, or this replica no longer leads")
         finally:
             on_each(self._client, acknowledged, lambda connection: connection.release_holds())
+        self._note(key, replica_sets.fewest(now, nodes), wanted, _NO_OTHER if now.parts else _NO_RECORD)
         for error in (*failed.values(), *errors):
             raise error
         return _report(version, now, acknowledged, wanted)
@@ -216,6 +277,10 @@ class RepairThread(threading.Thread):
         self._guard: list[Compare] | None = None
         self._changed = threading.Condition()
         self._stopping = False
+
+    def short(self, guard: Sequence[Compare]) -> tuple[list[ShortVersion], bool]:
+        """``Repairer.short``."""
+        return self._repairer.short(guard)
 
     def request(self, guard: Sequence[Compare]) -> None:
         """Asks for a round under this guard; of several requests during one round, the last one counts."""

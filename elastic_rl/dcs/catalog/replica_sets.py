@@ -75,6 +75,11 @@ def short_of(sets: ReplicaSets, replicas: int) -> list[int]:
     return [i for i, nodes in enumerate(sets.parts) if len(nodes) < replicas]
 
 
+def fewest(sets: ReplicaSets, nodes: Collection[str]) -> int:
+    """How many of the nodes hold the part that the fewest of them hold; 0 where no replica sets are recorded."""
+    return min((sum(n in nodes for n in part) for part in sets.parts), default=0)
+
+
 def candidates(sets: ReplicaSets, part: int, ids: Sequence[str]) -> list[str]:
     """Nodes among ``ids`` that could be given a copy of a part, the one that should be asked first at the front: after
     the part's first node in the ring, or, where no node holds it, as if node number ``part`` did."""

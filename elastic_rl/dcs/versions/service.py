@@ -20,6 +20,7 @@ from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.registered_nodes import read_nodes
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.versions import compare, hf_folder, names, recovery
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, ElasticRLError, VersionNotFound
@@ -62,15 +63,23 @@ class VersionService:
 
     # -- reading -----------------------------------------------------------------------------------------------------
     def listing(self, stream: str = "") -> list[dict[str, Any]]:
-        """Every version with a record, oldest first: its fields, ``head``, ``pins`` (holders) and ``durable``."""
-        rows = []
+        """Every version with a record, oldest first: its fields, ``head``, ``pins`` (holders) and ``durable``; of a
+        committed one also ``copies``, the number of nodes that hold each part, and ``copies_wanted``."""
+        rows: list[dict[str, Any]] = []
+        identity, _ = reads.read_identity(self.etcd, self.keys)
+        nodes = {i for i, n in read_nodes(self.etcd, self.keys)[0].items()
+                 if identity is not None and n.belongs_to(identity.id)}
+        wanted = replica_sets.wanted(self.cfg.dcs.replicas, len(nodes))
         for name in [stream] if stream else self._streams():
             head = reads.head(self.etcd, self.keys, name)
             pins = pin_holders(self.etcd, self.keys, name)
             durable = {kv.key for kv in self.etcd.range(self.keys.durable_prefix(name))[0]}
+            copies = {number: replica_sets.fewest(sets, nodes) for number, sets in reads.list_replica_sets(
+                self.etcd, self.keys, name).items()}
             rows += [{**v.model_dump(mode="json"), "head": head is not None and head.number == v.number,
                       "pins": sorted(pins.get(v.number, [])), "step": v.meta.get("step"),
-                      "durable": self.keys.durable(name, v.number) in durable}
+                      "durable": self.keys.durable(name, v.number) in durable, "copies": copies.get(v.number),
+                      "copies_wanted": wanted if v.state is VersionState.COMMITTED else None}
                      for v in reads.list_versions(self.etcd, self.keys, name)]
         return rows
 

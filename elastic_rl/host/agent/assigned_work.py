@@ -17,9 +17,11 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
+from elastic_rl.host.agent.preemption_watch import PreemptionWatch
 from elastic_rl.host.agent.singletons import CommandOf, Singletons
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.preemption import NoticeSource
 from elastic_rl.host.processes import OWNER_ENV
 from elastic_rl.host.service_files import ServiceFiles, job_of_ray_worker
 
@@ -32,9 +34,11 @@ class AssignedWork:
     """Carries out the assignments of this host from ``start`` until ``close``, in a thread of its own: the starts of
     other services may take long, and the end of a lease must be noticed within ``HostTimes.agent_pass_s``."""
 
-    def __init__(self, session: HostSession, singletons: Singletons, services: ServiceFiles, times: HostTimes) -> None:
-        """``services``: the other services of this host."""
+    def __init__(self, session: HostSession, singletons: Singletons, services: ServiceFiles, times: HostTimes,
+                 preemption: PreemptionWatch | None = None) -> None:
+        """``services``: the other services of this host. ``preemption``: of a host whose provider may take it back."""
         self._session, self._singletons, self._services, self._times = session, singletons, services, times
+        self._preemption = preemption
         self._fault = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="assigned-work", daemon=True)
@@ -50,11 +54,14 @@ class AssignedWork:
                                 command_of or partial(_run_command, cluster), times,
                                 on_released=partial(_end_compute_plane, cluster), env={OWNER_ENV: str(cluster.dir)})
         etcd = cluster.etcd(info, retry_budget_s=times.lease_ttl_s / 3)
+        source = cluster.host.preemption_notice
         return cls(HostSession(etcd, ClusterKeys(cluster.cfg.cluster_name), host, times), singletons, cluster.services,
-                   times)
+                   times, PreemptionWatch(NoticeSource(source)) if source else None)
 
     def start(self) -> Self:
         self._session.start()
+        if self._preemption is not None:
+            self._preemption.start()
         self._thread.start()
         return self
 
@@ -80,12 +87,15 @@ class AssignedWork:
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
         self._singletons.close()
+        if self._preemption is not None:
+            self._preemption.close()
         self._session.close()
 
     def _run(self) -> None:
         while not self._stopping.wait(self._times.agent_pass_s / 2) and not self.replaced:
             try:
-                self._session.report(self._with_workers(self._singletons.look(self._session.view())))
+                status = self._with_workers(self._singletons.look(self._session.view()))
+                self._session.report(self._preemption.added_to(status) if self._preemption is not None else status)
                 self._fault = ""
             except Exception as e:  # the next look may find what it needs; nobody else ends what is over
                 if self._fault != (fault := f"its singletons cannot be looked after: {type(e).__name__}: {e}"):

@@ -95,6 +95,10 @@ def test_ls_shows_every_version_and_the_head(command: VersionsCommand) -> None:
     rows = command.json("ls")
     assert [(r["number"], r["head"], r["step"], r["sources"]) for r in rows] == [  # type: ignore[attr-defined]
         (1, False, 0, ["node-0"]), (2, True, 1, ["node-0"])]
+    assert {(r["copies"], r["copies_wanted"]) for r in rows} == {(1, 1)}  # type: ignore[attr-defined]
+    short = command.json("ls", "--dcs.replicas=2")
+    assert {(r["copies"], r["copies_wanted"]) for r in short} == {(1, 2)}  # type: ignore[attr-defined]
+    assert "1 of 2" in command.run("ls", "--dcs.replicas=2")[1]
     code, out, _ = command.run()  # a bare `versions` is `versions ls`
     assert code == 0 and "head" in out.splitlines()[2] and "KiB" in out
 

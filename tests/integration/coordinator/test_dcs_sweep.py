@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.dcs_cluster import DcsCluster
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.leader import Leader
@@ -16,7 +18,9 @@ from support.waiting import wait_until
 from elastic_rl.config import parse
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.maintenance import Maintenance
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.security import Security
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, OperationState, PoolSpec, PoolStatus
@@ -80,3 +84,33 @@ def test_failing_sweeps_give_an_alert(etcd: EtcdClient, keys: Keys, monkeypatch:
     finally:
         leader.close()
         collector.close()
+
+
+def test_too_few_copies_are_one_alert_over_a_change_of_leaders_until_they_are_made(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    cfg = parse({"job": "x", "coordinator": {"lease_ttl_s": 5, "reconcile_interval_s": 0.1},
+                 "alerts": {"under_replicated_s": 0.5}, "dcs": {"replicas": 2, "keep_versions": 4}})
+    with DcsCluster.open(etcd_servers, etcd, keys, tmp_path) as dcs, contextlib.ExitStack() as closing:
+        def leader(name: str) -> Leader:
+            maintenance = Maintenance(etcd, keys, cfg.dcs, Security())
+            closing.callback(maintenance.close)
+            return Leader(etcd, keys, cfg, name, sweep=maintenance.sweep, short=maintenance.short)
+
+        def alerts(phase: str) -> list[Alert]:
+            found = (Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix() + "dcs.under_replicated")[0])
+            return [a for a in found if a.phase == phase]
+
+        dcs.start("a", "b")
+        dcs.publish(1, 2, replicas=2)
+        with contextlib.closing(leader("r0")):
+            dcs.kill("b")
+            wait_until(lambda: alerts("firing"), what="the alert")
+            [alert] = alerts("firing")
+            assert "policy/2, policy/1 have 1 of 2 copies" in alert.message
+        with contextlib.closing(leader("r1")) as second:
+            wait_until(lambda: second.sweep is not None and second.sweep.under_replication.versions,
+                       what="the next leader's word")
+            assert [a.id for a in alerts("firing")] == [alert.id], "it is the same alert"
+            dcs.start("c")
+            wait_until(lambda: not alerts("firing"), what="the end of the alert")
+            assert dcs.parts(1) == dcs.parts(2) == [["a", "c"]]

@@ -394,7 +394,8 @@ def test_operators_change_and_forget_hosts_over_http(cluster: ApiCluster, api: h
                  {"drain": True}, {"cordoned": True, "reason": "x" * 501}, {"cordoned": True, "phase": "lost"}):
         problem(api.patch(path, json=body, headers=any_tag), 422, "invalid")
     would = api.patch(f"{path}?dry_run=true", json={"drain": {}}, headers={"If-Match": etag})
-    assert would.json()["spec"]["drain"] == {"within_s": 600.0} and api.get(path).headers["etag"] == etag
+    assert would.json()["spec"]["drain"] == {"within_s": 600.0, "incarnation": ""}
+    assert api.get(path).headers["etag"] == etag
     done = api.patch(path, json={"cordoned": True, "reason": "disk"}, headers={"If-Match": etag})
     assert done.status_code == 200 and done.headers["etag"] == api.get(path).headers["etag"] != etag
     spec = done.json()["spec"]
@@ -419,7 +420,8 @@ def test_client_cordons_drains_and_forgets_hosts(cluster: ApiCluster) -> None:
     client = AdminClient(ClusterInfo("", [], [replicas.urls["a"]], str(replicas.credentials)))
     assert client.change_host("p1", {"cordoned": True}, dry_run=True)["spec"]["cordoned"]
     assert not client.host("p1")["spec"]["cordoned"]
-    assert client.change_host("p1", {"drain": {"within_s": 5.0}})["spec"]["drain"] == {"within_s": 5.0}
+    drained = client.change_host("p1", {"drain": {"within_s": 5.0}})
+    assert drained["spec"]["drain"]["within_s"] == 5.0
     with pytest.raises(NotFound):
         client.change_host("p2", {"cordoned": True})
     with pytest.raises(Changed, match="is registered"):

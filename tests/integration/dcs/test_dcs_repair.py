@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.dcs_cluster import DcsCluster, model
@@ -140,6 +141,60 @@ def test_chunk_that_a_running_node_lost_is_copied_again(dcs: DcsCluster) -> None
                what="its record")
     assert repairing.round([]) == ["copied policy version 1 to node b"]
     assert sorted(require_replica_sets(dcs, 1)[0]) == ["a", "b"] and repairing.round([]) == []
+
+
+def test_versions_that_are_short_of_copies_are_known_until_they_are_repaired(dcs: DcsCluster) -> None:
+    dcs.start("a", "b")
+    dcs.publish(1, 2, replicas=2)
+    repairing = repairer(dcs)
+
+    def short(*guard: Compare) -> list[tuple[int, int, int]]:
+        found, complete = repairing.short(guard)
+        assert complete
+        return sorted((v.number, v.copies, v.wanted) for v in found)
+
+    assert repairing.short([]) == ([], False), "nothing is known before the first round"
+    repairing.round([])
+    assert short() == []
+    dcs.kill("b")
+    repairing.round([])
+    assert short() == [(1, 1, 2), (2, 1, 2)]
+    other = Compare.absent("x")
+    assert repairing.short([other]) == ([], False), "another leader may have repaired them"
+    repairing.round([other])
+    assert short(other) == [(1, 1, 2), (2, 1, 2)]
+    dcs.start("c")
+    repairing.round([other])
+    assert short(other) == []
+
+
+def test_version_that_does_not_fit_elsewhere_is_known_with_the_reason(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    dcs.publisher(replicas="auto").publish(model(1, nbytes=4 << 20).items(), meta={})
+    dcs.start("b", arena_bytes=1 << 20)
+    repairing = repairer(dcs, "auto")
+    [line] = repairing.round([])
+    [version] = repairing.short([])[0]
+    assert (version.number, version.copies, version.wanted) == (1, 1, 2)
+    assert version.why and version.why in line
+
+
+def test_all_versions_are_known_to_be_short_while_the_copies_of_one_are_made(
+        dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcs.start("a", "b")
+    dcs.publish(1, 2, replicas=2)
+    dcs.kill("b")
+    dcs.start("c")
+    repairing, known = repairer(dcs), list[set[int]]()
+    copy = repairing._copy
+
+    def look(*args: Any) -> dict[str, str]:
+        known.append({v.number for v in repairing.short([])[0]})
+        return copy(*args)
+
+    monkeypatch.setattr(repairing, "_copy", look)
+    repairing.round([])
+    assert known == [{1, 2}, {1}] and repairing.short([]) == ([], True)
 
 
 def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> None:

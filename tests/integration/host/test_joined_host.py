@@ -66,7 +66,7 @@ class Node:
         self._log = run_dir.parent / "node.log"
         self._command = processes.python(
             "elastic_rl.cli.main", "node", f"--join={first.paths.join_file}", "--name=gpu-0", f"--address={ADDRESS}",
-            "--label=zone=a", f"--run_dir={run_dir}")
+            "--label=zone=a", f"--run_dir={run_dir}", f"--preemption-notice={run_dir.parent}/notice")
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -318,6 +318,32 @@ def test_run_on_another_host_is_shown_and_reported_here(
     assert f"{JOB}: finished" in shown.read_text() and not paths.steps.exists()
 
 
+def test_host_that_is_taken_back_leaves_and_is_not_used_again_before_an_operator_says_so(
+        first: Cluster, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    location = ["--cluster=lab", f"--run_dir={first.cfg.run_dir}"]
+    wait_until(lambda: phase(first, "gpu-0") == "ready", what="the second host")
+    (tmp_path / "notice").write_text("rack b4 is switched off")
+    wait_until(lambda: phase(first, "gpu-0") == "left", what="the drain")
+    assert "drained by a notice of preemption: rack b4" in _run(capsys, "hosts", "gpu-0", *location)[1]
+
+    # The machine is shut down, and is there again with its notice: the drain holds.
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(150) == 0, node.said
+    before = len(node.said)
+    node.start()
+    wait_until(lambda: "host gpu-0: left" in node.said[before:], what="the command to say how the host is")
+    assert hosts(first)["gpu-0"]["spec"]["drain"] and hosts(first)["gpu-0"]["spec"]["reason"].startswith("rack b4")
+
+    # Another machine of the name begins without it.
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(150) == 0, node.said
+    (tmp_path / "notice").unlink()
+    node.cluster.paths.incarnation.unlink()
+    node.start()
+    wait_until(lambda: phase(first, "gpu-0") == "ready", what="the next machine")
+    assert not hosts(first)["gpu-0"]["spec"]["drain"]
+
+
 def test_what_cannot_join_says_why_and_changes_nothing(
         first: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, run_dir = first.paths.join_file, tmp_path / "second"
@@ -334,6 +360,7 @@ def test_what_cannot_join_says_why_and_changes_nothing(
 
     assert "give --address=IP" in refused("--name=gpu-0")
     assert "no address of this machine" in refused("--address=192.0.2.7")
+    assert "is no source of notices" in refused(f"--address={ADDRESS}", "--preemption-notice=awz")
     assert "and no dcs of its own" in refused(f"--address={ADDRESS}", "--dcs.replicas=2")
     assert "was started on this machine" in refused(f"--address={ADDRESS}", run_dir=first.cfg.run_dir)
     copied = tmp_path / "copied.join"

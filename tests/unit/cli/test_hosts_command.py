@@ -15,7 +15,7 @@ from elastic_rl.cli import completion, hosts, main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.hosts.view import HostAssignment, HostView
-from elastic_rl.etcd.cluster_records import Drain, HostPhase, HostSpec, RunState, ServiceStatus
+from elastic_rl.etcd.cluster_records import Drain, HostPhase, HostSpec, PreemptionNotice, RunState, ServiceStatus
 
 Asked = list[str]
 READY = HostView(id="h1", phase=HostPhase.READY, registered=True, phase_age_s=7300.0, address="10.0.0.7", cpus=8,
@@ -128,6 +128,10 @@ def test_reason_names_what_has_no_consequence_yet() -> None:
     assert reasons(spec=cordoned) == "is to be cordoned"
     assert reasons(spec=cordoned, phase=HostPhase.CORDONED, reason="cordoned") == "cordoned"
     assert reasons(spec=cordoned.replace(drain=Drain(within_s=60.0))) == "is to be drained"
+    notice = PreemptionNotice(reason="aws: stop")
+    assert reasons(preemption=notice) == "is about to be taken back: aws: stop"
+    assert reasons(preemption=notice, reason="drained by x: aws: stop") == "drained by x: aws: stop"
+    assert reasons(preemption_problem="no answer") == "notices of preemption cannot be read: no answer"
     assert reasons(phase=None, unreadable={"/k": "no HostState: …"}) == "cannot be read: /k"
 
 

@@ -9,12 +9,19 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.coordinator.alerts import rules, state_machine
-from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, conditions, etcd_conditions
+from elastic_rl.coordinator.alerts.conditions import (
+    Thresholds,
+    behind_s,
+    conditions,
+    etcd_conditions,
+    under_replication,
+)
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.dcs.catalog.under_replication import ShortVersion, UnderReplication
 from elastic_rl.etcd.client import KeyValue, MemberStatus
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
@@ -446,3 +453,23 @@ def test_pool_that_is_short_says_what_it_waits_for() -> None:
     snapshot = ClusterSnapshot(job="j", specs={"rollout": PoolSpec(name="rollout", desired=2)},
                                statuses={"rollout": status})
     assert "no room in the cluster" in conditions(snapshot, now=0.0)["pool.short/rollout"].message
+
+
+# -- copies of versions ------------------------------------------------------------------------------------------------
+def test_versions_that_stay_short_of_copies_are_one_alert_that_names_what_is_away_and_full() -> None:
+    why = "there is no other node that could have one"
+    short = UnderReplication(tuple(ShortVersion("policy", n, 1, 2, why) for n in range(1, 6)), since_s=100.0)
+    seen = empty_snapshot(
+        registry=[LastSeen(role="dcs", id="host-b", incarnation="1", first_seen=1.0, dead_at=5.0),
+                  LastSeen(role="dcs", id="node-0", incarnation="1", first_seen=1.0)],
+        nodes=[DcsNode(id="node-0", host="a", port=1, pid=1, arena_path="", arena_bytes=100, used_bytes=99)])
+    kind = {"dcs.under_replicated"}
+    assert under_replication(short, 220.0, seen, 120.0, 0.9) == ([], kind), "not for longer than the bound yet"
+    [found], unknown = under_replication(short, 220.1, seen, 120.0, 0.9)
+    assert not unknown
+    assert (found.key, found.severity) == ("dcs.under_replicated/versions", Severity.WARNING)
+    assert found.message.startswith(
+        "policy/5, policy/4, policy/3 and 2 more have 1 of 2 copies, for more than 120 s: there is no other node that "
+        "could have one; nodes that are away: host-b; full: node-0. The loss of another node may lose them")
+    assert under_replication(UnderReplication(complete=True), 9e9, seen, 120.0, 0.9) == ([], set())
+    assert under_replication(UnderReplication(), 9e9, seen, 120.0, 0.9) == ([], kind), "a new leader knows nothing yet"

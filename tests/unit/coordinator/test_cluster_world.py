@@ -42,7 +42,7 @@ def test_assignments_have_one_effective_holder_and_are_carried_out_whatever_fail
     worlds = SEEDS // BATCHES
     assert min(seen["starts"], seen["refused"], seen["leases lost"], seen["host suspected"]) > worlds, seen
     assert min(seen["moves"], seen["adopted"], seen["host lost"]) > worlds / 2, seen
-    assert min(seen["self-fenced"], seen["fenced"], seen["over"]) > 0, "too few faults happened"
+    assert min(seen["self-fenced"], seen["fenced"], seen["over"], seen["taken back"]) > 0, "too few faults happened"
 
 
 def test_seed_reproduces_the_same_history() -> None:

@@ -16,6 +16,7 @@ from elastic_rl.etcd.cluster_records import (
     HostSpec,
     HostState,
     HostStatus,
+    PreemptionNotice,
     RunState,
     ServiceStatus,
 )
@@ -27,7 +28,9 @@ KEYS = ClusterKeys("c")
 HOST = Host(id="h", incarnation="i2", address="10.0.0.7", machine="m", cpus=8, gpus=2, memory_bytes=1 << 34,
             shm_bytes=1 << 33, labels={"rack": "b4"}, release="0.2.0")
 DRIVER = ServiceStatus(state=RunState.RUNNING, pid=7, generation=3)
-STATUS = HostStatus(registration=20, services={"driver/j": DRIVER}, not_ready="a process of generation 2 still ends")
+STATUS = HostStatus(registration=20, services={"driver/j": DRIVER}, not_ready="a process of generation 2 still ends",
+                    preemption=PreemptionNotice(reason="aws: stop", deadline_at=9.0),
+                    preemption_problem="there is no answer")
 READY = HostState(phase=HostPhase.READY, incarnation="i2", since_s=100.0, reason="")
 KEY_OF = {"host": KEYS.host("h"), "registration": KEYS.host_registration("h"), "status": KEYS.host_status("h"),
           "spec": KEYS.host_spec("h"), "state": KEYS.host_state("h")}
@@ -53,9 +56,12 @@ def test_host_shows_what_its_agent_the_leader_and_operators_wrote() -> None:
     assert found is not None
     assert found.model_dump(mode="json") == {
         **HOST.model_dump(mode="json", exclude={"machine", "log_port", "run_dir"}), "phase": "ready",
-        "phase_age_s": 60.5, "reason": "", "registered": True,
-        "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
-        "spec": {"cordoned": True, "drain": {"within_s": 60.0}, "reason": "new kernel", "by": "ann", "at": 5.0},
+        "phase_age_s": 60.5, "reason": "",
+        "registered": True, "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
+        "preemption": {"reason": "aws: stop", "deadline_at": 9.0, "warning_s": 30.0},
+        "preemption_problem": "there is no answer",
+        "spec": {"cordoned": True, "drain": {"within_s": 60.0, "incarnation": ""}, "reason": "new kernel", "by": "ann",
+                 "at": 5.0},
         "services": {"driver/j": {"state": "running", "pid": 7, "generation": 3, "restarts": 0, "reason": ""}},
         "assignments": {"driver/j": driver.model_dump()}}
 
