@@ -72,7 +72,7 @@ def test_every_constant_of_the_table_is_written_somewhere() -> None:
 
 def test_dashboard_has_a_lane_for_the_events_of_every_part() -> None:
     control = {"restart", "operation", "alerts", "leader", "etcd", "coordinator", "driver", "compute", "tracker",
-               "bench"}
+               "bench", "host"}
     script = (ROOT / "coordinator/dashboard/events.js").read_text()
     lanes = re.search(r"const LANES = \[\n(.*?)\n\];", script, re.DOTALL)
     assert lanes is not None

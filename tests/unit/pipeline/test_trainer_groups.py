@@ -55,7 +55,7 @@ class TrainerGroup:
         self.at_ready()
         self.taken = self.formation
         return TrainerStatus(self.formation, self.step, "rl", 8, 1, 0, {}, ConsumedGroups(),
-                             pair_name(self.step, self.step_id), Branch(), ("url",), 5)
+                             pair_name(self.step, self.step_id), Branch(), ("url",), 1, 5)
 
     def require_same_group(self) -> None:
         if self.taken != self.formation:
