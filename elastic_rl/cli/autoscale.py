@@ -45,7 +45,8 @@ def autoscale(cluster: Target,
         if off:
             found = api.disable_autoscaling(name)
         elif given:
-            mode = "dry_run" if dry_run else "external" if external else "automatic"
+            now = api.autoscaling(name)["mode"]
+            mode = "dry_run" if dry_run else "external" if external else now if now != "disabled" else "automatic"
             found = api.set_autoscaling(name, {"mode": mode, **changes})
         elif name:
             found = api.autoscaling(name)

@@ -79,6 +79,8 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
             _print_up(cluster, info, with_job=names_job or not cluster.named)
             if foreground:
                 JoinedHost(cluster, _say).follow()
+                with ignore_signals():  # another command takes the cluster down: who supervises this one waits for it
+                    _print_stopped(cluster.suspend())
         except KeyboardInterrupt:
             if not foreground:
                 raise

@@ -30,7 +30,7 @@ from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.role_deployments import RoleDeployments, kill_replicas
 from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.driver.shared_gpus import Holder, SharedGpus
-from elastic_rl.driver.trainer_group import TrainerGroup
+from elastic_rl.driver.trainer_group import GroupState, TrainerGroup
 from elastic_rl.engine.router import RouterProcess
 from elastic_rl.errors import (
     ComputePlaneLost,
@@ -290,7 +290,10 @@ class ComputePlane:
         self._waiting = self._find_waiting()
 
     def _reconcile_pool(self, name: str, pool: EnginePool, requests: Mapping[str, RestartRequest]) -> None:
-        self.routers[name].observe(pool.reconcile(requests, self._seen_hosts, holds=bool(self._seen_hosts.missing)))
+        forms = any(group.state in (GroupState.ENDED, GroupState.PLACING) for group in self.trainers.values())
+        self.routers[name].observe(pool.reconcile(
+            requests, self._seen_hosts, holds=bool(self._seen_hosts.missing),
+            yields=forms and self._shared is None and uses_cuda(self.ctx.config.device)))
 
     def _look_at_hosts(self) -> None:
         joining = self._joining()

@@ -38,8 +38,10 @@ class HostNode:
 class RayHosts:
     """The hosts at one reading."""
 
-    open: Mapping[str, HostNode] = field(default_factory=lambda: MappingProxyType({}))
-    """The ready hosts that have joined Ray, by name."""
+    nodes: Mapping[str, HostNode] = field(default_factory=lambda: MappingProxyType({}))
+    """The hosts that have joined Ray, by name."""
+    open: frozenset[str] = frozenset()
+    """Names of those that are ready: on these more is placed."""
     lost: frozenset[str] = frozenset()
     """Names of those that are lost, or have left."""
 
@@ -80,7 +82,7 @@ class HostsOfRay:
             self._nodes = _nodes_of_ray(available_resources_per_node() if self.counts_gpus else {})
         missing = sorted(ready - {name for name, _ in self._nodes}) if joining else []
         return RayHosts(closed=frozenset(states.keys() - ready), drains=drains,
-                        open={name: node for name, node in self._nodes if name in ready},
+                        nodes=dict(self._nodes), open=frozenset(name for name, _ in self._nodes if name in ready),
                         lost=frozenset(name for name, state in states.items() if state.phase in _GONE),
                         leaving={node.id: name for name, node in self._nodes if name in drains},
                         missing=tuple(missing) if len(missing) > _FEW * len(ready) else (), late=len(missing),

@@ -134,11 +134,11 @@ class EnginePool:
         return PoolSpec(name=self.name, desired=before.desired if before else settings.engines,
                         model=settings.model_dir, stream=settings.stream or "").encode()
 
-    def reconcile(self, restarts: Mapping[str, RestartRequest], hosts: RayHosts = RayHosts(), *, holds: bool = False
-                  ) -> Collection[Engine]:
+    def reconcile(self, restarts: Mapping[str, RestartRequest], hosts: RayHosts = RayHosts(), *, holds: bool = False,
+                  yields: bool = False) -> Collection[Engine]:
         """One pass; ``restarts`` are the open restart requests, by target; ``holds``: whether engines that may be on
-        any host are started later. Returns the records of the pool's engines as they were read. Raises Fenced and
-        EtcdUnavailable."""
+        any host are started later; ``yields``: whether a trainer group looks for room, which comes first. Returns the
+        records of the pool's engines as they were read. Raises Fenced and EtcdUnavailable."""
         for engine_id, slot in self._slots.items():
             if (request := restarts.get(engine_target(engine_id))) is not None and slot.request is None:
                 self._kill(engine_id, slot, request.reason or f"restart requested by {request.by}")
@@ -148,12 +148,12 @@ class EnginePool:
         for engine_id, slot in self._slots.items():
             self._follow(engine_id, slot, records.get(engine_id))
         self._end_late(records)
-        self._replace_pending(hosts)
+        self._replace_pending(hosts, yields)
         running = [self._as_running(i, records.get(i), hosts) for i in self._slots]
         pending = [self._slots[r.id].placed for r in running if not r.placed]
         unplaced = sum(not slot.placed.is_placed() for slot in self._slots.values())
         todo = plan(self._desired(), running, may_start=_MAX_PENDING - unplaced
-                    if self._budget.open(time.monotonic()) and not (holds and self.may_spread) else 0)
+                    if self._budget.open(time.monotonic()) and not yields and not (holds and self.may_spread) else 0)
         self._start(todo.start, hosts)
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
@@ -305,10 +305,12 @@ class EnginePool:
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
             records.pop(engine_id, None)
 
-    def _replace_pending(self, hosts: RayHosts) -> None:
-        """Has engines that have no room yet placed anew when they might get it on a host that was closed meanwhile."""
-        for engine_id, slot in list(self._slots.items()) if self.may_spread else ():
-            if not hosts.closed <= slot.avoids and not slot.placed.is_placed():
+    def _replace_pending(self, hosts: RayHosts, yields: bool) -> None:
+        """Has engines that have no room yet placed anew when they might get it on a host that was closed meanwhile, and
+        later when they would take the room of a trainer group: Ray gives what is free to who has waited longest."""
+        for engine_id, slot in list(self._slots.items()):
+            is_closed = self.may_spread and not hosts.closed <= slot.avoids
+            if (is_closed or yields) and not slot.placed.is_placed():
                 self._writer.require()
                 slot.placed.remove()
                 del self._slots[engine_id]

@@ -59,7 +59,7 @@ _UNFIT_S = 600.0
 """A host that lacks what the ranks need, or on which they end again and again, is left out for so long."""
 _FULL_S = 60.0
 """One that has given its room to others is left out for so long."""
-_LONGEST_UNFIT_S = 86_400.0
+_LONGEST_UNFIT_S = 3600.0
 _BAD_CONTEXT = 2
 """Exit code of an agent that cannot work with what it finds on its host."""
 _ENDS = 3
@@ -155,10 +155,10 @@ class TrainerGroup:
                 return f"its agent is being stopped{f': {self._change}' if self._change else ''}"
             case GroupState.ENDED if self._shared is not None and self._shared.waiting:
                 return self._shared.waiting
-            case GroupState.ENDED if self._budget.count:
-                return f"the next start, after {self._budget.count} that failed"
-            case GroupState.ENDED:
+            case GroupState.ENDED if self._no_room or not self._budget.count:
                 return self._no_room
+            case GroupState.ENDED:
+                return f"the next start, after {self._budget.count} that failed"
             case _ if self._formation and self._formation.data_parallel < self.ctx.config.trainer.data_parallel:
                 return (f"room for {self.ctx.config.trainer.data_parallel} replicas of the model; it trains with "
                         f"{self._formation.data_parallel} meanwhile{self._why_unfit()}")
@@ -196,7 +196,7 @@ class TrainerGroup:
             if not self._is_over(hosts):
                 return
             if self._request is None:
-                self._on_end()
+                self._on_end(hosts)
         if self._request is not None:
             self._carried_out(self._request)
         self._left_files.remove()
@@ -210,7 +210,7 @@ class TrainerGroup:
         over = {placed.name for placed in ended(self._placed.values())}
         gone = {host for host in self._placed if host in hosts.lost and host != self._own_host}
         if self._request is None and not self._change:
-            ended_first = {host for host, placed in self._placed.items() if placed.name in over}
+            ended_first = {host for host, placed in self._placed.items() if placed.name in over} - {self._own_host}
             if gone:
                 self._change = f"{_some(gone)} is lost"
             elif ended_first and ended_first <= hosts.drains.keys():  # the time of its drain was over
@@ -237,7 +237,7 @@ class TrainerGroup:
         if not late or self._plan(hosts, without=late) is None:
             return ""
         for host in late:
-            self._leave_out(host, _FULL_S, "it has no room")
+            self._leave_out(host, _FULL_S, "it has no room", hosts)
         return f"{_some(late)} has no room"
 
     def _better(self, hosts: RayHosts) -> str:
@@ -262,7 +262,7 @@ class TrainerGroup:
                 return ""
         return f"{drained[0]} is drained" if drained else f"there is room for {best.data_parallel} replicas"
 
-    def _on_end(self) -> None:
+    def _on_end(self, hosts: RayHosts) -> None:
         """The agents have ended, and nobody asked for a restart."""
         self._writer.require()  # the files to be removed may be those of an agent that a newer driver has started
         if self._change:
@@ -274,25 +274,28 @@ class TrainerGroup:
             code, crash = placed.outcome()
             why = crash or (code if isinstance(code, str) else f"exit code {code}")
             if isinstance(code, str) or code == _BAD_CONTEXT:
-                self._leave_out(host, _UNFIT_S, why)
+                self._leave_out(host, _UNFIT_S, why, hosts)
             if not placed.stopping or not self._unreported:
                 self._unreported = f"{why} on {host}" if len(self._placed) > 1 else why
             if not placed.stopping:
-                self._blame(host, why)
+                self._blame(host, why, hosts)
         self._remove()
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
         log.warning("the agent of the group %s ended: %s", self.name, self._unreported)
         self._report()
 
-    def _blame(self, host: str, why: str) -> None:
+    def _blame(self, host: str, why: str, hosts: RayHosts) -> None:
         """An agent has ended by itself."""
         before, times = self._blamed
         self._blamed = host, times + 1 if host == before else 1
-        if self._blamed[1] >= _ENDS and len(self._placed) > 1:
-            self._leave_out(host, _UNFIT_S, f"its agent has ended {self._blamed[1]} times: {why}")
+        if self._blamed[1] >= _ENDS:
+            self._leave_out(host, _UNFIT_S, f"its agent has ended {self._blamed[1]} times: {why}", hosts)
 
-    def _leave_out(self, host: str, seconds: float, why: str) -> None:
-        """Another try costs a group that works meanwhile a new start: each one is made after twice the time."""
+    def _leave_out(self, host: str, seconds: float, why: str, hosts: RayHosts) -> None:
+        """Leaves a host out for a while, where others are enough: else it is tried again with the next start. Another
+        try costs a group that works meanwhile a new start, so each one is made after twice the time."""
+        if self._plan(hosts, without={host}) is None:
+            return
         self._times_unfit[host] += 1
         left_out_s = doubled_s(self._times_unfit[host], seconds, _LONGEST_UNFIT_S)
         self._unfit[host] = time.monotonic() + left_out_s, why
@@ -341,13 +344,13 @@ class TrainerGroup:
         """The best formation that the cluster has room for now, on other hosts than those of ``without``."""
         trainer = self.ctx.config.trainer
         if not self.may_spread:
-            return formation.Plan({self._own_host: trainer.ranks}, trainer.data_parallel)
+            return None if without else formation.Plan({self._own_host: trainer.ranks}, trainer.data_parallel)
         now = time.monotonic()
         self._unfit = {host: item for host, item in self._unfit.items() if item[0] > now}
         own = self._own_host
-        names = [own, *(host for host in hosts.open if host != own)]
+        names = [own, *sorted(hosts.open - {own})]
         has = self._formation.ranks() if self._formation and self._placed else {}
-        rooms = [formation.Room(host, has.get(host, 0) + (hosts.open[host].gpus if host in hosts.open else 0)
+        rooms = [formation.Room(host, has.get(host, 0) + (hosts.nodes[host].gpus if host in hosts.nodes else 0)
                                 if self._on_gpus else _UNBOUNDED)
                  for host in names if host not in self._unfit and host not in without]
         return formation.plan(rooms, trainer, keeps=self._formation.ranks() if self._formation else {own})
@@ -381,7 +384,7 @@ class TrainerGroup:
         written."""
         key = self.ctx.keys.formation(self.name)
         alone = plan.ranks.keys() == {self._own_host}
-        addresses = {host: node.address for host, node in hosts.open.items()}
+        addresses = {host: node.address for host, node in hosts.nodes.items()}
         record = Formation(epoch=self.ctx.epoch, data_parallel=plan.data_parallel, reason=self._change, hosts=[
             FormationHost(name=host, ranks=ranks, address="" if alone else addresses.get(host, self.ctx.host))
             for host, ranks in plan.ranks.items()])

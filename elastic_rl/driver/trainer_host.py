@@ -19,6 +19,9 @@ from elastic_rl.host.processes import StoppedProcesses
 
 log = logging.getLogger(__name__)
 
+_KEPT = 100
+"""Files of so many earlier formations are looked for, and removed."""
+
 
 class TrainerHost:
     """The agent is a child of the actor's process and dies with it."""
@@ -43,8 +46,8 @@ class TrainerHost:
             return 0
         paths = JobPaths.of(ctx.config)
         context = paths.context(ctx.group.name, ctx.formation)
-        for older in context.parent.glob(paths.context(ctx.group.name, "*").name):
-            older.unlink(missing_ok=True)
+        for number in range(max(1, ctx.formation - _KEPT), ctx.formation):
+            paths.context(ctx.group.name, number).unlink(missing_ok=True)
         agent = processes.spawn(processes.python(
             "elastic_rl.trainer.group.agent", "--context", str(ctx.save(context)),
             f"--ranks={self._ranks}", f"--hosts={self._hosts}",

@@ -117,6 +117,8 @@ class HostStatus(Record):
     """Why the host can take no singleton now, such as a process of an older generation that still ends; else empty."""
     preemption: PreemptionNotice | None = None
     """The notice of preemption that stands; None while there is none."""
+    preemption_unknown: bool = False
+    """Whether this agent has not been told yet: what an earlier one has reported stands."""
     preemption_problem: str = ""
     """Why the agent cannot tell whether there is a notice, so that the last answer stands; empty while it can, and
     where no source of notices was given."""

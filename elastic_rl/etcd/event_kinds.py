@@ -72,7 +72,8 @@ class TrainerGroupEvents:
         return cls(
             EventKind(f"{group}.started", "the ranks of the group work, for the first time in this epoch"),
             EventKind(f"{group}.restarted", "torch elastic has formed the group again", counted=group),
-            EventKind(f"{group}.restarting", "the group was ended on purpose: its restart was requested"),
+            EventKind(f"{group}.restarting", "the group was ended on purpose: its restart was requested, or it is "
+                      "on other hosts now"),
             EventKind(f"{group}.failed", "the actor's command was not carried out: a rank, or the group, is gone",
                       begins=True, alert=dead),
             EventKind(f"{group}.agent_ended", "the group's agent ended, and its driver starts another one", begins=True,

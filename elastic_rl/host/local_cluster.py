@@ -847,7 +847,7 @@ class Cluster:
             with self._locked(0.0):
                 if self.abandoned or (self.taken_down and self.services.running()):
                     self._say("the process that owned the cluster, or the one that stopped it, has ended")
-                    self._down(purge=False)
+                    self._down(purge=False, suspends=self.suspended)
                 return not self.paths.info.exists() and not self.services.running()
         except DeadlineExceeded:  # a command is starting or stopping it
             return False
@@ -1202,22 +1202,22 @@ class Cluster:
             self._say(f"warning: {e.message}")
             self._host = LocalHost(name=host_name())
         if not self.dir.is_dir():
-            return self._down(purge)
+            return self._down(purge, suspends)
         self._require_here()
-        if not suspends:
-            self.paths.suspended.unlink(missing_ok=True)
-        elif self.paths.info.exists():  # before the cluster counts as down, so that no run takes that for its stop
-            replace_file(self.paths.suspended, "", private=True, durable=True)
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._locked(_DOWN_LOCK_TIMEOUT_S))
             except DeadlineExceeded as e:
                 self._say(f"warning: {e.message}: stopping the services all the same")
                 self._stop_agents()  # which would start again what is stopped
-            return self._down(purge)
+            return self._down(purge, suspends)
 
-    def _down(self, purge: bool) -> list[str]:
+    def _down(self, purge: bool, suspends: bool) -> list[str]:
         jobs = [self.of_job(job) for job in self.jobs]
+        if not suspends:
+            self.paths.suspended.unlink(missing_ok=True)
+        elif self.paths.info.exists():  # before the cluster counts as down, so that no run takes that for its stop
+            replace_file(self.paths.suspended, "", private=True, durable=True)
         if self.paths.info.exists():  # then nobody connects to it any more, and if this process is killed now, the host
             for job in jobs:  # agent does the rest; the runs see that they are to end, and no other is started
                 with contextlib.suppress(OSError):  # somebody has removed the job's folder, or there is no room

@@ -82,7 +82,7 @@ def decide(cfg: AutoscaleFields, pool: str, before: AutoscalerState | None, seen
         # The clock of a new leader may be some seconds behind.
         state = before.replace(changed_s=min(before.changed_s, now), observed_s=min(before.observed_s, now))
     bound = min(max(seen.desired, cfg.min_engines), cfg.max_engines)
-    if bound != seen.desired:
+    if bound != seen.desired and cfg.mode != "dry_run":
         return _changed(cfg, state, bound, f"{seen.desired} engines are beyond the bounds {cfg.min_engines} to "
                         f"{cfg.max_engines}", now)
     if cfg.mode == "external":
@@ -90,7 +90,7 @@ def decide(cfg: AutoscaleFields, pool: str, before: AutoscalerState | None, seen
     if isinstance(seen.load, str):
         return _stays(state, f"the load is unknown: {seen.load}")
     state = _counted(cfg, state, seen.load, now)
-    if state.high_s >= cfg.up_after_s:
+    if state.high_s >= cfg.up_after_s and is_high(cfg, seen.load):  # it may be a time in which nothing is asked
         return _up(cfg, state, seen, seen.load, now)
     if state.low_s >= max(cfg.down_after_s, _STEPS * seen.load.step_s):
         return _down(cfg, state, seen, seen.load, now)

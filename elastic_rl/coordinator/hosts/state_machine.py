@@ -145,7 +145,7 @@ def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
 
 
 def _with_notice(state: HostState, seen: SeenHost, leader_s: float) -> HostState:
-    if seen.status is None or seen.status.preemption == state.preemption:
+    if seen.status is None or seen.status.preemption_unknown or seen.status.preemption == state.preemption:
         return state
     if (notice := seen.status.preemption) is None:
         return state.replace(preemption=None, preemption_deadline_s=0.0)

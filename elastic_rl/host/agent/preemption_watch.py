@@ -33,6 +33,7 @@ class PreemptionWatch:
         self._source, self._every_s = source, every_s
         self._notice: PreemptionNotice | None = None
         self._problem, self._failures = "", 0
+        self._has_answer = False
         self._asked_at = 0.0
         """Monotonic seconds at which the poll that is under way has begun; 0 between polls."""
         self._stopping = threading.Event()
@@ -53,7 +54,8 @@ class PreemptionWatch:
         asked_at, problem = self._asked_at, self._problem
         if asked_at and time.monotonic() - asked_at > _SILENT_S:
             problem = f"there is no answer for more than {_SILENT_S:.0f} s"
-        return status.replace(preemption=self._notice, preemption_problem=problem)
+        return status.replace(preemption=self._notice, preemption_unknown=not self._has_answer,
+                              preemption_problem=problem)
 
     def _run(self) -> None:
         while True:
@@ -74,12 +76,15 @@ class PreemptionWatch:
             found, problem = before, f"{type(e).__name__}: {e}"
             if not self._failures:
                 log.exception("the source of notices of preemption cannot be asked")
-        if found is not None and before is not None and found.reason == before.reason and not found.deadline_at:
-            found = before  # what has begun may have no time any more
+        if found is not None and before is not None and found.reason == before.reason and (
+                not found.deadline_at or before.deadline_at and found.deadline_at >= before.deadline_at):
+            found = before  # what has begun may have no time any more, or one that is always the same time ahead
         if found != before:
             log.warning("notice of preemption: %s", found.reason if found is not None else "it was withdrawn")
+        answered = self._has_answer or not problem
         self._failures = self._failures + 1 if problem else 0
         problem = problem if self._failures >= _FAILURES else ""
         if problem and problem != self._problem:
             log.warning("whether this host is to be preempted is not known: %s", problem)
         self._notice, self._problem = found, problem
+        self._has_answer = answered  # last: the other thread reports what is known then

@@ -18,7 +18,7 @@ from elastic_rl.etcd.events import build
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
+from elastic_rl.etcd.records import Event, Formation, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.pipeline.records.reporting import truncated_text
 from elastic_rl.pipeline.waits import Waits
 
@@ -86,6 +86,8 @@ class RunEvents:
         """The groups that an earlier term left behind are reported."""
         self._restart_requests: dict[str, int] = {}
         """Generation of the newest request that was known when the state was read, by trainer group."""
+        self._formations: dict[str, int] = {}
+        """Number of the newest formation that was known then, by trainer group."""
 
     def groups_failed(self, part: str, ordinals: Sequence[int], why: str) -> None:
         """The metrics of the step count them; the event is for people. ``part``: reward, generate or
@@ -114,6 +116,7 @@ class RunEvents:
         """The committed state was read. An earlier term leaves groups behind that it had begun; the ledger leases them
         again."""
         self._restart_requests = {group: self._read_restart_request(group).generation for group in TRAINER_GROUPS}
+        self._formations = {group: self._read_formation(group)[0] for group in TRAINER_GROUPS}
         lease = readable_one(self._etcd.get(self._keys.group_lease(PRODUCER)), GroupLease)
         if lease is None or lease.term == term or self._took_over:
             return
@@ -145,9 +148,12 @@ class RunEvents:
         self._lost = {*self._missed(), group}
         log.warning("the group %s was lost at step %d: %s", group, step, reason)
         request = self._read_restart_request(group)
-        if request.generation > self._restart_requests.get(group, 0):  # it was ended on purpose, so this is no fault
-            self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].restarting, group,
-                       f"the group {group} restarts: {request.reason or request.by}", step=step)
+        formation, why_formed = self._read_formation(group)
+        is_requested = request.generation > self._restart_requests.get(group, 0)
+        if is_requested or (formation > self._formations.get(group, 0) and why_formed):
+            # It was ended on purpose, so this is no fault; the loss of a host has events of its own.
+            self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].restarting, group, f"the group {group} restarts: "
+                       f"{request.reason or request.by if is_requested else why_formed}", step=step)
             return
         beats = [m.beat_at for m in members(self._etcd, self._keys, group)]  # a dead rank's until its lease ends
         self._emit(event_kinds.TRAINER_GROUP_EVENTS[group].failed, group, reason, severity=Severity.ERROR, step=step,
@@ -181,6 +187,12 @@ class RunEvents:
                     signs[kind.component].add(kind)
             self._lost = {group for group, of_group in signs.items() if of_group}
         return self._lost
+
+    def _read_formation(self, group: str) -> tuple[int, str]:
+        """Number of a trainer group's newest formation, 0 for none, and why it took the place of the one before."""
+        found = self._etcd.get(self._keys.formation(group))
+        record = readable_one(found, Formation)
+        return found.version if found else 0, record.reason if record else ""
 
     def _read_restart_request(self, group: str) -> RestartRequest:
         """The newest request to restart a trainer group, carried out or not."""

@@ -227,7 +227,7 @@ class Drivers:
             found = {name: str(pid) for name, pid in engines.items()}
             for record in filter(lambda r: r.named, compute_services(self._job).running()):  # else it is just starting
                 found |= {record.name: str(record.pid), f"address of {record.name}": record.url}
-            found["trainer"] = (self._job.private / "trainers").read_text().split()[-1]
+            found["trainer"] = (self._job.folder.parent / "trainers").read_text().split()[-1]
             return found if check(found) else {}
 
         with self._plane.servers.connect() as etcd:

@@ -45,8 +45,8 @@ class Driver:
     def have(self, open_: str, *, lost: str = "", drains: str = "", **gpus: int) -> None:
         """``gpus``: free ones, by host, by a reading of now."""
         nodes = {host: HostNode(f"id-{host}", f"10.0.0.{ord(host)}", gpus.get(host, 0)) for host in open_}
-        self.hosts = RayHosts(open=nodes, lost=frozenset(lost), drains=dict.fromkeys(drains, 7.0),
-                              looked_at=time.monotonic())
+        self.hosts = RayHosts(nodes=nodes, open=frozenset(open_), lost=frozenset(lost),
+                              drains=dict.fromkeys(drains, 7.0), looked_at=time.monotonic())
 
     def pass_(self, request: RestartRequest | None = None, *, holds: bool = False) -> None:
         self.group.reconcile(request, self.hosts, holds=holds, changed_at=self.group.changed_at)

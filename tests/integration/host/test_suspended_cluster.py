@@ -33,6 +33,7 @@ STUBS = {
     "getent": f"#!/bin/sh\necho {ADDRESS} STREAM\n",
     "srun": '#!/usr/bin/env bash\nSLURM_PROCID=0 exec "${@: -1}"\n',
     "scontrol": "#!/bin/sh\n",
+    "squeue": "#!/bin/sh\necho RUNNING\n",
 }
 
 

@@ -26,7 +26,16 @@ from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
+from elastic_rl.etcd.records import (
+    Engine,
+    EngineState,
+    Formation,
+    FormationHost,
+    GroupLease,
+    RestartRequest,
+    Severity,
+    StepMetrics,
+)
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.report.build import effective_steps, read_records
@@ -366,6 +375,23 @@ def test_requested_restart_of_the_trainer_is_not_reported_as_a_fault(job: Simula
     job.trainer.form()
     job.finish()
     assert job.kinds("trainer.") == ["trainer.restarting", "trainer.recovered"]
+    job.assert_exactly_once()
+
+
+def test_change_of_the_hosts_of_a_group_is_not_reported_as_a_fault_and_its_restart_by_itself_is(job: SimulatedJob
+                                                                                                ) -> None:
+    def form(reason: str) -> None:
+        job.etcd.put(job.keys.formation(ACTOR.name), Formation(
+            epoch=1, data_parallel=1, hosts=[FormationHost(name="b", address="", ranks=1)], reason=reason).encode())
+        job.trainer.lose()
+        job.trainer.form()
+
+    job.start_actor()
+    for step, reason in ((1, "b is drained"), (2, "")):
+        job.wait_for(step)
+        form(reason)
+    job.finish()
+    assert job.kinds("trainer.") == ["trainer.restarting", "trainer.recovered", "trainer.failed", "trainer.recovered"]
     job.assert_exactly_once()
 
 

@@ -27,6 +27,7 @@ from elastic_rl.etcd.records import (
 POOL = "rollout"
 SYNC = parse({"job": "j"})
 ASYNC = parse({"job": "j", "train": {"schedule": "fully_async", "max_staleness": 1}})
+ACTOR = Member(role="actor", id="a", pid=1, host="h")
 STEP = StepMetrics(step=7, at=900.0, reward=0.5, seconds={"total": 40.0, "generate": 30.0, "train": 10.0})
 
 
@@ -41,8 +42,9 @@ def member(of: Engine, stalled_s: float = 0.0) -> Member:
 
 def snapshot(*engines: Engine, **more: Any) -> ClusterSnapshot:
     return replace(ClusterSnapshot(
-        "j", now=1000.0, status=JobStatus(phase="rl", step=7, stage="generate"), members=[member(e) for e in engines],
-        engines={e.id: e for e in engines}, specs={POOL: PoolSpec(name=POOL, desired=2)},
+        "j", now=1000.0, status=JobStatus(phase="rl", step=7, stage="generate"),
+        members=[ACTOR, *(member(e) for e in engines)], engines={e.id: e for e in engines},
+        specs={POOL: PoolSpec(name=POOL, desired=2)},
         statuses={POOL: PoolStatus(name=POOL, ready=2, starting=0, draining=0)}), **more)
 
 
@@ -90,8 +92,9 @@ def test_run_that_waits_says_so() -> None:
     ({"status": JobStatus(phase="finished", step=7)}, STEP, "phase finished"),
     ({"status": JobStatus(phase="rl", step=7, stage="evaluate")}, STEP, "evaluates"),
     ({"engines": {}}, STEP, "no engine is ready"),
-    ({"members": []}, STEP, "2 of 2 engines have not answered"),
-    ({"members": [member(e, stalled_s=60.0) for e in TWO]}, STEP, "2 of 2"),
+    ({"members": [member(e) for e in TWO]}, STEP, "no actor process runs"),
+    ({"members": [ACTOR]}, STEP, "2 of 2 engines have not answered"),
+    ({"members": [ACTOR, *(member(e, stalled_s=60.0) for e in TWO)]}, STEP, "2 of 2"),
     ({"engines": {e.id: e.replace(load_known=False) for e in TWO}}, STEP, "2 of 2"),
     ({}, None, "has not made a step"),
     ({}, STEP.replace(step=6), "has not made a step"),
@@ -139,3 +142,13 @@ def test_operation_on_the_pool_or_its_engines_makes_it_busy(kind: OperationKind,
 
 def test_draining_engine_makes_the_pool_busy() -> None:
     assert "1 engines drain" in observe(snapshot(*TWO, engine(2, state=EngineState.DRAINING)), POOL, STEP, SYNC).busy
+
+
+@pytest.mark.parametrize(("ready", "starting", "pending", "blocks"), [
+    (1000, 0, 0, False), (950, 50, 0, False), (949, 51, 0, True), (960, 0, 1, True), (1001, 0, 0, True)])
+def test_pool_of_thousands_is_whole_although_some_engines_start(ready: int, starting: int, pending: int, blocks: bool
+                                                               ) -> None:
+    specs = {POOL: PoolSpec(name=POOL, desired=1000)}
+    found = snapshot(*map(engine, range(ready)), specs=specs, statuses={POOL: PoolStatus(
+        name=POOL, ready=ready, starting=starting, pending=pending, draining=0)})
+    assert bool(observe(found, POOL, STEP, SYNC).missing) == blocks

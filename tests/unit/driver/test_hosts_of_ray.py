@@ -53,8 +53,8 @@ def test_nothing_is_placed_on_a_host_that_is_not_ready_and_ray_is_not_asked_in_e
     cluster.nodes = ["head@a", "a", "b", "c"]
     cluster.have(a=HostPhase.READY, b=HostPhase.CORDONED, c=HostPhase.SUSPECTED, d=HostPhase("frozen"))
     for _ in range(2):
-        assert cluster.hosts() == RayHosts(closed=frozenset("bcd"), open={"a": HostNode("id-a", "at-a")},
-                                           looked_at=1000.0)
+        assert cluster.hosts() == RayHosts(closed=frozenset("bcd"), open=frozenset("a"), looked_at=1000.0, nodes={
+            "head@a": HostNode("id-head@a", "at-head@a"), **{n: HostNode(f"id-{n}", f"at-{n}") for n in "abc"}})
     assert cluster.asked == 1
     cluster.now += hosts_of_ray._LOOK_EVERY_S
 
@@ -76,7 +76,8 @@ def test_hosts_that_are_ready_and_have_joined_say_which_gpus_are_free(monkeypatc
     cluster.have(a=HostPhase.READY, b=HostPhase.READY, c=HostPhase.LOST, d=HostPhase.READY)
     cluster.counts_gpus()
     found = cluster.hosts()
-    assert found.open == {"a": HostNode("id-a", "at-a"), "b": HostNode("id-b", "at-b", gpus=2)}
+    assert found.open == frozenset("ab")
+    assert (found.nodes["a"], found.nodes["b"]) == (HostNode("id-a", "at-a"), HostNode("id-b", "at-b", gpus=2))
     assert found.lost == frozenset("c")
 
 

@@ -146,10 +146,9 @@ def test_garbage_of_a_provider_is_neither_a_notice_nor_none(
     ((200, b""), PreemptionNotice(reason="announced")), ((200, b"TRUE"), PreemptionNotice(reason="announced")),
     ((200, ISO.encode()), PreemptionNotice(reason="announced", deadline_at=AT)),
     ((200, str(AT).encode()), PreemptionNotice(reason="announced", deadline_at=AT)),
-    ((200, b"maintenance of rack b4"), PreemptionNotice(reason="maintenance of rack b4")),
     ((200, json.dumps({"reason": "spot", "deadline": ISO}).encode()),
      PreemptionNotice(reason="spot", deadline_at=AT)),
-    ((200, b'{"time": "soon", "action": 3}'), PreemptionNotice(reason="announced"))])
+    ((200, b'{"time": "soon", "action": "reboot"}'), PreemptionNotice(reason="reboot"))])
 def test_url_says_whether_there_is_a_notice(
         metadata: Metadata, reply: Reply, expected: PreemptionNotice | None) -> None:
     metadata.replies["GET /notice?host=a"] = reply
@@ -157,7 +156,8 @@ def test_url_says_whether_there_is_a_notice(
 
 
 @pytest.mark.parametrize("reply", [(500, b""), (401, b"TRUE"), (301, b""), (200, b"<html></html>"), (200, b"[]"),
-                                   (200, b"\x00\x01"), (200, b"{"), (200, b"x" * 500), (200, b"a\nb")])
+                                   (200, b"\x00\x01"), (200, b"{"), (200, b"{}"), (200, b"OK"),
+                                   (200, b'{"preempted": false}'), (200, b"x" * 500), (200, b"a\nb")])
 def test_garbage_of_a_url_is_neither_a_notice_nor_none(metadata: Metadata, reply: Reply) -> None:
     metadata.replies["GET /"] = reply
     with pytest.raises(NoticeUnreadable):
@@ -217,17 +217,18 @@ def test_watch_follows_its_source_and_an_outage_changes_nothing(metadata: Metada
         return watch.added_to(HostStatus(registration=1))
 
     wait_until(lambda: "HTTP 500" in seen().preemption_problem, what="the first answer")
-    assert seen().preemption is None
+    assert seen().preemption is None and seen().preemption_unknown
     metadata.replies["GET /"] = 200, json.dumps({"reason": "spot", "deadline": ISO}).encode()
     wait_until(lambda: seen().preemption is not None, what="the notice")
-    assert not seen().preemption_problem
+    assert not seen().preemption_problem and not seen().preemption_unknown
     noticed = seen().preemption
     metadata.replies["GET /"] = 200, b"<html>"
     wait_until(lambda: bool(seen().preemption_problem), what="the outage")
     assert seen().preemption == noticed, "the machine may lose its network first"
-    metadata.replies["GET /"] = 200, b"spot"
-    wait_until(lambda: not seen().preemption_problem, what="the same notice without its time")
-    assert seen().preemption == noticed
+    for later in (b'{"reason": "spot"}', json.dumps({"reason": "spot", "deadline": AT + 60}).encode()):
+        metadata.replies["GET /"] = 200, later
+        wait_until(lambda: not seen().preemption_problem, what="the same notice without its time, or a later one")
+        assert seen().preemption == noticed
     metadata.replies["GET /"] = 404, b""
     wait_until(lambda: seen().preemption is None, what="the withdrawal")
     watch.close()

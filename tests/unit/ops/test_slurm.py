@@ -43,10 +43,11 @@ SRUN = r"""#!/usr/bin/env bash
 printf '%s\n' "srun $*" >>"$STUBS/calls"
 for word in "$@"; do case $word in --ntasks=*) n=${word#*=} ;; esac; done
 for ((i = 0; i < n; i++)); do SLURM_PROCID=$i SLURMD_NODENAME=node-$i "${@: -1}" & pids+=("$!"); done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
+trap 'kill -KILL "${pids[@]}" 2>/dev/null' TERM  # as the real one does
 for pid in "${pids[@]}"; do while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done; done
 """
 STUBS = {"elastic-rl": PROGRAM, "srun": SRUN,
+         "squeue": '#!/bin/sh\necho "${STATE:-RUNNING}"\n',
          "scontrol": '#!/bin/sh\necho "scontrol $*" >>"$STUBS/calls"\n',
          "getent": '#!/bin/sh\n[ -e "$STUBS/no_address" ] || echo "10.0.0.7 STREAM $2"\necho "127.0.1.1 STREAM"\n',
          "sleep": '#!/bin/sh\nexec /bin/sleep 0.02\n'}
@@ -160,7 +161,7 @@ def test_first_host_that_does_not_start_ends_all_and_says_so(job: Job) -> None:
     job.answer("up", 4)
     job.start()
     code, said = job.ended()
-    assert code == 4 and "failed: the first host has not started" in said
+    assert code == 4 and "failed: the first host has ended" in said
     assert not any(call.startswith(("srun", "scontrol")) for call in job.calls)
 
 
