@@ -54,6 +54,7 @@ class Plane:
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self.etcd, self.keys = etcd, keys
         self.members: dict[str, Membership] = {}
+        self._actor = Membership(etcd, keys, "actor", "a", ttl_s=20).start()
         etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=2).encode())
         etcd.put(keys.job_status(), JobStatus(phase="rl", step=3, stage="generate").encode())
         # Of the far future: what counts is how old it is, not the clock of this machine.
@@ -93,7 +94,7 @@ class Plane:
         return [e for e in events.recent(self.etcd, self.keys, 1000) if e.kind == kind]
 
     def close(self) -> None:
-        for member in self.members.values():
+        for member in (self._actor, *self.members.values()):
             member.close()
 
 
