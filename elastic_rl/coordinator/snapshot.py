@@ -45,6 +45,8 @@ from elastic_rl.etcd.records import (
 R = TypeVar("R", bound=Record)
 
 RUN_OVER = ("finished", "failed")
+ACTOR_ROLE = "actor"
+"""Role of the members that run a job's training loop."""
 _LAGS_EVERY_S = 1.0
 _VERSIONS = 256
 
@@ -109,6 +111,11 @@ class ClusterSnapshot:
     @property
     def keys(self) -> Keys:
         return Keys(self.job)
+
+    @property
+    def has_actor(self) -> bool:
+        """Whether a training loop runs. Where none does, what the job's status says is of another time."""
+        return any(m.role == ACTOR_ROLE for m in self.members)
 
     def revision(self, key: str) -> int:
         """Revision of the key's last change; 0 for a key that was not there."""

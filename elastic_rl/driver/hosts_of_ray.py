@@ -41,12 +41,12 @@ class RayHosts:
     nodes: Mapping[str, HostNode] = field(default_factory=lambda: MappingProxyType({}))
     """The hosts that have joined Ray, by name."""
     open: frozenset[str] = frozenset()
-    """Names of those that are ready: on these more is placed."""
+    """Names of the hosts that are ready: on these more is placed."""
     lost: frozenset[str] = frozenset()
-    """Names of those that are lost, or have left."""
+    """Names of the hosts that are lost, or have left."""
 
     closed: frozenset[str] = frozenset()
-    """Names of those on which nothing more is placed: they are not ready, as one that is cordoned, or to be emptied."""
+    """Names of the hosts on which nothing more is placed: they are not ready, as a cordoned one, or to be emptied."""
     leaving: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Ray's ids of the nodes that are to be emptied, each with the name of its host."""
     drains: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))

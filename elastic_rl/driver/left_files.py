@@ -22,7 +22,7 @@ def remove_files_of(ctx: RunContext, *parts: tuple[str, str]) -> None:
 
 
 class LeftFiles:
-    """Removes those of this host at once, and those of others with the next ``remove``."""
+    """The files of parts that have ended: on this host they are removed at once, on others with the next ``remove``."""
 
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx

@@ -58,7 +58,7 @@ _NO_ROOM_S = 30.0
 _UNFIT_S = 600.0
 """A host that lacks what the ranks need, or on which they end again and again, is left out for so long."""
 _FULL_S = 60.0
-"""One that has given its room to others is left out for so long."""
+"""A host that has given its room to others is left out for so long."""
 _LONGEST_UNFIT_S = 3600.0
 _BAD_CONTEXT = 2
 """Exit code of an agent that cannot work with what it finds on its host."""
@@ -217,13 +217,13 @@ class TrainerGroup:
                 self._change = f"{_some(ended_first)} is drained"
             elif not over:
                 self._change = self._without_room(hosts) or self._better(hosts)
-        if self._request is not None or self._change or over:
-            for placed in self._placed.values():
-                if placed.name not in over:
-                    placed.end(grace_s=_STOP_TIMEOUT_S)
-        for placed in self._placed.values():
+        if self._request is None and not self._change and not over:
+            return False
+        left = [placed for placed in self._placed.values() if placed.name not in over]
+        for placed in left:
+            placed.end(grace_s=_STOP_TIMEOUT_S)
             placed.enforce()
-        over |= {placed.name for placed in ended([p for p in self._placed.values() if p.name not in over])}
+        over |= {placed.name for placed in ended(left)}
         return all(host in gone or placed.name in over for host, placed in self._placed.items())
 
     def _without_room(self, hosts: RayHosts) -> str:

@@ -1,5 +1,5 @@
-"""The HTTP server of a coordinator replica and of a trainer rank: uvicorn, with limits on headers, on bodies that
-nobody reads, on slow clients and on connections."""
+"""The HTTP server of a coordinator replica, of a trainer rank and of a host's logs: uvicorn, with limits on headers, on
+bodies that nobody reads, on slow clients and on connections."""
 
 from __future__ import annotations
 
@@ -19,6 +19,29 @@ from elastic_rl.net.unread_body import UnreadBody
 
 HEADER_BYTES = 32 * 1024
 """Headers of a request, at most."""
+
+
+_UNACKNOWLEDGED_MS = 30_000
+
+
+def listening_socket(host: str, port: int, *, backlog: int, reuses_address: bool = False) -> socket.socket:
+    """A socket that listens at an IP address, for an ``HttpServer``. ``reuses_address``: also while connections of an
+    earlier server of the port are ending. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol given, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if reuses_address:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # A client that is connected and reads nothing would keep what was sent to it in our memory for ever.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class HttpServer(uvicorn.Server):

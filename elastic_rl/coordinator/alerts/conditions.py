@@ -10,7 +10,7 @@ from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import EtcdHealth
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.snapshot import ACTOR_ROLE, ClusterSnapshot
 from elastic_rl.dcs.catalog.under_replication import UnderReplication, described
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
@@ -18,7 +18,6 @@ from elastic_rl.etcd.records import DcsNode, Severity
 
 _ETCD_HOLD_S = 10.0
 _ETCD_SLOW_HOLD_S = 30.0
-_ACTOR = "actor"
 _WAITING_CHARS = 300
 """Characters of what a run waits for that are in an alert."""
 _FAILING_HOLD_S = 10.0
@@ -177,11 +176,10 @@ def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Itera
     status, limit_s = snapshot.status, limits.run_waiting_s
     if status is None or snapshot.run_over:
         return
-    has_actor = any(m.role == _ACTOR for m in snapshot.members)
-    kind = status.waiting_kind if has_actor else _ACTOR
+    kind = status.waiting_kind if snapshot.has_actor else ACTOR_ROLE
     if any(s.dead and s.role == kind for s in snapshot.registry.values()):
         return
-    if not has_actor:
+    if not snapshot.has_actor:
         # Not by the age of the status: a run may be resumed after days, and its actor needs a while to start.
         yield Condition("run.waiting", kind, f"no actor process runs, and step {status.step} was not the last one: "
                         "`elastic-rl train` resumes the run", Severity.WARNING, hold_s=limit_s)

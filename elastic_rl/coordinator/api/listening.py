@@ -13,11 +13,10 @@ from elastic_rl.coordinator.api import tls
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.net.addresses import host_port, reachable_address, require_port_free
 from elastic_rl.net.http_connections import Limits, limits_of_process
-from elastic_rl.net.http_server import HEADER_BYTES, HttpServer
+from elastic_rl.net.http_server import HEADER_BYTES, HttpServer, listening_socket
 
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 3
-_UNACKNOWLEDGED_MS = 30_000
 _BACKLOG = 256
 
 
@@ -39,21 +38,11 @@ def bind(host: str, port: int) -> socket.socket:
     """The listening socket. It is held from here on, so that no other process takes the port between the check and the
     use. Raises PreflightFailed when the port cannot be bound."""
     require_port_free(host, port, setting="coordinator.ports")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol given, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # A client that is connected and reads nothing would keep what was sent to it in our memory for ever.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        return listening_socket(host, port, backlog=_BACKLOG, reuses_address=True)
     except OSError as e:
-        listener.close()
         raise PreflightFailed(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
                               hint="stop what listens there, or set another port") from e
-    return listener
 
 
 def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str]) -> str:

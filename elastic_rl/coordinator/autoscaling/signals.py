@@ -21,7 +21,6 @@ _KNOWN = 0.8
 """Share of the serving engines whose load must be known."""
 _FEW = 0.05
 """Share of a pool's engines that may be missing for it to grow: of thousands some always start or get a version."""
-_ACTOR = "actor"
 _STALLED_S = 30.0
 """An engine without progress for so long, by its own clock, does not say what its load is."""
 _STEP_AGE = 3.0
@@ -72,8 +71,8 @@ def _load(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: C
     status = snapshot.status
     if status is None or snapshot.run_over or status.phase not in _SAMPLING_PHASES:
         return f"the run is in phase {status.phase}" if status else "no run has begun"
-    if all(m.role != _ACTOR for m in snapshot.members):
-        return "no actor process runs"  # what it has said last is of another time
+    if not snapshot.has_actor:
+        return "no actor process runs"
     if cfg.mode == "rl" and status.stage == "evaluate":
         return "the run evaluates"  # all prompts at once: no load that the pool is sized for
     serving = [e for e in snapshot.engines.values() if e.pool == pool and e.state is EngineState.READY]

@@ -17,7 +17,6 @@ import asyncio
 import hmac
 import logging
 import math
-import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable
@@ -35,7 +34,7 @@ from elastic_rl.host.log_folders import LogFolders
 from elastic_rl.net.addresses import free_port, host_port
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_connections import Limits
-from elastic_rl.net.http_server import HEADER_BYTES, HttpServer
+from elastic_rl.net.http_server import HEADER_BYTES, HttpServer, listening_socket
 from elastic_rl.net.tls import ReloadingContext, TlsFolder
 from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused, CallTookTooLong
 from elastic_rl.telemetry.log_files import LogPosition
@@ -63,8 +62,6 @@ _REQUEST_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 1
 _BACKLOG = 64
-_UNACKNOWLEDGED_MS = 30_000
-"""A reader that takes nothing of what was sent to it for so long is disconnected."""
 _CLOSE_S = 2.0
 
 
@@ -166,7 +163,7 @@ class LogServer:
         self._logs = _Logs(folders, token)
         self.port = free_port(address)
         self.url = f"{'https' if tls is not None else 'http'}://{host_port(address, self.port)}"
-        self._socket = _listening(address, self.port)
+        self._socket = listening_socket(address, self.port, backlog=_BACKLOG)
         self._server = HttpServer(uvicorn.Config(
             self._logs.app(), interface="asgi3", ws="none", log_config=None, access_log=False, lifespan="off",
             server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
@@ -213,18 +210,3 @@ def _context(tls: TlsFolder) -> ReloadingContext:
     except OSError as e:  # ssl.SSLError is one
         raise ConfigError(f"the certificate {tls.cert} cannot be used: {e}",
                           hint="the host agent makes another one within seconds where it is gone") from e
-
-
-def _listening(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # With the protocol given, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
