@@ -47,7 +47,7 @@ WHOLE_RUNS = ["tests/e2e"]
 SLOW_FIRST = ["trainer", "engine", "driver", "pipeline", "dcs", "coordinator"]
 _OTHERS = sorted({folder.name for folder in (ROOT / "tests" / "integration").iterdir() if any(folder.glob("test_*.py"))}
                  - {*SLOW_FIRST})
-SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "4"), "--dist", "loadfile", "--no-loadscope-reorder",
+SIDE_BY_SIDE = ["-n", os.environ.get("ELASTIC_RL_TEST_WORKERS", "5"), "--dist", "loadfile", "--no-loadscope-reorder",
                 "-p", "support.folder_workers",
                 *(f"tests/integration/{part}" for part in (*SLOW_FIRST, *_OTHERS)), "chaos_tests", "tests/unit",
                 "tests/gpu"]

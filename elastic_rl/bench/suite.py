@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +41,14 @@ class Suite:
         require_known(ids, [row for rows in self.rows.values() for row in rows])
         return [module for module, rows in self.rows.items() if not ids or any(is_selected(row, ids) for row in rows)]
 
-    def run(self, options: Options, emit: Emit, start: Callable[[], AbstractContextManager[Any]]) -> None:
+    def run(self, options: Options, emit: Emit, start: Callable[[], AbstractContextManager[Any]], *,
+            among: Collection[str] | None = None) -> None:
         """Measures the selected rows, one module after the other, on a testbed that ``start`` makes and that ends
-        here. Rows that a module measures along with a selected one are emitted too."""
-        modules = self.modules(options.rows)
+        here. Rows that a module measures along with a selected one are emitted too. ``among``: the modules that this
+        testbed is for; None: all."""
+        modules = [module for module in self.modules(options.rows) if among is None or module in among]
+        if not modules:
+            return
         with start() as testbed:
             for module in modules:
                 options.say(f"measuring {', '.join(self.rows[module])}")

@@ -213,7 +213,8 @@ def _reasons(host: Mapping[str, Any]) -> Iterator[str]:
     elif host["spec"]["cordoned"] and phase not in ("cordoned", "draining", *_ABSENT):
         yield "is to be cordoned"
     if (notice := host["preemption"]) and notice["reason"] not in host["reason"]:
-        yield f"is about to be taken back: {notice['reason']}"
+        waits = ", and is not drained: notices drain as many hosts as they may" if host["preemption_pending"] else ""
+        yield f"is about to be taken back: {notice['reason']}{waits}"
     if host["preemption_problem"]:
         yield f"notices of preemption cannot be read: {host['preemption_problem']}"
     if host["unreadable"]:

@@ -93,6 +93,8 @@ def job_facts(job: dict[str, Any]) -> dict[str, Any]:
     run, leader = job.get("status") or {}, job.get("leader") or {}
     health = f"{job['health']}: {job['message']}" if job.get("message") else ""
     steps = f"{run['step']} of {run['steps']}" if run.get("steps") else run.get("step")
+    if run.get("phase") == "sft":
+        steps = f"{run.get('sft_step', 0)} of at most {run.get('sft_steps', 0)} of the supervised phase"
     led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
     return {"job": job["name"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
             "step": steps, "waiting for": waiting_for(run), "reward": run.get("reward"), "eval accuracy":

@@ -20,12 +20,14 @@ from elastic_rl.cli import (
     changes,
     completion,
     dashboard,
+    etcd,
     hosts,
     jobs,
     listings,
     logs,
     run,
     samples,
+    test_hosts,
     versions,
 )
 from elastic_rl.cli.common import EXTRA, err
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LISTS = ("engines", "versions", "operations", "alerts")
+_LISTS = ("engines", "versions", "operations", "alerts", "etcd", "test-hosts")
 """Groups that run their ``ls`` where no command of theirs is named."""
 
 _STYLE: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -54,7 +56,9 @@ for _part in (run.app, jobs.app, logs.app, listings.app, hosts.app, samples.app,
 app.add_typer(changes.engines, name="engines")
 app.add_typer(changes.operations, name="operations")
 app.add_typer(alerts.app, name="alerts")
+app.add_typer(test_hosts.app, name="test-hosts")
 app.add_typer(versions.app, name="versions")
+app.add_typer(etcd.app, name="etcd")
 app.add_typer(run.config_app, name="config")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl import __version__
-from elastic_rl.cli import follow, tables
+from elastic_rl.cli import follow, tables, test_hosts
 from elastic_rl.cli.common import (
     EXTRA,
     File,
@@ -48,7 +48,8 @@ Address = Annotated[str, typer.Option("--address", metavar="IP", help=(
 HostName = Annotated[str, typer.Option("--name", metavar="HOST", help=(
     "Name of this host in the cluster; else its host name."))]
 Labels = Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help=(
-    "Label of this host, as `elastic-rl hosts` shows it; may be repeated. Those before stay where none is given."))]
+    "Label of this host, as `elastic-rl hosts` shows it; may be repeated. Those given take the place of all before; "
+    "`--label=` removes all, and where none is given they stay."))]
 PreemptionNotice = Annotated[str | None, typer.Option("--preemption-notice", metavar="PATH_OR_URL", help=(
     "Of a spot machine: where its provider announces that it takes the machine back. aws, gcp, azure, a URL or a path; "
     "empty: nowhere. The host is then drained."))]
@@ -57,6 +58,9 @@ PreemptionNotice = Annotated[str | None, typer.Option("--preemption-notice", met
 @app.command(context_settings=EXTRA)
 def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostName = "", label: Labels = None,
        preemption_notice: PreemptionNotice = None,
+       hosts: Annotated[int, typer.Option(min=0, max=200, metavar="N", show_default=False, help=(
+           "So many hosts in namespaces of this machine, host-1 to host-N, to try several hosts out; needs root. "
+           "0: as many as before."))] = 0,
        foreground: Annotated[bool, typer.Option("--foreground", help=(
            "Stay until SIGTERM or Ctrl-C, which then suspends the cluster: the next `up` resumes its runs."))] = False,
        ) -> None:
@@ -66,11 +70,19 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
     With --cluster=NAME it is one for any number of jobs, which `elastic-rl train --cluster=NAME` adds.
 
     With --foreground it is for what supervises it, such as systemd, Slurm or Kubernetes. When that command is killed,
-    what it has started runs on, and the next one finds it; `elastic-rl down` ends it, too."""
+    what it has started runs on, and the next one finds it; `elastic-rl down` ends it, too.
+
+    With --hosts they share this machine, and nothing else: `test-hosts` powers them off and cuts them off."""
     from elastic_rl.host.joined_host import JoinedHost
     from elastic_rl.host.local_cluster import SAVE_GRACE_S
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
-    with signals_interrupt():
+    if hosts or test_hosts.hosts_of(cluster).are_beside:
+        if names_job or address or name or label or preemption_notice or foreground:
+            raise ConfigError("hosts on this machine have names and addresses already, and no job yet", hint=(
+                "leave out what is of one host; `elastic-rl train --cluster=NAME --job=NAME` adds a job"))
+        _up_hosts(cluster, hosts)
+        return
+    with signals_interrupt(), cluster.in_foreground() if foreground else contextlib.nullcontext():
         info = cluster.up(name=name, address=address, labels=_labels(label), preemption_notice=preemption_notice)
         try:
             if cluster.named and names_job:
@@ -87,6 +99,21 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
             with ignore_signals():
                 _say(f"suspending {cluster.cfg.cluster_name}: saving versions, at most {SAVE_GRACE_S:.0f} s a job")
                 _print_stopped(cluster.suspend())
+
+
+def _up_hosts(cluster: Cluster, count: int) -> None:
+    """Brings up hosts in namespaces of this machine; 0: as many as there were."""
+    from elastic_rl.host import kept_state
+    test = test_hosts.hosts_of(cluster)
+    with signals_interrupt():
+        info = test.up(count)
+    out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
+    _print_access(cluster.cfg, info, with_job=False)
+    options = kept_state.cluster_options(cluster.cfg)
+    for host in test.all():
+        say(f"  {host.name:<11} {host.address}")
+    say(f"  hosts       elastic-rl hosts {options}")
+    say(f"  try faults  elastic-rl test-hosts power-off {test.all()[-1].name} {options}")
 
 
 def _print_up(cluster: Cluster, info: Any, *, with_job: bool) -> None:
@@ -106,8 +133,10 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
              "The file cluster.join in the folder of the cluster on its first host."))],
          address: Address = "", name: HostName = "", label: Labels = None, preemption_notice: PreemptionNotice = None,
          coordinator: Annotated[bool | None, typer.Option("--coordinator/--no-coordinator", show_default=False, help=(
-             "Whether a coordinator runs here, too; else as before. It needs an etcd that outlives the first host."
-             ))] = None,
+             "Whether a coordinator runs here, too; else as before."))] = None,
+         etcd: Annotated[bool | None, typer.Option("--etcd/--no-etcd", show_default=False, help=(
+             "Whether a member of the cluster's own etcd runs here, too; else as before. With 3 or 5 members the "
+             "cluster stands the loss of any 1 or 2 of their hosts."))] = None,
          grace: Annotated[float, typer.Option(min=0, max=86400, metavar="SECONDS", help=(
              "Time for what the host holds to move to others when this is told to end."))] = 60.0) -> None:
     """Make this machine a host of a cluster, until SIGTERM or Ctrl-C: it then leaves, once what it holds has moved to
@@ -125,27 +154,31 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
                           hint="give them to `elastic-rl up` on the cluster's first host")
     file = JoinFile.read(join.expanduser())
     cluster = Cluster(file.config(given.get("run_dir")), say=_say)
-    with signals_interrupt():
-        cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator,
-                     preemption_notice=preemption_notice)
-        host = JoinedHost(cluster, _say)
-        try:
-            host.follow()
-        except KeyboardInterrupt:
-            _say(f"host {cluster.host.name} leaves cluster {file.cluster}, in at most {grace:g} s; once more: at once")
-            with contextlib.suppress(KeyboardInterrupt):
-                host.leave(grace)
-    with ignore_signals():
-        _print_stopped(cluster.down())
+    with cluster.in_foreground():
+        with signals_interrupt():
+            cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator,
+                         etcd=etcd, preemption_notice=preemption_notice)
+            host = JoinedHost(cluster, _say)
+            try:
+                host.follow()
+            except KeyboardInterrupt:
+                _say(f"host {cluster.host.name} leaves cluster {file.cluster}, in at most {grace:g} s; once more: at "
+                     "once")
+                with contextlib.suppress(KeyboardInterrupt):
+                    host.leave(grace)
+        with ignore_signals():
+            _print_stopped(cluster.down())
 
 
 def _labels(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Labels as name=value; None where none is given. Raises ConfigError."""
-    for text in given or ():
-        if not re.fullmatch(r"[A-Za-z0-9._/-]{1,63}=[A-Za-z0-9._/-]{0,63}", text):
+    """Labels as name=value; None where nothing is given. An empty one is no label, so that alone it removes all. Raises
+    ConfigError."""
+    from elastic_rl.config import LABEL, LABEL_VALUE
+    for text in filter(None, given or ()):
+        if not re.fullmatch(f"{LABEL}={LABEL_VALUE}", text):
             raise ConfigError(f"--label={text} is no label",
                               hint="write NAME=VALUE, of letters, digits and ._/-, at most 63 each; one option a label")
-    return dict(text.split("=", 1) for text in given) if given else None
+    return dict(text.split("=", 1) for text in given if text) if given else None
 
 
 @app.command(context_settings=EXTRA)
@@ -158,8 +191,8 @@ def down(ctx: typer.Context, file: File = None,
         _purge(cluster_to_delete(ctx, file, asks=not yes), yes=yes)
         return
     cluster = cluster_to_stop(ctx, file)
-    jobs = cluster.jobs
-    _print_stopped(cluster.down())
+    jobs, hosts = cluster.jobs, test_hosts.hosts_of(cluster)
+    _print_stopped(hosts.down() if hosts.are_beside else cluster.down())
     for job in map(cluster.of_job, jobs):
         _print_kept(job)
 
@@ -224,6 +257,8 @@ def train(ctx: typer.Context, file: File = None,
         raise ConfigError("a run that is detached needs a cluster that stays up",
                           hint="add --keep-up; or `elastic-rl up`, then `elastic-rl train --detach`")
     cluster = named_cluster(ctx, file, say=_say)
+    if test_hosts.hosts_of(cluster).are_beside and not with_cluster:
+        raise typer.Exit(_train_on_hosts(cluster, faults=faults, from_job=from_job, detach=detach))
     if with_cluster and cluster.named:
         raise ConfigError(f"cluster {cluster.cfg.cluster} is not started for one run: it outlives its jobs",
                           hint=f"`elastic-rl up {kept_state.cluster_options(cluster.cfg)}`, then `elastic-rl train` "
@@ -282,6 +317,17 @@ def _train(cluster: Cluster, info: Any, *, faults: bool, from_job: str, detach: 
         follow.say_goes_on(cluster)
         return Exit.OK
     return follow.follow(cluster, info, may_detach=may_detach)
+
+
+def _train_on_hosts(cluster: Cluster, *, faults: bool, from_job: str, detach: bool) -> int:
+    """Submits the run on the first of the hosts in namespaces of this machine, and follows it from here unless it is
+    detached at once. Returns the exit code."""
+    with signals_interrupt():
+        test_hosts.hosts_of(cluster).submit(faults=faults, from_job=from_job)
+        if detach:
+            follow.say_goes_on(cluster)
+            return Exit.OK
+        return follow.follow(cluster, cluster.connect(), may_detach=True)
 
 
 def _export_policy(cfg: Config, info: Any) -> None:

@@ -14,9 +14,11 @@ from elastic_rl.config.engine import EngineConfig
 from elastic_rl.config.etcd import EtcdConfig
 from elastic_rl.config.eval import EvalConfig
 from elastic_rl.config.failure_policy import FailurePolicyConfig
+from elastic_rl.config.host_selector import LABEL, LABEL_VALUE, HostSelector, selector_text
 from elastic_rl.config.model import ModelConfig
 from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
+from elastic_rl.config.roles import RoleConfig
 from elastic_rl.config.rollout import ENVIRONMENT, RolloutConfig
 from elastic_rl.config.root import JOB_NAME, Config, load, parse
 from elastic_rl.config.section import Positive, Seconds, Section
@@ -40,6 +42,9 @@ __all__ = [
     "EngineConfig",
     "EtcdConfig",
     "EvalConfig",
+    "HostSelector",
+    "LABEL",
+    "LABEL_VALUE",
     "ModelConfig",
     "FailurePolicyConfig",
     "PoolConfig",
@@ -47,6 +52,7 @@ __all__ = [
     "Positive",
     "ROLLOUT_POOL",
     "RejectionConfig",
+    "RoleConfig",
     "RolloutConfig",
     "Seconds",
     "Section",
@@ -57,4 +63,5 @@ __all__ = [
     "SftConfig",
     "load",
     "parse",
+    "selector_text",
 ]

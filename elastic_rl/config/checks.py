@@ -315,6 +315,11 @@ CHECKS: tuple[Check, ...] = (
             "placement=colocated with a critic: only one trainer group alternates with engines; set "
             "placement=disaggregated, or an algorithm without a critic"),
     _colocated_forward_groups,
+    Refused(lambda c: c.colocated and c.rollout.host_selector,
+            "placement=colocated with rollout.host_selector: the engines of the policy are where the trainer is; leave "
+            "one of them out"),
+    Refused(lambda c: c.selects_hosts and not c.cluster,
+            "host_selector: only hosts of a cluster with a name have labels; set cluster, or leave it out"),
     # The critic.
     _durable_states,
     Refused(lambda c: c.uses_critic and c.critic.warmup_steps >= c.train.steps,

@@ -21,6 +21,10 @@ class CoordinatorConfig(Section):
     parallel_jobs: Positive = 1
     """How many runs of jobs a cluster with a name has at once. Further ones are queued, and start in the order of their
     submission."""
+    max_preempted_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the hosts of a cluster with a name that notices of preemption drain at the same time, at most, but one
+    host always. Further notices wait, with an alert: a proxy or a metadata server that answers wrongly for all hosts
+    must not empty the cluster. 1: no limit."""
     lease_ttl_s: Annotated[int, Field(ge=2)] = 3
     """Time to live, in seconds, of the leases of the leader and of DCS nodes, and the longest interval between two
     heartbeats of a member, whose lease lasts three times as long. An etcd that stalls for longer than this ends leases

@@ -50,8 +50,15 @@ class EngineConfig(Section):
     busy_limit_s: Seconds = 300.0
     """Seconds of CPU time that an engine may use without answering a probe before it is killed and replaced. Longer
     than the longest forward pass."""
+    drain_mode: Literal["hand_over", "finish"] = "hand_over"
+    """What happens to requests in flight in an engine that leaves, as when it is scaled in or its host is drained.
+    ``hand_over``: it gives back what it has sampled, and the rest is asked for of other engines of its pool, with the
+    tokens, log-probs and versions so far: it leaves within seconds. Where no other engine serves, and in a job with
+    ``deterministic: true``, they are finished as with ``finish``. ``finish``: it finishes them, for up to
+    ``drain_timeout_s``; those that are left then are handed over. For pools that others ask than the job, whose clients
+    do not go on from an answer with the finish reason ``abort``."""
     drain_timeout_s: Seconds = 60.0
-    """Seconds for which an engine that is scaled in may finish its requests in flight before it is stopped."""
+    """Seconds for which an engine that leaves may finish its requests in flight before it is stopped."""
     release_timeout_s: Seconds = 180.0
     """Seconds within which an engine with ``placement: colocated`` must release its memory after a phase of the trainer
     begins, and take it after one of the engines begins; a slower one is replaced, unless it is starting. The time
@@ -74,6 +81,11 @@ class EngineConfig(Section):
     ``drain_timeout_s``, before it updates (those that are left then are retracted): a sample is of one version, and
     the engine idles until the longest is done. Not for samples of several turns, which would meet engines that take no
     request. With all but ``drain``, every part of a sample carries the version that made it."""
+    max_unavailable: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]?%|100%)$")] = "auto"
+    """Most engines of the policy's pool that pause at once to apply a version: a number, or a percentage of the pool,
+    rounded down to at least one. The others serve on with the version that they have, and each applies the newest one
+    when its turn comes. For jobs in which samples may be of an older version than the step that trains on them
+    (``train.max_staleness`` above 0): elsewhere engines of older versions have nothing to do. ``auto``: no limit."""
     seeded_sampling: Literal["auto", "on", "off"] = "auto"
     """Whether samples are drawn by seeds that follow from the run's ``seed``, the prompt group and the sample, so that
     the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it

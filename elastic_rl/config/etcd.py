@@ -12,11 +12,15 @@ from elastic_rl.config.section import PathText, Positive, Seconds, Section
 class EtcdConfig(Section):
     endpoints: list[str] = []
     """Addresses (``host:port``) of the members of an etcd that someone else runs. Empty: ``elastic-rl up`` starts one
-    member."""
+    member, and hosts that join may have further ones."""
     call_timeout_s: Seconds = 0.5
     """Seconds that one attempt on one member may take before the call is tried on another one."""
     retry_budget_s: Seconds = 15.0
     """Seconds for which a call is tried on one member after the other before it fails with EtcdUnavailable."""
+    follow_members_s: Seconds = 30.0
+    """Seconds after which a client of an etcd that ``up`` started asks for its members again. A new member has its vote
+    after 1.5 times as long, so that no client is left with members that are gone. A client of ``endpoints`` knows these
+    alone."""
     start_timeout_s: Seconds = 20.0
     """Seconds that ``elastic-rl up`` waits until an etcd that it started is healthy."""
     quota_bytes: Positive = 2 << 30

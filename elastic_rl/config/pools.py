@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from pydantic import Field
 from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.dcs import Stream
 from elastic_rl.config.engine import EngineConfig
+from elastic_rl.config.host_selector import HostSelector
 from elastic_rl.config.section import PathText, Positive, Section
 
 ROLLOUT_POOL = "rollout"
@@ -27,6 +28,10 @@ class PoolConfig(Section):
     engines: Positive = 1
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale --pool=NAME``."""
     autoscale: AutoscaleConfig = AutoscaleConfig()
+    host_selector: HostSelector = {}
+    """Labels that a host must have, all of them with these values, for engines of the pool to be placed on it
+    (``elastic-rl node --label``), in a cluster with a name. Such a host has the folder ``model``. Empty: the pool is on
+    the host of the run. Engines that run stay where they are when labels change."""
     engine: dict[str, Any] = {}
     """Settings of the section ``engine`` that are different for this pool, such as ``max_total_tokens`` and
     ``extra_args``."""
@@ -46,6 +51,8 @@ class PoolSettings:
     engine: EngineConfig
     colocated: bool = False
     """Whether its engines share devices with the trainer, in alternation."""
+    host_selector: HostSelector = field(default_factory=dict)
+    """Labels of the hosts that its engines may be on; empty: any host that its weights can be on."""
     template_date: date | None = None
     """The date of ``data.template_date``, for the chat template of its model."""
 

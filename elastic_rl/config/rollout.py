@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from elastic_rl.config.autoscale import AutoscaleConfig
+from elastic_rl.config.host_selector import HostSelector
 from elastic_rl.config.json_values import require_json
 from elastic_rl.config.section import Positive, Seconds, Section
 
@@ -19,6 +20,10 @@ ENVIRONMENT = "environment"
 class RolloutConfig(Section):
     engines: Annotated[int, Field(ge=1)] = 2
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale``."""
+    host_selector: HostSelector = {}
+    """Labels that a host must have, all of them with these values, for engines of the policy to be placed on it
+    (``elastic-rl node --label``), in a cluster with a name. Empty: any host. Engines that run stay where they are when
+    labels change."""
     autoscale: AutoscaleConfig = AutoscaleConfig()
     temperature: Annotated[float, Field(ge=1e-3)] = 1.0
     """Sampling temperature. Logits are divided by it, so a value far below 0.001 would make them infinite."""

@@ -26,6 +26,7 @@ from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, Traine
 from elastic_rl.config.model import ModelConfig
 from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolName, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
+from elastic_rl.config.roles import RoleConfig, RoleName
 from elastic_rl.config.rollout import RolloutConfig
 from elastic_rl.config.section import FolderPath, Section, changed
 from elastic_rl.config.sft import SftConfig
@@ -92,6 +93,8 @@ class Config(Section):
     pools: dict[PoolName, PoolConfig] = {}
     """Pools of engines by name, beside ``rollout``, which serves the policy: each with a model, a router and engines of
     its own. Jobs of ``mode: sft`` have none."""
+    roles: dict[RoleName, RoleConfig] = {}
+    """Replicas, resources and hosts of the roles ``rollout``, ``advantages``, ``genrm`` and ``teacher``, by name."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
@@ -131,12 +134,30 @@ class Config(Section):
         # A colocated engine gets a version when it has no weights: there is nothing that could serve meanwhile, and a
         # copy beside them would take the memory of the device that the trainer needs.
         engine = self.engine.model_copy(update={"staging_limit_bytes": 0}) if self.colocated else self.engine
-        policy = PoolSettings(ROLLOUT_POOL, model_dir, Stream.POLICY, self.rollout.engines, engine, self.colocated)
+        policy = PoolSettings(ROLLOUT_POOL, model_dir, Stream.POLICY, self.rollout.engines, engine, self.colocated,
+                              self.rollout.host_selector)
         idle = self.algorithm.teacher if self.mode != "rl" else None  # it teaches nobody
         return {ROLLOUT_POOL: policy, **{
             name: PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
-                               changed(self.engine, pool.engine), template_date=self.data.template_date)
+                               changed(self.engine, pool.engine), host_selector=pool.host_selector,
+                               template_date=self.data.template_date)
             for name, pool in self.pools.items() if name != idle or name in self.rollout.judges}}
+
+    def role_settings(self, role: str) -> RoleConfig:
+        """How a role is deployed."""
+        return next((settings for name, settings in self.roles.items() if name == role), RoleConfig())
+
+    @property
+    def selects_hosts(self) -> bool:
+        """Whether something of the job is on hosts with certain labels only."""
+        selectors = (self.rollout.host_selector, *(pool.host_selector for pool in self.pools.values()),
+                     *(role.host_selector for role in self.roles.values()))
+        return any(selectors)
+
+    @property
+    def max_unavailable(self) -> int | str | None:
+        """``engine.max_unavailable``, with its default; None: no limit."""
+        return None if self.engine.max_unavailable == "auto" else self.engine.max_unavailable
 
     def autoscale_settings(self, pool: str) -> AutoscaleConfig:
         """Autoscaling of a pool as the settings have it; of one that they do not have, it is disabled."""

@@ -57,8 +57,12 @@ def fields_of(settings: AutoscaleFields) -> dict[str, Any]:
 
 
 def effective(record: Autoscaler | None, cfg: Config, pool: str) -> AutoscaleFields:
-    """What holds for a pool. ``record``: what was set through the API, if anything was."""
-    return record if record is not None else cfg.autoscale_settings(pool)
+    """What holds for a pool, with bounds within ``coordinator.max_engines``, which may have been lowered since.
+    ``record``: what was set through the API, if anything was."""
+    found, most = record if record is not None else cfg.autoscale_settings(pool), cfg.coordinator.max_engines
+    if found.max_engines <= most:
+        return found
+    return found.model_copy(update={"min_engines": min(found.min_engines, most), "max_engines": most})
 
 
 def require_within(etcd: EtcdClient, keys: Keys, cfg: Config, pool: str, desired: int) -> Compare:
@@ -105,7 +109,8 @@ def change(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, pool: 
         holds = effective(before, cfg, pool)
         after = wanted or holds.model_copy(update={"mode": "disabled"})
         state = etcd.get(keys.autoscaler_state(pool))
-        if fields_of(after) == fields_of(holds):
+        # Without a record it is written also where it equals the settings, which may be others after the next start.
+        if found is not None and fields_of(after) == fields_of(holds):
             return _view(pool, found, state, cfg)
         record = Autoscaler.model_validate({**fields_of(after), "pool": pool, "by": by, "at": clock()})
         if dry_run:

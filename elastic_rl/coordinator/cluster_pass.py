@@ -196,8 +196,7 @@ class ClusterReading:
 
 def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[ClusterWrite]:
     """What the leader is to write now; nothing while the cluster is as it is to be."""
-    host_writes = {name: write for name in reading.seen_hosts if name not in reading.untouched_hosts
-                   and (write := _host_write(reading, name, limits))}
+    host_writes = _host_writes(reading, limits)
     seen_jobs = {name: _seen_job(reading, name) for name in reading.jobs if name not in reading.untouched_jobs}
     decisions = _decisions(reading, seen_jobs, host_writes.keys(), limits)
     seen_jobs = {name: replace(job, driver=replace(job.driver, waits_for=decisions.get(
@@ -205,8 +204,29 @@ def cluster_pass(reading: ClusterReading, limits: ClusterLimits) -> list[Cluster
     return [*host_writes.values(), *_job_writes(reading, seen_jobs, limits), *_assignment_writes(reading, decisions)]
 
 
-def _host_write(reading: ClusterReading, name: str, limits: ClusterLimits) -> ClusterWrite | None:
-    before, seen = _record(reading.host_states, name), reading.seen_hosts[name]
+def _host_writes(reading: ClusterReading, limits: ClusterLimits) -> dict[str, ClusterWrite]:
+    spec = reading.spec.record if reading.spec is not None else ClusterSpec()
+    states = {name: stored.record for name, stored in reading.host_states.items()}
+    noticed = {name for name, seen in reading.seen_hosts.items() if seen.status is not None and seen.status.preemption}
+    follow = hosts.followed_now(reading.seen_hosts, states, spec.max_preempted_share) if noticed else frozenset()
+    silent = any(state.preemption_pending for state in states.values())  # they had one event, and need no further one
+    writes = dict[str, ClusterWrite]()
+    for name, seen in reading.seen_hosts.items():
+        if name in reading.untouched_hosts:
+            continue
+        waits = name in noticed and name not in follow
+        write = _host_write(reading, name, replace(seen, may_follow=False) if waits else seen, limits)
+        if write is None:
+            continue
+        if isinstance(write.record, HostState) and write.record.preemption_pending and not silent:
+            silent, event = True, _pending_events(reading, name, spec.max_preempted_share)
+            write = replace(write, also=(*write.also, *event))
+        writes[name] = write
+    return writes
+
+
+def _host_write(reading: ClusterReading, name: str, seen: SeenHost, limits: ClusterLimits) -> ClusterWrite | None:
+    before = _record(reading.host_states, name)
     after = hosts.advance(before, seen, reading.leader_s, limits.times)
     if after is None:
         return None
@@ -224,13 +244,28 @@ def _preemption_events(reading: ClusterReading, name: str, before: HostState | N
     if (notice := hosts.followed_notice(before, after)) is None:
         return
     by_notice = spec.drain is not None and spec.by == PREEMPTION
-    message = (f"host {name} is about to be taken back ({notice.reason}), in {notice.left_s(reading.unix_s):.0f} s: "
+    left_s = reading.seen_hosts[name].left_s
+    message = (f"host {name} is about to be taken back ({notice.reason}), in {left_s:.0f} s: "
                + ("it is drained" if by_notice else f"it is {spec.described('drained')} already"))
-    active = sorted(job for job, state in reading.job_states.items() if state.record.phase.live)
-    for job in active[:_EVENTS]:
+    for job in _active_jobs(reading):
         yield events.put_op(Keys(job), events.build(
             event_kinds.HOST_PREEMPTION, name, message, severity=Severity.WARNING, at=reading.unix_s,
             deadline_at=notice.deadline_at, incarnation=after.incarnation))
+
+
+def _pending_events(reading: ClusterReading, name: str, share: float) -> Iterable[Op]:
+    """An event in the log of each active job: the first notice that is not followed, whatever their number."""
+    message = (f"host {name}, and perhaps more, are about to be taken back by what their provider says, and are not "
+               f"drained: notices drain {share:.0%} of the hosts at the same time (coordinator.max_preempted_share). "
+               "Where they are true, `elastic-rl drain` does not wait; else look at what answers for the provider")
+    for job in _active_jobs(reading):
+        yield events.put_op(Keys(job), events.build(
+            event_kinds.HOST_PREEMPTION_PENDING, name, message, severity=Severity.ERROR, at=reading.unix_s))
+
+
+def _active_jobs(reading: ClusterReading) -> list[str]:
+    """As many jobs that run as one write may have events for."""
+    return sorted(job for job, state in reading.job_states.items() if state.record.phase.live)[:_EVENTS]
 
 
 def _seen_job(reading: ClusterReading, name: str) -> SeenJob:

@@ -19,9 +19,10 @@ from elastic_rl.coordinator.etcd_health import EtcdHealth, EtcdProbe
 from elastic_rl.coordinator.records import FaultLog, LastSeen
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.dcs.catalog.reads import newest_number
-from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
-from elastic_rl.etcd.decoding import RangeDecoder, decode_all
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, RunStatus
+from elastic_rl.etcd.decoding import RangeDecoder, decode_all, readable_one
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import (
     Autoscaler,
     AutoscalerState,
@@ -73,6 +74,8 @@ class ClusterSnapshot:
     begin_revision: int = 0
     """Revision of etcd when the reading began: of what changed since, other parts may be missing."""
     status: JobStatus | None = None
+    stopped: bool = False
+    """Whether the operator has stopped the newest submission, which may be ending, or it has ended without an error."""
     epoch: int = 0
     members: Sequence[Member] = ()
     members_revision: int = 0
@@ -136,6 +139,11 @@ class ClusterSnapshot:
         return self.status is not None and self.status.phase in RUN_OVER
 
     @property
+    def run_ended(self) -> bool:
+        """Whether the run is over or was stopped: the end of its compute plane is no fault."""
+        return self.run_over or self.stopped
+
+    @property
     def ended_epoch(self) -> int:
         """Epochs up to this one were ended by a global restart."""
         return self.restarts[JOB].epoch if JOB in self.restarts else 0
@@ -169,7 +177,7 @@ class SnapshotReader:
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, clock: Callable[[], float] = time.time,
                  leader_clock: Callable[[], float] = lambda: 0.0, probe: EtcdProbe | None = None) -> None:
         self._etcd, self._keys, self._clock, self._leader_clock = etcd, keys, clock, leader_clock
-        self._probe = probe
+        self._probe, self._cluster_keys = probe, ClusterKeys(cfg.cluster_name)
         self._durable_streams = sorted(cfg.dcs.durable_streams) if cfg.dcs.durable_url else []
         self._decoders: dict[type[Record], RangeDecoder[Any]] = {
             Operation: RangeDecoder(Operation, lambda r: keys.operation(r.id)),
@@ -226,9 +234,10 @@ class SnapshotReader:
         durable, committed = self._read_lags([e for e in engines.values() if e.pool not in frozen], heads)
         if epoch is not None:
             reading.revisions[epoch.key] = epoch
+        stopped = self._is_stopped()  # last: who stops a run says so before anything of it ends
         return ClusterSnapshot(
             job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
-            status=status[0] if status else None,
+            status=status[0] if status else None, stopped=stopped,
             epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
             registry={s.name: s for s in registry}, evidence={(e.role, e.id): e for e in evidence}, witnesses=witnesses,
             nodes={n.id: n for n in nodes}, engines=engines,
@@ -238,6 +247,16 @@ class SnapshotReader:
             restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,
             committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else EtcdHealth(),
             revisions=reading.revisions, unreadable=reading.unreadable)
+
+    def _is_stopped(self) -> bool:
+        keys, job = self._cluster_keys, self._keys.job
+        found = self._etcd.txn([], [Op.get(keys.job(job)), Op.get(keys.run_status(job))])
+        record = readable_one(found.get(keys.job(job)), JobRecord)
+        run = readable_one(found.get(keys.run_status(job)), RunStatus)
+        if record is None or not record.submission:
+            return False
+        return record.stopped or (run is not None and run.submission == record.submission
+                                  and run.phase in (JobPhase.STOPPED, JobPhase.FINISHED))
 
     def _read_lags(self, engines: Iterable[Engine], heads: Mapping[str, Version]
                    ) -> tuple[dict[str, int], dict[str, dict[int, float]]]:

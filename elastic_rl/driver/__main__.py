@@ -32,6 +32,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.compute_services import ray_epoch
+from elastic_rl.host.here import context_here
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs, traces
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=Path, required=True)
     parser.add_argument("--id", default=f"driver-{os.getpid()}", help="name under which it raises the epoch")
     args = parser.parse_args(argv)
-    ctx = RunContext.load(args.context)
+    ctx = context_here(RunContext.load(args.context))
     logs.setup("driver", ctx.config.telemetry.log_level)
     traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.driver")
     stop = threading.Event()

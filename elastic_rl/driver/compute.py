@@ -104,7 +104,8 @@ class ComputePlane:
         """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
         self._ray = RayService(ctx, self._require)
         self._host_name = LocalHost.of(ClusterPaths.of(ctx.config)).name
-        self._hosts, self._seen_hosts = HostsOfRay(etcd, ClusterKeys(ctx.config.cluster_name)), RayHosts()
+        self._hosts, self._seen_hosts = HostsOfRay(
+            etcd, ClusterKeys(ctx.config.cluster_name), reads_labels=ctx.config.selects_hosts), RayHosts()
         self._hosts_until = 0.0
         """Monotonic seconds until which engines wait for hosts to join."""
         self._left: dict[str, float] | None = None
@@ -158,8 +159,8 @@ class ComputePlane:
                       for name, router in self.routers.items()}
         self._report_phase("adopting" if self._adopts else "starting")
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
-        self._roles = {name: spec for name, spec in ROLES.items() if spec.is_wanted(cfg)}
-        self.roles = RoleDeployments(self.ctx, self._roles, self._require)
+        self._roles = {name: spec.of(cfg) for name, spec in ROLES.items() if spec.is_wanted(cfg)}
+        self.roles = RoleDeployments(self.ctx, self._roles, self._require, lambda: self._seen_hosts)
         self._hosts_until = 0.0 if self._adopts else time.monotonic() + _HOSTS_JOIN_S
         with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
             self.reconcile()
@@ -314,7 +315,7 @@ class ComputePlane:
     def _say_where_ray_is(self) -> None:
         """Has the other hosts of the cluster join this Ray, but for those that are to be emptied and have nothing of
         the run any more."""
-        used = {node for part in self._on_hosts for node in part.nodes}
+        used = {node for part in self._on_hosts for node in part.nodes} | (self.roles.nodes if self.roles else set())
         hosts = self._seen_hosts
         left = {name: hosts.drains[name] for node, name in sorted(hosts.leaving.items()) if node not in used}
         if left != self._left and time.monotonic() - self._said_at >= _SAY_EVERY_S:

@@ -11,7 +11,7 @@ import ray
 from ray._private.state import available_resources_per_node  # Ray has no public name for it
 
 from elastic_rl.etcd.client import EtcdClient, KeyValue
-from elastic_rl.etcd.cluster_records import HostPhase, HostState
+from elastic_rl.etcd.cluster_records import Host, HostPhase, HostState
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.mirror import Mirror
@@ -51,8 +51,12 @@ class RayHosts:
     """Ray's ids of the nodes that are to be emptied, each with the name of its host."""
     drains: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """The drain of each host that is to be emptied (``HostState.drain_at``)."""
+    overdue: frozenset[str] = frozenset()
+    """Names of those whose time for that is over: they end in a moment."""
     missing: tuple[str, ...] = ()
     """Ready hosts that have not joined Ray; empty where they are few."""
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}))
+    """Labels of each host that has registered, by its name; empty unless somebody selects hosts by them."""
     late: int = 0
     """Number of all ready hosts that have not joined Ray."""
     looked_at: float = float("-inf")
@@ -62,11 +66,14 @@ class RayHosts:
 class HostsOfRay:
     """Follows what the leader has concluded about the hosts. For one thread of a process that is connected to Ray."""
 
-    def __init__(self, etcd: EtcdClient, keys: ClusterKeys) -> None:
+    def __init__(self, etcd: EtcdClient, keys: ClusterKeys, *, reads_labels: bool = False) -> None:
+        """``reads_labels``: whether somebody selects hosts by their labels."""
         self.counts_gpus = False
         """Whether somebody has to know how many GPUs are free."""
         self._prefix = keys.host_states_prefix()
         self._states = Mirror(etcd, self._prefix, _decode)
+        self._registrations = Mirror(etcd, keys.host_registrations_prefix(), lambda kv: readable_one(kv, Host)
+                                     ) if reads_labels else None
         self._nodes: list[tuple[str, HostNode]] = []
         """Name of the host of each node of Ray that is alive, and the node, as looked at last."""
         self._looked_at = float("-inf")
@@ -80,16 +87,20 @@ class HostsOfRay:
         if time.monotonic() - self._looked_at >= (0.0 if joining else _LOOK_EVERY_S):
             self._looked_at = time.monotonic()
             self._nodes = _nodes_of_ray(available_resources_per_node() if self.counts_gpus else {})
+        registered = self._registrations.read(0.0).values() if self._registrations is not None else ()
         missing = sorted(ready - {name for name, _ in self._nodes}) if joining else []
         return RayHosts(closed=frozenset(states.keys() - ready), drains=drains,
                         nodes=dict(self._nodes), open=frozenset(name for name, _ in self._nodes if name in ready),
                         lost=frozenset(name for name, state in states.items() if state.phase in _GONE),
+                        overdue=frozenset(name for name, state in states.items() if state.drain_overdue),
                         leaving={node.id: name for name, node in self._nodes if name in drains},
                         missing=tuple(missing) if len(missing) > _FEW * len(ready) else (), late=len(missing),
-                        looked_at=self._looked_at)
+                        labels={host.id: host.labels for host in registered}, looked_at=self._looked_at)
 
     def close(self) -> None:
         self._states.close()
+        if self._registrations is not None:
+            self._registrations.close()
 
 
 def _nodes_of_ray(free: Mapping[str, Mapping[str, float]]) -> list[tuple[str, HostNode]]:

@@ -10,6 +10,7 @@ The caller looks again in its next pass.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -62,14 +63,14 @@ class Placer:
         return cls(driver_writer(ctx, etcd), f"{ctx.job}/{ctx.epoch}/", ctx.generation)
 
     def place(self, kind: str, name: str, body: type | str, *args: Any, cpus: float, gpus: int,
-              any_host: bool = False, avoid: Collection[str] = (), host: str = "") -> PlacedActor:
+              any_host: bool = False, avoid: Collection[str] = (), among: Collection[str] = ()) -> PlacedActor:
         """A new actor ``name`` of a kind; no two of a kind ever have one name. Ray places it as soon as there is room,
-        however long that takes: on the host of the driver or of the name ``host`` or, with ``any_host``, on the one
-        with the largest share of its resources free. ``avoid``: names of hosts on which it is not placed.
-        ``body(*args)``: as ``ComponentActor`` has it. Raises RayError, Fenced and EtcdUnavailable."""
+        however long that takes: on the host of the driver, on one of those that ``among`` names or, with ``any_host``,
+        on any; of several on the one with the largest share of its resources free. ``avoid``: names of hosts on which
+        it is not placed. ``body(*args)``: as ``ComponentActor`` has it. Raises RayError, Fenced and EtcdUnavailable."""
         full = f"{self._scope}{kind}/{name}"
-        own = {} if any_host or host else {RUN_HOST: 1.0}
-        where = f"in({label_of(host)})" if host else f"!in({','.join(sorted(map(label_of, avoid)))})" if avoid else ""
+        own = {} if any_host or among else {RUN_HOST: 1.0}
+        where = among_hosts(among) if among else f"!{among_hosts(avoid)}" if avoid else ""
         bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **own}
         group = placement_group([bundle], name=full, lifetime="detached",
                                 bundle_label_selector=[{HOST_LABEL: where}] if where else None)
@@ -113,6 +114,11 @@ class Placer:
         for group in placement_group_table().values():
             if group["name"].startswith(self._scope) and group["name"] not in living and group["state"] != "REMOVED":
                 remove_placement_group(get_placement_group(group["name"]))
+
+
+def among_hosts(names: Collection[str]) -> str:
+    """The condition on ``HOST_LABEL`` that the host is one of these."""
+    return f"in({','.join(sorted(map(label_of, names)))})"
 
 
 def driver_writer(ctx: RunContext, etcd: EtcdClient) -> FencedWriter:
@@ -232,6 +238,18 @@ def ended(actors: Collection[PlacedActor], *, timeout_s: float = 0.0) -> list[Pl
     refs, _ = ray.wait(list(by_ref), num_returns=len(by_ref) if not timeout_s else 1, timeout=timeout_s
                        ) if by_ref else ([], [])
     return [by_ref[ref] for ref in refs if by_ref[ref].has_ended()]
+
+
+def told_to_stop(actors: Collection[PlacedActor]) -> bool:
+    """Whether an earlier driver has told one of these actors to stop, whose bodies have ``is_stopping``. One that does
+    not answer within seconds counts as one that was not. Raises RayError."""
+    refs = [actor.call("is_stopping") for actor in actors if actor.is_placed()]
+    answered = ray.wait(refs, num_returns=len(refs), timeout=_GET_TIMEOUT_S)[0] if refs else []
+    found = False
+    for ref in answered:
+        with contextlib.suppress(RayError):  # it has just ended, which its end says
+            found |= bool(ray.get(ref))
+    return found
 
 
 def stop_all(actors: Collection[PlacedActor], *, timeout_s: float) -> None:

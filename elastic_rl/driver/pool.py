@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.config import ROLLOUT_POOL, selector_text
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ENGINE, ExternalEngines
+from elastic_rl.driver.host_selection import Selection, select
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.late_engines import LateEngines
 from elastic_rl.driver.left_files import LeftFiles
@@ -68,8 +69,8 @@ class _Slot:
     """GPUs that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
     request: RestartRequest | None = None
     """The restart request for which this driver killed it, until it is acknowledged."""
-    avoids: frozenset[str] = frozenset()
-    """Hosts on which it is not to be placed."""
+    selection: Selection = Selection()
+    """Where it was to be placed when it began."""
 
 
 class EnginePool:
@@ -91,8 +92,9 @@ class EnginePool:
         self._status: PoolStatus | None = None
         self._last_desired = self._settings.engines
         self._external = ExternalEngines(ctx, etcd, name, unroute=unroute, body=body)
-        # Other hosts have neither the GPUs that are shared nor, for certain, the folder whose weights are served.
-        self.may_spread = self._settings.stream is not None and not self._settings.colocated
+        self._selector, self._selection = dict(self._settings.host_selector), Selection()
+        # Other hosts have neither the GPUs that are shared nor, unless it is said which do, the folder that is served.
+        self.may_spread = bool(self._selector) or (self._settings.stream is not None and not self._settings.colocated)
         """Whether its engines may be on any host of the cluster."""
         self._left_files = LeftFiles(ctx)
 
@@ -148,13 +150,15 @@ class EnginePool:
         for engine_id, slot in self._slots.items():
             self._follow(engine_id, slot, records.get(engine_id))
         self._end_late(records)
-        self._replace_pending(hosts, yields)
+        self._selection = select(self._selector, hosts) if self.may_spread else Selection()
+        self._replace_pending(yields)
         running = [self._as_running(i, records.get(i), hosts) for i in self._slots]
         pending = [self._slots[r.id].placed for r in running if not r.placed]
         unplaced = sum(not slot.placed.is_placed() for slot in self._slots.values())
         todo = plan(self._desired(), running, may_start=_MAX_PENDING - unplaced
-                    if self._budget.open(time.monotonic()) and not yields and not (holds and self.may_spread) else 0)
-        self._start(todo.start, hosts)
+                    if self._budget.open(time.monotonic()) and not yields and not (holds and self.may_spread)
+                    and not self._selection.waits_for else 0)
+        self._start(todo.start)
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
         external = self._external.reconcile(restarts, records)
@@ -194,9 +198,8 @@ class EnginePool:
         self._external.forget()
 
     # -- one engine ---------------------------------------------------------------------------------------------
-    def _start(self, count: int, hosts: RayHosts) -> None:
+    def _start(self, count: int) -> None:
         """Starts engines; an error of Ray's ends the attempt, and counts as a start that failed."""
-        avoids = hosts.closed if self.may_spread else frozenset()
         for _ in range(count):
             engine_id, now = f"{self.name}-{uuid.uuid4().hex[:6]}", time.monotonic()
             try:
@@ -210,14 +213,14 @@ class EnginePool:
                 placed = self._placer.place(
                     self._kind, f"{engine_id}/{shared}" if shared else engine_id, self._body, self.ctx, engine_id,
                     self.name, *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus,
-                    any_host=self.may_spread, avoid=avoids)
+                    any_host=self.may_spread, avoid=self._selection.avoid, among=self._selection.among or ())
             except (Fenced, EtcdUnavailable):
                 raise
             except Exception as e:  # Ray raises many kinds, also for a bug of a caller's
                 log.exception("engine %s could not be started", engine_id)
                 self._failed(f"{type(e).__name__}: {e}", now)
                 return
-            self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared, avoids=avoids)
+            self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared, selection=self._selection)
             self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is starting")
 
     def _failed(self, reason: str, started_at: float | None = None) -> None:
@@ -305,12 +308,12 @@ class EnginePool:
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
             records.pop(engine_id, None)
 
-    def _replace_pending(self, hosts: RayHosts, yields: bool) -> None:
-        """Has engines that have no room yet placed anew when they might get it on a host that was closed meanwhile, and
-        later when they would take the room of a trainer group: Ray gives what is free to who has waited longest."""
+    def _replace_pending(self, yields: bool) -> None:
+        """Has engines that have no room yet placed anew when they might get it on a host that was closed meanwhile, or
+        may be on other hosts now, and later when they would take the room of a trainer group: Ray gives what is free to
+        who has waited longest."""
         for engine_id, slot in list(self._slots.items()):
-            is_closed = self.may_spread and not hosts.closed <= slot.avoids
-            if (is_closed or yields) and not slot.placed.is_placed():
+            if (self._selection.allows_more_than(slot.selection) or yields) and not slot.placed.is_placed():
                 self._writer.require()
                 slot.placed.remove()
                 del self._slots[engine_id]
@@ -331,8 +334,9 @@ class EnginePool:
     def _as_running(self, engine_id: str, record: Engine | None, hosts: RayHosts) -> Running:
         slot = self._slots[engine_id]
         state = EngineState.DEAD if slot.placed.stopping else record.state if record else EngineState.STARTING
-        return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room(),
-                       leaves=self.may_spread and slot.placed.node in hosts.leaving)
+        host = hosts.leaving.get(slot.placed.node, "") if self.may_spread else ""
+        return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room(), leaves=bool(host),
+                       hurries=host in hosts.overdue)
 
     def _desired(self) -> int:
         found = self.etcd.get(self.keys.pool_spec(self.name))
@@ -345,7 +349,8 @@ class EnginePool:
         count = {s: sum(1 for r in running if r.state is s and r.placed) for s in EngineState}
         starting = count[EngineState.STARTING] + count[EngineState.SYNCING]
         whole = count[EngineState.READY] + count[EngineState.RELEASED]
-        unplaced = max(len(pending), self._last_desired - whole - starting) if pending else 0
+        unplaced = max(len(pending), self._last_desired - whole - starting) if (
+            pending or self._selection.waits_for) else 0
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
                             starting=starting, external=external, pending=unplaced,
                             released=count[EngineState.RELEASED],
@@ -359,8 +364,11 @@ class EnginePool:
         """What the pool waits for; empty when it is whole. It says nothing that changes with the time alone, so that it
         is seldom written."""
         found = []
-        if pending:
-            found.append(f"no room in the cluster for engines of {room_needed(pending[:1])}: add a machine or scale in")
+        if self._selection.waits_for and whole < self._last_desired:
+            found.append(self._selection.waits_for)
+        elif pending:
+            where = f"on hosts with {selector_text(self._selector)}" if self._selector else "in the cluster"
+            found.append(f"no room {where} for engines of {room_needed(pending[:1])}: add a machine or scale in")
         if self._no_gpus and len(self._slots) < self._last_desired:
             found.append(self._no_gpus)
         if whole < self._last_desired and (failures := self._budget.failures(time.monotonic())):

@@ -10,16 +10,22 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client  # Serve has no public name for where replicas are
 from ray.serve.schema import ApplicationStatus
 
+from elastic_rl.driver.host_selection import Selection, select
+from elastic_rl.driver.hosts_of_ray import RayHosts
+from elastic_rl.driver.placement import among_hosts
 from elastic_rl.driver.plan import StartBudget
+from elastic_rl.driver.role_hosts import ABSENT, FAILED, DeployedRole, deployed_role, is_due
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.ray_node import RUN_HOST
+from elastic_rl.host.ray_node import HOST_LABEL, RUN_HOST
 from elastic_rl.roles.spec import RoleSpec
 from elastic_rl.runtime.imports import class_of
 
@@ -31,18 +37,20 @@ _INTERVAL_S = 1.0
 _QUIET_INTERVAL_S = 10.0
 """Interval between looks at Serve while every role runs: Serve's answer has all of its state, and is not cheap."""
 _JOIN_TIMEOUT_S = 5.0
-_FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.NOT_STARTED)
-"""Serve has given up on it. Everything else it retries by itself."""
 
 
 class RoleDeployments:
     """Level-triggered: a role whose application is absent, or which Serve has given up on, is deployed again, with
     backoff and without end."""
 
-    def __init__(self, ctx: RunContext, specs: Mapping[str, RoleSpec], require: Callable[[], None] = lambda: None
-                 ) -> None:
-        """``require``: called before roles are deployed; raises Fenced once a newer driver has begun."""
-        self._ctx, self._specs, self._require = ctx, specs, require
+    def __init__(self, ctx: RunContext, specs: Mapping[str, RoleSpec], require: Callable[[], None] = lambda: None,
+                 hosts: Callable[[], RayHosts] = RayHosts) -> None:
+        """``require``: called before roles are deployed; raises Fenced once a newer driver has begun. ``hosts``: those
+        of the cluster as they were read last."""
+        self._ctx, self._specs, self._require, self._hosts = ctx, specs, require, hosts
+        self._spread = frozenset(name for name, spec in specs.items() if spec.settings.host_selector)
+        """Roles that are not on the host of the run."""
+        self._nodes: frozenset[str] = frozenset()
         self._budgets = {name: StartBudget(base_s=_AGAIN_S) for name in specs}
         self._faults: dict[str, str] = {}
         self._waiting: dict[str, str] = {name: "it is to be deployed" for name in specs}
@@ -65,6 +73,12 @@ class RoleDeployments:
         """What the roles wait for; empty when all of them run."""
         with self._lock:
             return "; ".join(f"{name}: {state}" for name, state in sorted(self._waiting.items()))
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Ray's ids of the nodes with replicas of roles that are not on the host of the run."""
+        with self._lock:
+            return self._nodes
 
     def leave(self) -> None:
         """Ends the thread, and no role. An unfinished call of Serve's is left to end with the process."""
@@ -91,35 +105,58 @@ class RoleDeployments:
             self._stopping.wait(_INTERVAL_S if self.waiting or self.fault else _QUIET_INTERVAL_S)
 
     def _pass(self) -> None:
-        found = serve.status().applications
-        states = {name: found[name].status if name in found else None for name in self._specs}
-        faults = {name: f"Serve could not deploy it: {found[name].message}"[:200]
-                  for name, state in states.items() if state in _FAILED}
-        self._set(faults, {name: str(state.value) if state else "it is to be deployed" for name, state in states.items()
-                           if state is not ApplicationStatus.RUNNING and name not in faults})
+        found, hosts = self._look(), self._hosts()
+        selections = {name: select(self._specs[name].settings.host_selector, hosts) for name in self._spread}
+        roles = {name: found.get(name, ABSENT) for name in self._specs}
+        faults = {name: f"Serve could not deploy it: {role.message}"[:200]
+                  for name, role in roles.items() if role.status in FAILED}
+        waiting = {name: str(role.status.value) if role.status else "it is to be deployed"
+                   for name, role in roles.items() if role.status is not ApplicationStatus.RUNNING
+                   and name not in faults}
+        waiting |= {name: selection.waits_for for name, selection in selections.items() if selection.waits_for
+                    and roles[name].status is not ApplicationStatus.RUNNING}
+        with self._lock:
+            self._nodes = frozenset(node for name in self._spread for node in roles[name].nodes)
+        self._set(faults, waiting)
         now = time.monotonic()
-        due = [name for name, state in states.items()
-               if (state is None or state in _FAILED) and self._budgets[name].open(now)]
+        due = [name for name, role in roles.items() if self._budgets[name].open(now)
+               and is_due(role, selections.get(name), hosts.leaving.keys())]
         if due:
-            self._deploy(due)
+            self._deploy({name: selections.get(name) for name in due})
             for name in due:
                 self._budgets[name] = self._budgets[name].after_failure(now, jitter=random.random())
 
-    def _deploy(self, names: Iterable[str]) -> None:
+    def _look(self) -> dict[str, DeployedRole]:
+        """The roles as Serve has them. Where they are it says in an answer that is larger."""
+        if not self._spread:
+            return {name: DeployedRole(app.status, app.message) for name, app in serve.status().applications.items()}
+        client = _get_global_client(raise_if_no_controller_running=False)
+        return {} if client is None else {name: deployed_role(name, app) for name, app in client.get_serve_details()[
+            "applications"].items()}
+
+    def _deploy(self, roles: Mapping[str, Selection | None]) -> None:
         """Starts Serve too if it does not run. All of them at once: Serve knows them before the first replica starts,
         so a role may look up the others."""
         self._require()
         serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
-        targets = [serve.RunTarget(self._application(self._specs[name]), name=name, route_prefix=None)
-                   for name in names]
+        targets = [serve.RunTarget(self._application(self._specs[name], selection), name=name, route_prefix=None)
+                   for name, selection in roles.items()]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
-    def _application(self, spec: RoleSpec) -> serve.Application:
+    def _application(self, spec: RoleSpec, selection: Selection | None) -> serve.Application:
+        """``selection``: of the hosts that it may be on; None: the one of the run."""
+        settings = spec.settings
+        options: dict[str, Any] = {"num_cpus": settings.cpus, "resources": {RUN_HOST: 1.0}}
+        if selection is not None:
+            options |= {"resources": {}, "label_selector": {HOST_LABEL: among_hosts(selection.among or ())}}
+        if settings.gpus:
+            options["num_gpus"] = settings.gpus
+        if settings.memory_bytes:
+            options["memory"] = settings.memory_bytes
         return serve.deployment(class_of(spec.cls)).options(
-            name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
+            name=spec.name, num_replicas=settings.replicas, max_ongoing_requests=spec.max_ongoing_requests,
             health_check_period_s=1.0, health_check_timeout_s=10.0,
-            graceful_shutdown_timeout_s=5.0, ray_actor_options={
-                "num_cpus": spec.num_cpus, "resources": {RUN_HOST: 1.0}}).bind(self._ctx)
+            graceful_shutdown_timeout_s=5.0, ray_actor_options=options).bind(self._ctx)
 
     def _set(self, faults: dict[str, str], waiting: dict[str, str]) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ from elastic_rl.driver.placement import (
     ended,
     room_needed,
     stop_all,
+    told_to_stop,
     uses_cuda,
 )
 from elastic_rl.driver.plan import StartBudget
@@ -39,8 +40,8 @@ from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_host import TrainerHost
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds
-from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.client import EtcdClient, KeyValue
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Formation, FormationHost, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -103,6 +104,8 @@ class TrainerGroup:
         self._formation: Formation | None = None
         """The newest one, of this epoch."""
         self._number = 0
+        self._unreadable = ""
+        """Why the newest formation cannot be read; empty while it can."""
         self._change = ""
         """Why the formation ends, where that is no failure of its ranks."""
         self._unsaved_since: int | None = None
@@ -148,6 +151,8 @@ class TrainerGroup:
     @property
     def waiting(self) -> str:
         """What the group waits for; empty when it runs, with all its replicas."""
+        if self._unreadable:
+            return self._unreadable
         match self.state:
             case GroupState.PLACING if without := [a for a in self._placed.values() if a.lacks_room()]:
                 return f"no room in the cluster: {room_needed(without)}; add a machine or scale in"
@@ -166,21 +171,39 @@ class TrainerGroup:
                 return ""
 
     def take_over(self) -> None:
-        """Adopts the agents of this epoch's formation, if all of them run, and removes all others. Raises RayError and
+        """Adopts the agents of this epoch's formation, if all of them run, and removes all others; one that the driver
+        before was ending is ended. Does nothing where the formation cannot be read. Raises RayError and
         EtcdUnavailable."""
+        found, record = self._read_formation()
+        if self._unreadable:
+            return
         adopted = {placed.name: placed for placed in self._placer.adopt(self._kind)}
-        found = self.etcd.get(self.ctx.keys.formation(self.name))
-        record = readable_one(found, Formation)
         if found is not None and record is not None and record.epoch == self.ctx.epoch:
             self._formation, self._number = record, found.version
             names = {host.name: f"{self._number}/{host.name}" for host in record.hosts}
             if set(names.values()) <= adopted.keys():
                 self._placed = {host: adopted.pop(name) for host, name in names.items()}
+                if told_to_stop(self._placed.values()):
+                    self._change = "the driver before was ending it"
         for placed in adopted.values():
             placed.remove()
         self.changed_at = time.monotonic() if adopted else self.changed_at
         if not self._placed:  # they may have been killed while no driver ran
             self._note_files()
+
+    def _read_formation(self) -> tuple[KeyValue | None, Formation | None]:
+        """The newest formation. One of this epoch that cannot be read is left alone (``_unreadable``): another release
+        has its ranks running. Raises EtcdUnavailable."""
+        unreadable: dict[str, str] = {}
+        found = self.etcd.get(self.ctx.keys.formation(self.name))
+        record = decode(found, Formation, unreadable) if found is not None else None
+        self._unreadable = ""
+        if found is not None and record is None:
+            epoch = self.etcd.get(self.ctx.keys.epoch())
+            if epoch is None or found.mod_revision > epoch.mod_revision:
+                self._unreadable = (f"{found.key} cannot be read ({unreadable[found.key]}): complete the upgrade, or "
+                                    "restart the job, which makes another formation")
+        return found, record
 
     def reconcile(self, request: RestartRequest | None = None, hosts: RayHosts = RayHosts(), *, holds: bool = False,
                   changed_at: float = float("-inf")) -> None:
@@ -189,6 +212,10 @@ class TrainerGroup:
         Raises Fenced when the agent has ended because the epoch is over (nothing failed then), and EtcdUnavailable."""
         self._report()
         self._others_changed_at = changed_at
+        if self._unreadable:
+            self.take_over()
+            if self._unreadable:
+                return
         if request is not None and self._request is None:
             self._request = request
             log.warning("restarting the group %s: %s", self.name, request.reason)
@@ -388,7 +415,9 @@ class TrainerGroup:
         record = Formation(epoch=self.ctx.epoch, data_parallel=plan.data_parallel, reason=self._change, hosts=[
             FormationHost(name=host, ranks=ranks, address="" if alone else addresses.get(host, self.ctx.host))
             for host, ranks in plan.ranks.items()])
-        found = self.etcd.get(key)
+        found, _ = self._read_formation()
+        if self._unreadable:
+            return False
         version = found.version if found else 0
         guard, put = Compare.version(key, "==", version), Op.put(key, record.encode())
         text = _some([f"{ranks} rank{'s' if ranks > 1 else ''} on {host}" for host, ranks in plan.ranks.items()])
@@ -407,7 +436,7 @@ class TrainerGroup:
                                           "formation": self._number})
         model = "" if plan.ranks.keys() == {own} else self._model
         for host, ranks in plan.ranks.items():
-            options: dict[str, Any] = {} if host == own else {"host": host}
+            options: dict[str, Any] = {} if host == own else {"among": (host,)}
             self._placed[host] = self._placer.place(
                 self._kind, f"{self._number}/{host}", self._body, ctx, ranks, len(plan.ranks), model,
                 *((shared,) if shared else ()), cpus=float(ranks),

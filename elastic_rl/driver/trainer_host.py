@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.host.address import own_address
 from elastic_rl.host.here import context_here
+from elastic_rl.host.leftovers import remove_files, tagged_files
 from elastic_rl.host.model_folder import fingerprint
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.processes import StoppedProcesses
@@ -48,6 +50,7 @@ class TrainerHost:
         context = paths.context(ctx.group.name, ctx.formation)
         for number in range(max(1, ctx.formation - _KEPT), ctx.formation):
             paths.context(ctx.group.name, number).unlink(missing_ok=True)
+        self._remove_files_of_earlier(paths, ctx)
         agent = processes.spawn(processes.python(
             "elastic_rl.trainer.group.agent", "--context", str(ctx.save(context)),
             f"--ranks={self._ranks}", f"--hosts={self._hosts}",
@@ -60,6 +63,16 @@ class TrainerHost:
                 agent.kill()
         processes.stop(agent.pid)
         return agent.wait(timeout=30.0)
+
+    @staticmethod
+    def _remove_files_of_earlier(paths: JobPaths, ctx: RunContext) -> None:
+        """Removes what agents of earlier formations have left here that were killed: the driver that was to have it
+        removed may have been, too."""
+        tag = paths.file_tag(ctx.group.name)
+        numbers = {int(found[1]) for path in tagged_files(tag)
+                   if (found := re.search(rf"{re.escape(tag)}([0-9]+)\.", path.name))}
+        for number in sorted(n for n in numbers if n < ctx.formation):
+            remove_files(paths.file_tag(ctx.group.name, str(number)))
 
     def _with_model(self, ctx: RunContext) -> RunContext:
         """The context with the model's folder on this host; one that the settings do not name is made here, too.
@@ -91,3 +104,7 @@ class TrainerHost:
 
     def stop(self) -> None:
         self._stop.set()
+
+    def is_stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stop.is_set()

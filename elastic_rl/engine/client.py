@@ -14,7 +14,7 @@ import hashlib
 import json
 import resource
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,9 +43,9 @@ class Sampling:
     """Engines derive the seed of each sample from it, the prompt and the sample's number (``engine/sglang/seeds.py``),
     so that a group that is generated again, by whichever engine, is sampled the same. None: the engine chooses."""
     resume: bool = False
-    """Whether a sample that an engine gave back unfinished, as it does for an update with ``engine.pause_mode=abort``,
-    goes on from its tokens: each part has the version that made it. Else it begins again, as it must where seeds decide
-    what is sampled."""
+    """Whether a sample that an engine gave back unfinished, as it does when it leaves the pool and for an update with
+    ``engine.pause_mode=abort``, goes on from its tokens: each part has the version that made it. Else it begins again,
+    as it must where seeds decide what is sampled."""
 
     def params(self) -> dict[str, Any]:
         """SGLang's sampling parameters. The router takes one set of them for a whole request."""
@@ -92,16 +92,18 @@ class GenerateClient:
     ``timeout_s``: the limit in seconds of one attempt; ``retries``: attempts, each of which may reach another engine
     (besides the router's own retries). ``batch``: sequences per request, fewer of long responses
     (``sequences_of_request``). ``vocabulary``: number of the model's tokens. An id beyond them is never sent: it ends
-    the engine that gets it, and then each one that the request is sent to again. ``access``: to the router.
+    the engine that gets it, and then each one that the request is sent to again. ``end_ids``: token ids at which
+    engines end a response whatever the request says (``models.arch.end_ids_of``). ``access``: to the router.
     """
 
     def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH,
-                 vocabulary: int = MAX_TOKEN_IDS, access: EngineAccess = EngineAccess()) -> None:
+                 vocabulary: int = MAX_TOKEN_IDS, end_ids: Sequence[int] = (), access: EngineAccess = EngineAccess()
+                 ) -> None:
         self._url, self._access = router_url.rstrip("/") + "/generate", access
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
-        self._vocabulary = vocabulary
+        self._vocabulary, self._end_ids = vocabulary, frozenset(end_ids)
         self._pending: dict[tuple[Sampling, str], list[_Pending]] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._http: httpx.AsyncClient | None = None
@@ -177,9 +179,9 @@ class GenerateClient:
         try:
             answers = await self._attempts(body, route, unfinished=sampling.resume)
             given = [(prompt, number) for prompt, n, _ in groups for number in range(n)]
-            samples = iter(await asyncio.gather(*(
-                self._finished(prompt, sampling.of_rest(number), route, parse_sample(a))
-                for (prompt, number), a in zip(given, answers, strict=True))))
+            parsed = [(prompt, sampling.of_rest(number), route, parse_sample(a))
+                      for (prompt, number), a in zip(given, answers, strict=True)]
+            samples = iter(await _all_or_none([self._finished(*one) for one in parsed]))
             for _, n, result in groups:
                 own = [next(samples) for _ in range(n)]
                 if not result.done():
@@ -201,8 +203,14 @@ class GenerateClient:
     async def _finished(self, prompt: Sequence[int], sampling: Sampling, route: str, sample: Sample) -> Sample:
         """The sample, continued for as long as engines give it back unfinished. Raises EngineFailed once as many
         attempts, one after the other, have added no token."""
-        vain = 0
+        vain, ends = 0, self._end_ids.union(sampling.stop_token_ids)
         while sample.finish_reason == "abort":
+            # An engine may have sampled one more token when it aborts, and does not look at what that is: it may be the
+            # end, or an id that the model does not have, at which it ends a response, too. Such a sample is its
+            # reader's to refuse (``generation.fault_of``); sent on, the id would end engines.
+            ids = sample.response_ids
+            if (ids and ids[-1] in ends) or not self._has(ids):
+                return replace(sample, finish_reason="stop")
             left = sampling.max_new_tokens - len(sample.response_ids)
             if left <= 0:
                 return replace(sample, finish_reason="length")
@@ -283,6 +291,17 @@ class GenerateClient:
                 if len(content) > limit:
                     raise _NoAnswer(f"it has more than {limit} bytes, which no answer to the request has")
             return reply.status_code, bytes(content)
+
+
+async def _all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What the calls return, in order. When one raises, the others have ended before this raises the same."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _NoAnswer(Exception):

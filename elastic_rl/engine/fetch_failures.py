@@ -94,9 +94,20 @@ def evidence(own: Engine, others: Sequence[Engine], *, nodes: bool) -> FetchEvid
 
 def read_evidence(etcd: EtcdClient, keys: Keys, own: Engine) -> FetchEvidence:
     """Reads a bounded number of records. Raises EtcdUnavailable and Compacted."""
-    prefix, key = keys.engines_of_pool(own.pool), keys.engine(own.id)
+    found = _some_of_pool(etcd, keys, own.pool, own.id)
+    nodes = bool(etcd.page(keys.dcs_nodes_prefix(), limit=1).kvs)
+    return evidence(own, found, nodes=nodes)
+
+
+def others_serve(etcd: EtcdClient, keys: Keys, pool: str, engine_id: str) -> bool:
+    """Whether one of some other engines of the pool serves. Raises EtcdUnavailable."""
+    return any(e.pool == pool and e.id != engine_id and e.state is EngineState.READY
+               for e in _some_of_pool(etcd, keys, pool, engine_id))
+
+
+def _some_of_pool(etcd: EtcdClient, keys: Keys, pool: str, engine_id: str) -> list[Engine]:
+    prefix, key = keys.engines_of_pool(pool), keys.engine(engine_id)
     found = etcd.page(prefix, after=key, limit=_MAX_PEERS).kvs
     if len(found) < _MAX_PEERS:
         found = [*found, *etcd.page(prefix, before=key, limit=_MAX_PEERS - len(found)).kvs]
-    nodes = bool(etcd.page(keys.dcs_nodes_prefix(), limit=1).kvs)
-    return evidence(own, [engine for engine, _ in readable(found, Engine)], nodes=nodes)
+    return [engine for engine, _ in readable(found, Engine)]

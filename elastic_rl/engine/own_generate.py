@@ -60,10 +60,12 @@ class ClientOptions:
     """Number of the model's tokens."""
     access: EngineAccess = EngineAccess()
     """What the client needs to be let into the router."""
+    end_ids: tuple[int, ...] = ()
+    """Token ids at which engines end a response whatever the request says."""
 
     def make(self) -> GenerateClient:
         return GenerateClient(self.router_url, timeout_s=self.timeout_s, retries=self.retries,
-                              vocabulary=self.vocabulary, access=self.access)
+                              vocabulary=self.vocabulary, end_ids=self.end_ids, access=self.access)
 
 
 Asked = PromptRequest | Prompt | None
@@ -175,9 +177,11 @@ def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str)
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
     from elastic_rl.host.job_secrets import engine_access  # imports pydantic, which the function's process is spared
+    from elastic_rl.models.arch import end_ids_of
     return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.plays_episodes else rollout.generate,
                        ClientOptions(router_url, cfg.engine.request_timeout_s, rollout.max_attempts, vocabulary,
-                                     engine_access(cfg) if router_url else EngineAccess()))
+                                     engine_access(cfg) if router_url else EngineAccess(),
+                                     end_ids_of(model_dir) if router_url else ()))
 
 
 def serve(name: str, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:

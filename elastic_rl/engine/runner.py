@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
-from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, read_evidence
+from elastic_rl.dcs.fetch.puller import HeadWatch, Pulled, Puller
+from elastic_rl.engine.departure import Departure, LeaveStep
+from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, others_serve, read_evidence
 from elastic_rl.engine.host_model import HostModel
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.record import EngineRecord
@@ -24,6 +25,7 @@ from elastic_rl.engine.server.health import Health, HealthLimits
 from elastic_rl.engine.server.health_monitor import HealthMonitor
 from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.server.sglang_server import EngineServer, SGLangServer, StagedUpdate
+from elastic_rl.engine.update_turns import PoolSlots, UpdateTurn
 from elastic_rl.errors import (
     Compacted,
     DeadlineExceeded,
@@ -52,10 +54,16 @@ FOLDER_VERSION = 1
 _TICK_S = 0.1
 """The server's processes and the drain flag are checked at least this often; a new head arrives by a watch."""
 _RECORD_INTERVAL_S = 0.5
+_TURN_S = 0.05
+"""How often an engine that waits for its turn to update looks whether it has come."""
+_TURN_RETRY_S = (0.1, 2.0)
+"""First and longest pause of such an engine after a failure of etcd."""
 _ROUTER_TIMEOUT_S = 30.0
 _ROUTE_TRY_S = 5.0
 """Limit of one attempt to join the router; there is no limit on their number."""
 _MONITOR_END_S = 2.0
+_LOOK_FOR_OTHERS_S = 2.0
+"""How often an engine that leaves with requests in flight looks whether another one of its pool serves."""
 _RETRY_S = (0.2, 30.0)
 """First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""
 _FAILURES_TO_REPORT = 5
@@ -104,6 +112,12 @@ class EngineRunner:
         self._holds_device = False
         self._fetch_failures = FetchFailures(self._cfg.fetch_timeout_s, min_failures=_FAILURES_TO_REPORT)
         self._retry = RetryBackoff(*_RETRY_S)
+        limit = ctx.config.max_unavailable
+        self._turn = UpdateTurn(PoolSlots(
+            self._etcd, ctx.keys, pool, limit, holder=f"{engine_id}/{self._member.incarnation}",
+            lease=lambda: self._member.lease)) if limit is not None else None
+        """The turn to pause for an update; None where all may pause at once."""
+        self._awaits_turn = False
         self._route_retry = RetryBackoff(*_RETRY_S)
         self._next_record = 0.0
         self._load = ReportedLoad()
@@ -132,7 +146,8 @@ class EngineRunner:
     # -- called from other threads ---------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Makes ``run`` leave the pool: no new requests, requests in flight finish, the record is deleted."""
+        """Makes ``run`` leave the pool: no new requests, those in flight go on elsewhere or finish, the record is
+        deleted."""
         self._drain.set()
 
     def stop(self) -> None:
@@ -223,6 +238,8 @@ class EngineRunner:
         self._alive_at = time.time()
         self._check_record()
         self._join_router()
+        if self._turn is not None and not self._awaits_turn and not self._is_away:
+            self._turn.release()  # of an update that is over, where etcd or the router was away
 
     def _follow(self, stream: Stream) -> None:
         """Applies each new head until the engine leaves. Raises EngineFailed and Fenced."""
@@ -246,12 +263,12 @@ class EngineRunner:
                         if (newer := heads.get(_TICK_S)) is not None:
                             target = newer
                             self._retry.try_now()
-                    elif self._sync(puller, target):
-                        target = None
-                        self._retry.reset()
-                    else:
+                    elif (left := self._sync(puller, target, heads)) is target:
                         self._retry.failed(time.monotonic())
                         target = puller.head(stream)  # the version that failed may have been released meanwhile
+                    else:
+                        target = left
+                        self._retry.reset()
                 except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine serves on
                     log.warning("engine %s: %s", self._id, e)
                     self._stop.wait(_TICK_S)  # etcd may refuse at once, without using up a retry budget
@@ -261,26 +278,43 @@ class EngineRunner:
 
     def _phase(self) -> str:
         """What the engine does, for people and for the hang detection of the leader."""
+        if self._awaits_turn:
+            return "waiting for other engines to update"
         if self._lifecycle.version and self._lifecycle.state is EngineState.SYNCING:
             return "waiting for the router"
         suspected = self._monitor.health.state is not Health.HEALTHY
         return "waiting for an answer of the server" if suspected else "follow"
 
-    def _sync(self, puller: Puller, target: Version) -> bool:
-        """Brings the engine to the version. False when the version could not be fetched: the engine is unchanged."""
+    def _sync(self, puller: Puller, target: Version, heads: HeadWatch) -> Version | None:
+        """Brings the engine to the version. Returns what is still to be applied: None; the version when it could not be
+        fetched, and the engine is unchanged; or a newer one that came while others updated."""
         if not self._lifecycle.accepts(target.number):
-            return True
+            return None
+        try:
+            return self._update(puller, target, heads)
+        finally:
+            self._end_turn()
+
+    def _update(self, puller: Puller, target: Version, heads: HeadWatch) -> Version | None:
+        """See ``_sync``."""
         began = time.monotonic()
         try:
             with traces.span("engine.sync", parent=traces.extract(target.meta.get("trace", {})), engine=self._id,
                              version=target.number), contextlib.ExitStack() as held:
                 with traces.span("engine.pull", engine=self._id, version=target.number):
-                    update = held.enter_context(self._staged(puller, target))
+                    update, pulled = held.enter_context(self._staged(puller, target))
+                if self._turn is not None and self._lifecycle.state is EngineState.READY:
+                    waits_since = time.monotonic()
+                    if (newer := self._await_turn(self._turn, heads)) is not None or self._leaving:
+                        return newer
+                    began += time.monotonic() - waits_since
+                    if "reference" in update.request:  # the node may have ended during the wait
+                        pulled.confirm()
                 if self._cfg.pause_mode == "drain" and self._lifecycle.state is EngineState.READY:
                     self._pause_requests()
                 begun = self._lifecycle.begin(target.number)
                 if not self._write(begun):  # before the first byte changes
-                    return True             # the engine is to leave the pool
+                    return None             # the engine is to leave the pool
                 self._lifecycle = begun
                 self._member.progress(self._lifecycle.version, "apply")
                 paused_at = time.monotonic()
@@ -290,7 +324,7 @@ class EngineRunner:
                 self._checksum = " ".join(update.checksums)
         except FETCH_ERRORS as e:
             self._on_fetch_failed(target, e)
-            return False
+            return target
         self._pull_apply_s = time.monotonic() - began
         if self._fetch_failures.count >= _FAILURES_TO_REPORT:
             self._record.emit(event_kinds.ENGINE_FETCH_RECOVERED, f"engine {self._id} has version {target.number} now",
@@ -300,7 +334,45 @@ class EngineRunner:
         self._before_routing()
         if not self._join_router():
             self._write()
-        return True
+        return None
+
+    def _await_turn(self, turn: UpdateTurn, heads: HeadWatch) -> Version | None:
+        """Returns None when the engine may pause, or is to leave, and a newer version as soon as there is one. Without
+        etcd it waits on, so that what is staged is kept. Raises EngineFailed and Fenced."""
+        begun, retry = False, RetryBackoff(*_TURN_RETRY_S)
+        self._awaits_turn = True
+        try:
+            while not self._leaving:
+                try:
+                    self._look_after()  # first: it sees an end of the server without etcd, too
+                    if not begun:
+                        turn.begin()
+                        begun = True
+                    if turn.take(time.monotonic()):
+                        break
+                    if (newer := heads.get(_TURN_S)) is not None:
+                        return newer
+                    retry.reset()
+                except EtcdUnavailable as e:
+                    log.warning("engine %s has a version staged, and waits for etcd to take its turn to update: %s",
+                                self._id, e)
+                    retry.failed(time.monotonic())
+                    self._stop.wait(retry.left_s(time.monotonic()))
+        finally:
+            self._awaits_turn = False
+        return None
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the engine, which is to go on, is out of the router."""
+        return self._lifecycle.state is EngineState.SYNCING and not self._leaving
+
+    def _end_turn(self) -> None:
+        """Frees the turn, unless the router has not taken the engine back yet. That of an engine that fails is free
+        with its lease at the latest."""
+        if self._turn is not None and not self._is_away:
+            with contextlib.suppress(EtcdUnavailable):  # ``_look_after`` tries again
+                self._turn.release()
 
     def _join_router(self) -> bool:
         """Makes, once the first version is verified, the engine READY when the router has it. One that is away is
@@ -327,8 +399,9 @@ class EngineRunner:
         return True
 
     @contextlib.contextmanager
-    def _staged(self, puller: Puller, target: Version) -> Iterator[StagedUpdate]:
-        """The version in the engine's staged weights. Parts are staged while further parts are being pulled."""
+    def _staged(self, puller: Puller, target: Version) -> Iterator[tuple[StagedUpdate, Pulled]]:
+        """The version in the engine's staged weights, and on this host. Parts are staged while further parts are being
+        pulled."""
         # A first pull is a whole one, and may take much longer than those that follow.
         phase = "pull" if self._lifecycle.version else "waiting for the first version"
         self._member.progress(self._lifecycle.version, phase)
@@ -341,8 +414,8 @@ class EngineRunner:
             with puller.pull(target.stream, target.number, on_part=on_part) as pulled:
                 update = session.finish(pulled.reference())
                 pulled.confirm()  # what was staged was read from memory that the node kept in place
-                yield update
-                if "reference" in update.request:  # not staged, but loaded in the pause
+                yield update, pulled
+                if "reference" in update.request and self._lifecycle.applying:  # not staged, but loaded in the pause
                     try:
                         pulled.confirm()
                     except NodeUnavailable as e:
@@ -382,38 +455,89 @@ class EngineRunner:
 
     # -- end -------------------------------------------------------------------------------------------------------
     def _leave(self) -> None:
-        """Ends a drained or stopped engine and deletes its record. A drain waits for the requests in flight."""
+        """Ends a drained or stopped engine and deletes its record. A drain loses no request in flight."""
+        handed_over = 0
         if not self._stop.is_set():
-            self._finish_requests()
+            handed_over = self._finish_requests()
         else:
             self._unroute()
         self._end_server()
         if not self._external:
             self._unroute()  # again: an addition that the router still had in its queue may have come after the removal
         if self._record.delete():
-            self._record.emit(event_kinds.ENGINE_STOPPED, f"engine {self._id} left the pool")
+            others = f"; other engines go on with {handed_over} requests" if handed_over else ""
+            self._record.emit(event_kinds.ENGINE_STOPPED, f"engine {self._id} left the pool{others}",
+                              handed_over=handed_over)
 
-    def _finish_requests(self) -> None:
-        """Takes the engine out of the router for good and waits, within a limit, for the requests that it has."""
+    def _finish_requests(self) -> int:
+        """Takes the engine out of the router for good, and ends the requests that it has: other engines go on with
+        them, or they are finished here within a limit (``departure``), also while etcd is away or the server does not
+        answer. Returns how many were handed over. Raises EngineFailed for a server that has ended, and Fenced."""
         self._lifecycle = self._lifecycle.drain()
-        self._write()
-        if not self._drained():
-            self._record.emit(event_kinds.ENGINE_DRAIN_TIMEOUT,
-                              f"engine {self._id} was stopped with requests in flight", severity=Severity.WARNING)
+        self._write_soon()
+        self._unroute()
+        departure = Departure(time.monotonic(), self._cfg.drain_timeout_s, may_abort=not self._external)
+        look_at, others, in_flight = 0.0, False, 1
+        while not self._stop.is_set():
+            self._member.progress(self._lifecycle.newest, "waiting for the last request")
+            is_known = True
+            try:
+                in_flight = self._server.in_flight()
+            except EngineFailed as e:
+                self._require_server(e)
+                is_known, in_flight = False, max(1, in_flight)  # there may be some
+            now, handed_over = time.monotonic(), departure.handed_over
+            if (in_flight or self._unwritten) and now >= look_at:
+                look_at = now + _LOOK_FOR_OTHERS_S
+                if self._unwritten:  # the driver adds an engine to the router that its record calls ready
+                    self._write_soon()
+                others = self._hands_over and self._others_serve()
+            step = departure.step(now, in_flight, can_hand_over=others and is_known)
+            if step is LeaveStep.ABORT:
+                try:
+                    self._server.abort_requests()
+                except EngineFailed as e:  # they go on here, and a later step asks again
+                    self._require_server(e)
+                    departure.handed_over = handed_over
+            elif step is LeaveStep.GIVE_UP:
+                log.warning("engine %s is stopped with requests in flight", self._id)
+                with contextlib.suppress(EtcdUnavailable):
+                    self._record.emit(
+                        event_kinds.ENGINE_DRAIN_TIMEOUT, f"engine {self._id} was stopped with requests in flight",
+                        severity=Severity.WARNING)
+            if step in (LeaveStep.DONE, LeaveStep.GIVE_UP):
+                break
+            self._stop.wait(_TICK_S)
+        return departure.handed_over
+
+    def _require_server(self, error: EngineFailed) -> None:
+        """After a call of a server that leaves: logs the error, which ends nothing while the server runs. Raises
+        EngineFailed where it has ended, and its requests with it."""
+        if not self._server.alive():
+            raise error
+        log.warning("engine %s goes on leaving: %s", self._id, error)
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether the clients of the engine go on from the tokens that an aborted request has."""
+        return self._cfg.drain_mode == "hand_over" and not self._ctx.config.deterministic
+
+    def _others_serve(self) -> bool:
+        """Whether another engine of the pool serves; false without etcd."""
+        try:
+            return others_serve(self._etcd, self._ctx.keys, self._pool.name, self._id)
+        except EtcdUnavailable:
+            return False
 
     def _pause_requests(self) -> None:
-        """The same until the engine joins the router again with a new version. Raises EngineFailed and
-        EtcdUnavailable."""
+        """Takes the engine out of the router until it joins that again with a new version, and waits, within a limit,
+        for the requests that it has. Raises EngineFailed and EtcdUnavailable."""
         self._lifecycle = self._lifecycle.unrouted()
         self._write()
-        if not self._drained():
+        self._unroute()
+        if not self._await_idle(self._cfg.drain_timeout_s, self._stop.is_set):
             log.warning("engine %s updates with requests in flight, which go on afterwards: they took longer than "
                         "engine.drain_timeout_s=%g", self._id, self._cfg.drain_timeout_s)
-
-    def _drained(self) -> bool:
-        """Takes the engine out of the router; whether the requests that it has ended in time."""
-        self._unroute()
-        return self._await_idle(self._cfg.drain_timeout_s, self._stop.is_set)
 
     def _await_idle(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
         """Whether the requests in flight ended within this time, or the wait for them is over. Raises EngineFailed."""

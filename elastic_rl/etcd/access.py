@@ -10,7 +10,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -135,24 +135,33 @@ class MemberChannels:
     of them has been replaced yet, the channels stay and the reload is retried. Thread-safe.
     """
 
-    def __init__(self, access: Access, addresses: Sequence[str], *,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._access, self._addresses, self._clock = access, addresses, clock
+    def __init__(self, access: Access, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._access, self._clock = access, clock
         self._lock = threading.Lock()
         self._seen = access.tls.fingerprint() if access.tls else ()
-        self._channels = self._connect()
+        self._pem = access.tls.read() if access.tls else None
+        self._channels: dict[str, grpc.Channel] = {}
         self._checked_at = clock()
         self._retired: list[tuple[float, list[grpc.Channel]]] = []
         self._closed = False
 
-    def __getitem__(self, member: int) -> grpc.Channel:
+    def __getitem__(self, address: str) -> grpc.Channel:
+        """The channel of the member at ``host:port``. Raises ValueError when these are closed."""
         if self._access.tls is not None and self._clock() - self._checked_at >= _RECHECK_S:
             self._recheck()
-        return self._channels[member]
+        with self._lock:
+            if self._closed:
+                raise ValueError("the channels are closed")
+            if address not in self._channels:
+                self._channels[address] = self._access.channel(address, self._pem)
+            return self._channels[address]
 
-    def _connect(self) -> list[grpc.Channel]:
-        pem = self._access.tls.read() if self._access.tls else None
-        return [self._access.channel(address, pem) for address in self._addresses]
+    def keep_only(self, addresses: Collection[str]) -> None:
+        """Retires the channels of all other members."""
+        with self._lock:
+            gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
+            if gone:
+                self._retired.append((self._clock(), gone))
 
     def _recheck(self) -> None:
         assert self._access.tls is not None
@@ -168,18 +177,19 @@ class MemberChannels:
             if found == self._seen:
                 return
             try:
-                replaced, self._channels = self._channels, self._connect()
+                self._pem = self._access.tls.read()
             except ConfigError as e:
                 log.warning("changed TLS files of etcd are not used yet: %s", e)
                 return
             self._seen = found
-            self._retired.append((now, replaced))
+            self._retired.append((now, list(self._channels.values())))
+            self._channels = {}
             log.info("reloaded the TLS files of etcd")
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for channels in (self._channels, *(old for _, old in self._retired)):
+            for channels in (list(self._channels.values()), *(old for _, old in self._retired)):
                 _close(channels)
 
 

@@ -29,7 +29,8 @@ class Failure(enum.Enum):
 
 
 _NOT_SENT_DETAILS = ("failed to connect", "connection refused", "etcdserver: no leader", "name resolution",
-                     "dns resolution", "too many requests", "etcdserver: not capable", "etcdserver: server stopped")
+                     "dns resolution", "too many requests", "etcdserver: not capable", "etcdserver: server stopped",
+                     "rpc not supported for learner")
 _UNTRUSTED_DETAILS = ("tls handshake failed", "ssl handshake failed", "certificate", "verification check failed",
                       "tsi_data_corrupted", "security handshaker")
 _NOT_SIGNED_IN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")

@@ -10,15 +10,17 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from elastic_rl.errors import ElasticRLError, EtcdUnavailable, OutcomeUnknown
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.access import Access, MemberChannels
 from elastic_rl.etcd.call_errors import AUTH_IS_OFF, AttemptFailed, Failure, no_answer_hint, refusal, untrusted
+from elastic_rl.etcd.known_members import known_members
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.runtime.backoff import backoff_s
 
@@ -46,6 +48,11 @@ GRANT = Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseG
 REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
 KEEPALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
 TIME_TO_LIVE = Method("/etcdserverpb.Lease/LeaseTimeToLive", pb.LeaseTimeToLiveRequest, pb.LeaseTimeToLiveResponse)
+MEMBER_LIST = Method("/etcdserverpb.Cluster/MemberList", pb.MemberListRequest, pb.MembersResponse)
+MEMBER_ADD = Method("/etcdserverpb.Cluster/MemberAdd", pb.MemberAddRequest, pb.MemberAddResponse)
+MEMBER_REMOVE = Method("/etcdserverpb.Cluster/MemberRemove", pb.MemberRemoveRequest, pb.MembersResponse)
+MEMBER_UPDATE = Method("/etcdserverpb.Cluster/MemberUpdate", pb.MemberUpdateRequest, pb.MembersResponse)
+MEMBER_PROMOTE = Method("/etcdserverpb.Cluster/MemberPromote", pb.MemberPromoteRequest, pb.MembersResponse)
 STATUS = Method("/etcdserverpb.Maintenance/Status", pb.StatusRequest, pb.StatusResponse)
 DEFRAGMENT = Method("/etcdserverpb.Maintenance/Defragment", pb.DefragmentRequest, pb.DefragmentResponse)
 ALARM = Method("/etcdserverpb.Maintenance/Alarm", pb.AlarmRequest, pb.AlarmResponse)
@@ -61,32 +68,69 @@ class Ambiguity:
 
 
 class Channels:
-    """The members of one etcd cluster. Sticky: calls go to the member that answered last. Thread-safe."""
+    """The members of one etcd cluster. Sticky: calls go to the member that answered last. Thread-safe.
+
+    A member is named by its ``host:port``.
+    """
 
     def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float, retry_budget_s: float,
-                 access: Access | None = None) -> None:
+                 access: Access | None = None, follow_members_s: float = 0.0) -> None:
+        """``follow_members_s``: seconds after which etcd's list of its members takes the place of ``endpoints`` again;
+        0: never, where these may be those of a proxy, or the members know each other by addresses that this client
+        cannot reach."""
         self._access = access or Access()
-        self.endpoints = self._access.addresses(endpoints)
+        self._known = known_members(self._access.addresses(endpoints), self._access, follow_members_s)
         self.call_timeout_s, self.retry_budget_s = call_timeout_s, retry_budget_s
-        self._members = MemberChannels(self._access, self.endpoints)
-        self._current = random.randrange(len(self.endpoints))
+        self._members = MemberChannels(self._access)
+        self._current = random.choice(self.endpoints)
         self._auth_token: str | None = None if self._access.user else ""
         """Token from etcd, for each call; None: sign in first, empty: etcd asks for none."""
         self._lock = threading.Lock()
         self.closed = threading.Event()
 
     @property
-    def current(self) -> int:
-        """Index of the member that calls go to now."""
-        return self._current
+    def endpoints(self) -> Sequence[str]:
+        """The members."""
+        return self._known.endpoints
 
-    def rotate(self, failed: int) -> None:
+    @property
+    def current(self) -> str:
+        """The member that calls go to now."""
+        with self._lock:
+            if self._current not in self.endpoints:  # it was removed
+                self._current = random.choice(self.endpoints)
+                self._members.keep_only(self.endpoints)
+            return self._current
+
+    def after(self, member: str) -> str:
+        """The member to try when this one has failed."""
+        endpoints = self.endpoints
+        return endpoints[(endpoints.index(member) + 1) % len(endpoints)] if member in endpoints else endpoints[0]
+
+    def rotate(self, failed: str) -> None:
         """Moves on from a member, unless another thread already did."""
         with self._lock:
             if self._current == failed:
-                self._current = (failed + 1) % len(self.endpoints)
+                self._current = self.after(failed)
 
-    def attempt(self, method: Method, request: Any, member: int, *, timeout_s: float | None = None) -> Any:
+    def follow_members(self) -> None:
+        """Asks for the members of etcd, if it is time to, so that calls go to those that have joined since, and no
+        more to those that were removed. Called after each call that was answered, and by what holds a lease for long.
+        """
+        if self._known.is_due():
+            try:
+                self.take_members(self.attempt(MEMBER_LIST, pb.MemberListRequest(), self.current).members)
+            except (AttemptFailed, ElasticRLError) as e:
+                log.debug("etcd's members are not known: %s", e)
+
+    def take_members(self, members: Iterable[Any]) -> None:
+        """Has calls go to the members of an answer from now on, if they are followed. Those without a vote yet too,
+        which refuse calls: they may have it once the others are gone."""
+        urls = [url for member in members for url in member.clientURLs]
+        with suppress(ConfigError):  # none has started, or with TLS and without
+            self._known.take(self._access.addresses(urls))
+
+    def attempt(self, method: Method, request: Any, member: str, *, timeout_s: float | None = None) -> Any:
         """One attempt on one member. Raises AttemptFailed, a typed refusal of our user, EtcdUnavailable if closed."""
         token = self._signed_in(member)
         try:
@@ -96,7 +140,7 @@ class Channels:
                 self.sign_out(token)
             raise
 
-    def stream(self, method: Method, requests: Iterator[Any], member: int, *, timeout_s: float | None = None) -> Any:
+    def stream(self, method: Method, requests: Iterator[Any], member: str, *, timeout_s: float | None = None) -> Any:
         """Opens a bidirectional stream on one member. Raises as ``attempt``, and grpc.RpcError while it is read."""
         token = self._signed_in(member)
         try:
@@ -113,21 +157,25 @@ class Channels:
         """Sends one request until a member answers; only for requests that may safely arrive more than once.
 
         ``ambiguity``, given for requests whose effect matters, records attempts that may have taken effect.
-        ``budget_s``: seconds after which no further attempt is made; ``timeout_s``: deadline of one attempt; both
+        ``budget_s``: seconds after which no further attempt is made, once each member was tried; 0: a single attempt.
+        ``timeout_s``: deadline of one attempt; both
         default to the client's. After an attempt that missed its deadline the next one has twice the time, up to
         ``max_timeout_s``, and ``on_timeout`` may change the request.
         Raises EtcdUnavailable when the budget is spent (OutcomeUnknown where there is ambiguity), or the typed refusal
         at once.
         """
-        end = time.monotonic() + (self.retry_budget_s if budget_s is None else budget_s)
+        budget_s = self.retry_budget_s if budget_s is None else budget_s
+        end = time.monotonic() + budget_s
         timeout_s = timeout_s or self.call_timeout_s
         writes, ambiguity = ambiguity is not None, ambiguity or Ambiguity()
-        untrusted_members, failures = set[int](), 0
+        untrusted_members, tried, failures = set[str](), set[str](), 0
         sign_ins = _MAX_SIGN_INS if self._access.user else 0
         while True:
-            member = self._current
+            member = self.current
             try:
-                return self.attempt(method, request, member, timeout_s=timeout_s)
+                answer = self.attempt(method, request, member, timeout_s=timeout_s)
+                self.follow_members()
+                return answer
             except AttemptFailed as e:
                 failed = e
             if failed.failure is Failure.NOT_SIGNED_IN and sign_ins and time.monotonic() < end:
@@ -137,13 +185,14 @@ class Channels:
                 raise _or_unknown(writes and ambiguity.any, refusal(failed.code, failed.details))
             if failed.failure is Failure.UNTRUSTED:
                 untrusted_members.add(member)
-                if len(untrusted_members) == len(self.endpoints):
+                if untrusted_members.issuperset(self.endpoints):
                     raise _or_unknown(writes and ambiguity.any, untrusted(failed.details))
             ambiguity.any |= failed.failure is Failure.UNKNOWN
             self.rotate(member)
             if self.closed.is_set():
                 raise _closed()
-            if time.monotonic() > end:
+            tried.add(member)
+            if time.monotonic() > end and (not budget_s or tried.issuperset(self.endpoints)):
                 raise (OutcomeUnknown if writes and ambiguity.any else EtcdUnavailable)(
                     f"no etcd member of {', '.join(self.endpoints)} answered; last error: {failed}",
                     hint=no_answer_hint(failed.details, tls=self._access.tls is not None))
@@ -160,7 +209,7 @@ class Channels:
         if self._access.user and token in (None, self._auth_token):
             self._auth_token = None
 
-    def _signed_in(self, member: int) -> str:
+    def _signed_in(self, member: str) -> str:
         """The auth token of our user. Several threads may sign in at once; each token is valid."""
         token = self._auth_token
         if token is not None:
@@ -180,7 +229,7 @@ class Channels:
         self._auth_token = token
         return token
 
-    def _unary(self, method: Method, request: Any, member: int, timeout_s: float, token: str) -> Any:
+    def _unary(self, method: Method, request: Any, member: str, timeout_s: float, token: str) -> Any:
         try:
             call = self._members[member].unary_unary(
                 method.path, request_serializer=method.request.SerializeToString,

@@ -11,11 +11,25 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from elastic_rl.config import EtcdConfig
-from elastic_rl.errors import Compacted, Conflict, EtcdDenied, EtcdUnavailable, Fenced
+from elastic_rl.errors import Compacted, Conflict, EtcdDenied, EtcdRefused, EtcdUnavailable, Fenced
 from elastic_rl.etcd import leases
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.call_errors import AttemptFailed, Failure, refusal
-from elastic_rl.etcd.channels import ALARM, COMPACT, DEFRAGMENT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels
+from elastic_rl.etcd.channels import (
+    ALARM,
+    COMPACT,
+    DEFRAGMENT,
+    MEMBER_ADD,
+    MEMBER_LIST,
+    MEMBER_PROMOTE,
+    MEMBER_REMOVE,
+    MEMBER_UPDATE,
+    RANGE,
+    STATUS,
+    TIME_TO_LIVE,
+    TXN,
+    Channels,
+)
 from elastic_rl.etcd.deduplication import WriteDeduplicator
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.member_metrics import QuotaReader
@@ -24,8 +38,8 @@ from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult, range_
 from elastic_rl.etcd.watch import Watch, WatchEvent
 from elastic_rl.runtime.clock import boottime_s
 
-__all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "EtcdClient", "TxnResult", "Watch",
-           "WatchEvent"]
+__all__ = ["ClusterMember", "Compare", "EtcdClient", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "TxnResult",
+           "Watch", "WatchEvent"]
 
 _MAX_UPDATES = 64
 _MAX_RANGE_READS = 5
@@ -38,6 +52,8 @@ _RANGE_BYTES_PER_S = 4 << 20
 """Slowest rate at which a page is expected to arrive, with ``_KEY_BYTES`` for each key; its deadline follows."""
 _KEY_BYTES = 1 << 10
 _MAX_RANGE_TIMEOUT_S = 4.0
+_RECONFIGURE_S = 5.0
+"""Deadline of a change of the members, which a majority has to write down."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,23 @@ class MemberStatus:
     """Alarms that it raised, such as NOSPACE: then the cluster accepts no writes."""
 
 
+@dataclass(frozen=True)
+class ClusterMember:
+    """A member in etcd's own list."""
+
+    id: int
+    name: str
+    """Empty until it has started for the first time."""
+    peer_urls: Sequence[str]
+    client_urls: Sequence[str]
+    is_learner: bool = False
+    """Whether it has no vote yet."""
+
+    @classmethod
+    def from_message(cls, message: Any) -> Self:
+        return cls(message.ID, message.name, tuple(message.peerURLs), tuple(message.clientURLs), message.isLearner)
+
+
 class EtcdClient:
     """A connection to an etcd cluster. Synchronous, and safe to share between threads; not between processes.
 
@@ -77,18 +110,21 @@ class EtcdClient:
     """
 
     def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = 0.5, retry_budget_s: float = 15.0,
-                 access: Access | None = None) -> None:
-        """``endpoints`` are ``host:port``. Connects lazily; ``get`` something to see whether etcd is there."""
+                 access: Access | None = None, follow_members_s: float = 0.0) -> None:
+        """``endpoints`` are ``host:port``. Connects lazily; ``get`` something to see whether etcd is there.
+        ``follow_members_s``: as for ``Channels``."""
         self._channels = Channels(endpoints, call_timeout_s=call_timeout_s, retry_budget_s=retry_budget_s,
-                                  access=access)
+                                  access=access, follow_members_s=follow_members_s)
         self._access = access or Access()
         self._deduplicator = WriteDeduplicator(self._channels)
         self._quotas = QuotaReader(self._access, timeout_s=call_timeout_s)
 
     @classmethod
     def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str], *, retry_budget_s: float | None = None) -> Self:
-        """A client with the certificates and the user of the settings. Raises ConfigError."""
+        """A client with the certificates and the user of the settings. The members of a cluster's own etcd come and go
+        with its hosts, and are followed. Raises ConfigError."""
         return cls(endpoints, call_timeout_s=cfg.call_timeout_s, access=Access.from_config(cfg),
+                   follow_members_s=cfg.follow_members_s if not cfg.endpoints else 0.0,
                    retry_budget_s=cfg.retry_budget_s if retry_budget_s is None else retry_budget_s)
 
     @property
@@ -98,7 +134,7 @@ class EtcdClient:
     @property
     def endpoint(self) -> str:
         """The member that calls go to now."""
-        return self._channels.endpoints[self._channels.current]
+        return self._channels.current
 
     # -- reads ---------------------------------------------------------------------------------------------------------
     def get(self, key: str) -> KeyValue | None:
@@ -273,9 +309,9 @@ class EtcdClient:
     def statuses(self) -> list[MemberStatus]:
         """Every member's report about itself; each is asked once."""
         out = []
-        for i, endpoint in enumerate(self._channels.endpoints):
+        for endpoint in self._channels.endpoints:
             try:
-                s = self._channels.attempt(STATUS, pb.StatusRequest(), i)
+                s = self._channels.attempt(STATUS, pb.StatusRequest(), endpoint)
                 out.append(MemberStatus(
                     endpoint, s.version, s.leader == s.header.member_id, s.dbSize, s.dbSizeInUse,
                     s.dbSizeQuota or self._quotas.quota_bytes(endpoint),
@@ -290,8 +326,7 @@ class EtcdClient:
         """Rewrites a member's database file without free space. The member answers nothing meanwhile, for a time that
         grows with the space in use. Raises EtcdDenied where the user is not etcd's root, EtcdUnavailable."""
         try:
-            self._channels.attempt(DEFRAGMENT, pb.DefragmentRequest(), self.endpoints.index(member.endpoint),
-                                   timeout_s=timeout_s)
+            self._channels.attempt(DEFRAGMENT, pb.DefragmentRequest(), member.endpoint, timeout_s=timeout_s)
         except AttemptFailed as e:
             if e.failure is Failure.REFUSED:
                 raise refusal(e.code, e.details) from e
@@ -304,6 +339,39 @@ class EtcdClient:
         for alarm in (a for a in raised if a.alarm == pb.NOSPACE):
             self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID,
                                                        alarm=pb.NOSPACE))
+
+    # -- members -------------------------------------------------------------------------------------------------------
+    def members(self) -> list[ClusterMember]:
+        """The members of etcd now. Raises EtcdUnavailable."""
+        self.revision()  # etcd 3.4 answers with what the member that is asked has, which is as new as this then
+        found = self._channels.call(MEMBER_LIST, pb.MemberListRequest(linearizable=True)).members
+        self._channels.take_members(found)
+        return [ClusterMember.from_message(m) for m in found]
+
+    def add_learner(self, peer_url: str) -> tuple[ClusterMember, list[ClusterMember]]:
+        """Adds a member that has no vote until ``promote``; it is to be started with the members that are returned
+        with it. Raises EtcdRefused where there is another learner, or one at this URL, and EtcdUnavailable: then it
+        may have been added."""
+        answer = self._channels.call(MEMBER_ADD, pb.MemberAddRequest(peerURLs=[peer_url], isLearner=True),
+                                     timeout_s=_RECONFIGURE_S)
+        return ClusterMember.from_message(answer.member), [ClusterMember.from_message(m) for m in answer.members]
+
+    def promote(self, member: int) -> None:
+        """Gives a learner its vote. Raises EtcdRefused while it has not caught up, and EtcdUnavailable."""
+        self._channels.call(MEMBER_PROMOTE, pb.MemberPromoteRequest(ID=member), timeout_s=_RECONFIGURE_S)
+
+    def set_peer_url(self, member: int, url: str) -> None:
+        """Tells the others where a member listens for them. Raises EtcdRefused, and EtcdUnavailable."""
+        self._channels.call(MEMBER_UPDATE, pb.MemberUpdateRequest(ID=member, peerURLs=[url]), timeout_s=_RECONFIGURE_S)
+
+    def remove_member(self, member: int) -> None:
+        """Removes a member for good: its data are of no use any more. No error where there is none. Raises EtcdRefused
+        where the others were no majority then, and EtcdUnavailable."""
+        try:
+            self._channels.call(MEMBER_REMOVE, pb.MemberRemoveRequest(ID=member), timeout_s=_RECONFIGURE_S)
+        except EtcdRefused as e:
+            if "member not found" not in e.message:
+                raise
 
     def close(self) -> None:
         """Deletes this client's write tokens and closes the connections; open watches and leases end with it."""

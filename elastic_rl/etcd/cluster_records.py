@@ -29,6 +29,8 @@ class ClusterSpec(Record):
 
     parallel_jobs: int = 1
     """So many jobs may run at once; the others wait."""
+    max_preempted_share: float = 0.5
+    """Share of the hosts that notices of preemption drain at the same time, at most, but one host always."""
 
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
@@ -100,7 +102,8 @@ class PreemptionNotice(Record):
     """Where it does not: seconds that the machine has from the notice on."""
 
     def left_s(self, now: float) -> float:
-        """Seconds that the machine has, for one that learns of the notice now. ``now``: unix seconds."""
+        """Seconds that the machine has, for its own agent that learns of the notice now. ``now``: unix seconds, by the
+        clock of that machine."""
         return max(0.0, self.deadline_at - now) if self.deadline_at else self.warning_s
 
 
@@ -117,6 +120,9 @@ class HostStatus(Record):
     """Why the host can take no singleton now, such as a process of an older generation that still ends; else empty."""
     preemption: PreemptionNotice | None = None
     """The notice of preemption that stands; None while there is none."""
+    preemption_left_s: float | None = None
+    """Seconds that the machine had left when this was written: a duration, since no two clocks agree. It is written
+    again once half of it is over. None: there is no notice, or the agent is of a release that does not say."""
     preemption_unknown: bool = False
     """Whether this agent has not been told yet: what an earlier one has reported stands."""
     preemption_problem: str = ""
@@ -194,6 +200,8 @@ class HostState(Record):
     operator who takes the drain back is not overruled by the same notice."""
     preemption_deadline_s: float = 0.0
     """The latest deadline of any drain while that notice stands, in seconds of the leader clock; 0 while none does."""
+    preemption_pending: bool = False
+    """Whether a notice is not followed yet, since notices drain as many hosts already as they may."""
     reason: str = ""
 
 

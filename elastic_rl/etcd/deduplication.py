@@ -171,9 +171,10 @@ class WriteDeduplicator:
 
     def _renew(self) -> bool:
         """Extends the present lease; whether a member knows it."""
-        members, first = len(self._channels.endpoints), self._channels.current
-        return any(leases.renew(self._channels, self._lease, (first + i) % members,
-                                timeout_s=self._channels.call_timeout_s) for i in range(members))
+        current = self._channels.current
+        others = (member for member in self._channels.endpoints if member != current)
+        return any(leases.renew(self._channels, self._lease, member, timeout_s=self._channels.call_timeout_s)
+                   for member in (current, *others))
 
     def close(self) -> None:
         """Deletes the tokens, within a short bounded time; those that cannot be deleted end with their lease."""

@@ -134,7 +134,7 @@ ENGINE_REGISTERING = EventKind("engine.registering", "an operator registers a se
 ENGINE_REFUSED = EventKind("engine.refused", "an external engine never served: its server is not fit for the pool")
 ENGINE_READY = EventKind("engine.ready", "it serves requests for the first time, and ends the oldest fault of an "
                          "engine that it can replace", ends=True)
-ENGINE_DRAINING = EventKind("engine.draining", "it leaves the pool, once its requests are done")
+ENGINE_DRAINING = EventKind("engine.draining", "it leaves the pool, once its requests are done or go on elsewhere")
 ENGINE_DRAIN_TIMEOUT = EventKind("engine.drain_timeout", "it was stopped with requests in flight")
 ENGINE_STOPPED = EventKind("engine.stopped", "it has left the pool")
 ENGINE_CANNOT_FETCH = EventKind("engine.cannot_fetch", "it cannot fetch or load a version", alert="engine.cannot_fetch")
@@ -178,6 +178,9 @@ COORDINATOR_RESTARTED = EventKind("coordinator.restarted", "the host agent has s
                                   counted="coordinator", alert="coordinator.restarted", one_time=True)
 HOST_PREEMPTION = EventKind("host.preemption", "the provider of a host has announced that it takes the machine back, "
                             "and the leader has it drained", alert="host.preemption", one_time=True)
+HOST_PREEMPTION_PENDING = EventKind("host.preemption_pending", "notices of preemption drain as many hosts already as "
+                                    "they may (`coordinator.max_preempted_share`), and further ones wait",
+                                    alert="host.preemption_pending", one_time=True)
 RAY_WORKER_RESTARTED = EventKind("compute.restarted", "the agent of a host has started its worker of the job's Ray "
                                  "again", alert="compute.restarted", one_time=True)
 DCS_CATALOG_MISMATCH = EventKind("dcs.catalog_mismatch", "etcd has no catalog, another one or an older one than the "

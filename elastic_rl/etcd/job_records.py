@@ -16,7 +16,12 @@ class JobStatus(Record):
     phase: str
     """starting, one of ``WORKING_PHASES``, finished or failed."""
     step: int = 0
+    """Last step of RL, or of what else the job is for; 0 in the supervised phase before RL."""
     steps: int = 0
+    sft_step: int = 0
+    """Last supervised step."""
+    sft_steps: int = 0
+    """Most supervised steps, of a job that has made any."""
     seed: int = 0
     started_at: float = 0.0
     updated_at: float = 0.0

@@ -246,6 +246,10 @@ class Keys(LeaderKeys):
     def pool_status(self, pool: str) -> str:
         return f"{self.pools_prefix()}{pool}/status"
 
+    def update_slot(self, pool: str, slot: int) -> str:
+        """The engine that has a slot of a rolling update of the pool, and so may pause; under the engine's lease."""
+        return f"{self.root}update_slots/{pool}/{slot:05d}"
+
     def autoscaling_prefix(self) -> str:
         return f"{self.root}autoscaling/"
 

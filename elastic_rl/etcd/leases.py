@@ -39,7 +39,7 @@ def revoke(channels: Channels, lease: int, *, budget_s: float | None = None) -> 
         channels.call(REVOKE, pb.LeaseRevokeRequest(ID=lease), budget_s=budget_s)
 
 
-def renew(channels: Channels, lease: int, member: int, *, timeout_s: float) -> int | None:
+def renew(channels: Channels, lease: int, member: str, *, timeout_s: float) -> int | None:
     """Extends a lease by its time to live, in one attempt on one member; also works while etcd is at its quota.
 
     Returns the seconds that the server grants from now on, 0 when it does not know the lease, None without an answer.
@@ -90,6 +90,7 @@ class KeptLease:
             ttl = self._renew()
             if ttl:
                 self.renewed_at, pause = sent, self.ttl_s / 3
+                self._channels.follow_members()
             elif ttl is None and boottime_s() - self.renewed_at < self.ttl_s:
                 pause = min(0.05, self.ttl_s / 20)
             else:
@@ -108,7 +109,7 @@ class KeptLease:
             log.warning("lease %x cannot be kept alive: %s", self.id, e)
             ttl = None
         if ttl is None:
-            self._member = (self._member + 1) % len(self._channels.endpoints)
+            self._member = self._channels.after(self._member)
         return ttl
 
     def stop(self) -> None:

@@ -71,6 +71,11 @@ class Membership:
         """Random name of this process as a member; another one after a restart."""
         return self._member.incarnation
 
+    @property
+    def lease(self) -> int:
+        """The lease of the entry, for what is to end with it; another one after a long outage of etcd."""
+        return self._lease.id if self._lease is not None else 0
+
     def start(self) -> Self:
         """Registers, and keeps the entry fresh from then on. Raises EtcdUnavailable."""
         try:

@@ -212,6 +212,12 @@ class AutoscalerState(Record):
     """For how long the load has been low."""
     recommended: int = 0
     """The number that a dry run would have set last; 0 for none."""
+    added: int = 0
+    """Engines that its last change of the number added, until all are ready; else 0."""
+    no_room_since_s: float = 0.0
+    """Since when some of these have had no room; 0: all have."""
+    no_room_until_s: float = 0.0
+    """Until when no more engines are requested, since there was no room for more; 0: there was."""
     message: str = ""
     """What it goes by, and what it waits for."""
     updated_at: float = 0.0

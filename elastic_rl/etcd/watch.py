@@ -109,7 +109,7 @@ class Watch:
             except AttemptFailed:
                 pass
             failures = 1 if self._next > before else failures + 1
-            self._member = (self._member + 1) % len(self._channels.endpoints)
+            self._member = self._channels.after(self._member)
             self._stopping.wait(backoff_s(failures, *PAUSES_S))
         self._stopping.set()
         self._events.put(None)

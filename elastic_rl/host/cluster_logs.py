@@ -38,9 +38,12 @@ from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import host_port, is_ip_address
 from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused, CallTookTooLong
 
 _TIMEOUT_S = 5.0
 """Longest wait for a connection, and for the next bytes of an answer."""
+_ANSWER_S = 20.0
+"""Longest time for a whole answer, besides what it was asked to wait for: a host may send a byte now and then."""
 _ASKED_AT_ONCE = 32
 """Hosts that a search asks at the same time."""
 _SEARCH_S = 20.0
@@ -223,7 +226,8 @@ class ClusterLogs:
 
 # -- the logs of one host ----------------------------------------------------------------------------------------------
 class HostLogs:
-    """The logs of another host, by its agent. A context manager."""
+    """The logs of another host, by its agent. A context manager. One request is under way at a time, and one that was
+    given up keeps others from being made: it may be under way for ever."""
 
     def __init__(self, host: LogHost, job: str, token: str, authority: str) -> None:
         """``authority``: PEM file of the cluster's authority; empty without TLS. Raises ConfigError."""
@@ -231,6 +235,7 @@ class HostLogs:
         trust: dict[str, Any] = {"verify": tls.trust(authority)} if authority else {}
         self._client = http_client.client(base_url=host.url, timeout=_TIMEOUT_S, **trust,
                                           headers={"Authorization": f"Bearer {token}"})
+        self._calls = AbandonableCalls("logs-of-host", 1)
 
     def __enter__(self) -> Self:
         return self
@@ -267,14 +272,23 @@ class HostLogs:
 
     def _get(self, path: str, query: dict[str, Any], most_bytes: int, wait_s: float = 0.0, *, missing: str = ""
              ) -> tuple[bytes, httpx.Headers]:
-        host, body = self.host.name, bytearray()
-        try:
+        host, limit_s = self.host.name, _ANSWER_S + wait_s
+
+        def ask() -> tuple[httpx.Response, bytearray]:
+            body = bytearray()
             with self._client.stream("GET", path, params={**query, "job": self._job}, timeout=_TIMEOUT_S + wait_s
                                      ) as answer:
                 for piece in answer.iter_bytes():
                     body += piece
                     if len(body) > most_bytes:
                         raise HostUnavailable(f"host {host} answers more than {most_bytes} bytes")
+            return answer, body
+
+        try:
+            answer, body = self._calls.begin(ask).result(every_s=limit_s, limit_s=limit_s)
+        except (CallTookTooLong, CallRefused) as e:
+            raise HostUnavailable(f"host {host} does not answer at {self.host.url}: {e.message}",
+                                  hint="`elastic-rl hosts` shows how it is") from e
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as e:
             raise HostUnavailable(f"host {host} does not answer at {self.host.url}: {str(e) or type(e).__name__}",
                                   hint="`elastic-rl hosts` shows how it is") from e

@@ -20,8 +20,10 @@ from elastic_rl.net import http_client
 from elastic_rl.net.addresses import host_port
 from elastic_rl.net.tls import TlsFolder
 
-SERVICE = "etcd-0"
-"""Name of the member as a service of its cluster."""
+PREFIX = "etcd-"
+"""Of the names of members, as services too."""
+FIRST = f"{PREFIX}0"
+"""Name of the member that a cluster begins with."""
 _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"
 
 
@@ -68,12 +70,14 @@ def objection(release: tuple[int, int, int]) -> str:
     return ""
 
 
-def command(binary: Path, data_dir: Path, host: str, client_port: int, peer_port: int, *, name: str = "etcd-0",
-            cluster: str = "", quota_bytes: int = 2 << 30, tls: TlsFolder | None = None) -> list[str]:
+def command(binary: Path, data_dir: Path, host: str, client_port: int, peer_port: int, *, name: str = FIRST,
+            cluster: str = "", joins: bool = False, quota_bytes: int = 2 << 30, tls: TlsFolder | None = None
+            ) -> list[str]:
     """Command line of a member that listens on the address ``host``, tuned for little memory: a snapshot every 5,000
     writes (the log since the last one is held in memory) and five minutes of history, also while no coordinator
-    compacts it. ``cluster``: ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its
-    database. ``tls``: the certificate of this host; clients and members then need one of the same authority.
+    compacts it. ``cluster``: ``name=URL`` of all members; empty: a single one. ``joins``: whether the others are there
+    already, and have admitted it. ``quota_bytes``: largest size of its database. ``tls``: the certificate of this host;
+    clients and members then need one of the same authority.
 
     Web pages in a browser of this machine cannot reach it: the HTTP gateway, to which any page may POST, is off, and a
     ``Host`` other than ``host`` and localhost (DNS rebinding) is refused."""
@@ -81,7 +85,7 @@ def command(binary: Path, data_dir: Path, host: str, client_port: int, peer_port
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
-            cluster or f"{name}={peer}",
+            cluster or f"{name}={peer}", "--initial-cluster-state", "existing" if joins else "new",
             "--enable-grpc-gateway=false", f"--host-whitelist={host},localhost",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
             "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn",
@@ -93,6 +97,16 @@ def _tls_options(tls: TlsFolder) -> list[str]:
     return ["--cert-file", str(tls.cert), "--key-file", str(tls.key), "--trusted-ca-file", str(tls.ca),
             "--client-cert-auth", "--peer-cert-file", str(tls.cert), "--peer-key-file", str(tls.key),
             "--peer-trusted-ca-file", str(tls.ca), "--peer-client-cert-auth"]
+
+
+def is_member(service: str) -> bool:
+    """Whether a service of a cluster is a member of its etcd."""
+    return service.startswith(PREFIX)
+
+
+def has_data(data_dir: Path) -> bool:
+    """Whether a member has begun on the folder. One that was refused leaves a folder without a log."""
+    return any((data_dir / "member" / "wal").glob("*.wal"))
 
 
 def data_in_use(data_dir: Path) -> bool:

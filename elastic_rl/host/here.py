@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_rl.config import Config
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import cluster_settings
 from elastic_rl.host.address import host_address
@@ -32,4 +34,14 @@ def context_here(ctx: RunContext) -> RunContext:
     if not mark or not ctx.config.cluster:
         return ctx
     cfg = settings_here(ctx.config, Path(mark).parent.parent)
-    return ctx.model_copy(update={"config": cfg, "host": host_address(cfg)})
+    return ctx.model_copy(update={"config": cfg, "host": host_address(cfg),
+                                  "etcd_endpoints": _endpoints_here(cfg, ctx.etcd_endpoints)})
+
+
+def _endpoints_here(cfg: Config, given: Sequence[str]) -> list[str]:
+    """The members of the cluster's own etcd as the agent of this host knows them, and those that are ``given``: they
+    may have gone since the run began."""
+    if cfg.etcd.endpoints:
+        return list(given)
+    info = ClusterInfo.load(ClusterPaths.of(cfg).info)
+    return [*dict.fromkeys([*(info.etcd_endpoints if info is not None else ()), *given])]

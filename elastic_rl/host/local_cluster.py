@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +44,7 @@ from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.access import Access
-from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.client import ClusterMember, EtcdClient, Op
 from elastic_rl.etcd.cluster_records import ClusterSpec, JobRecord, RayHead, job_of_driver
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
@@ -50,6 +52,7 @@ from elastic_rl.etcd.transaction import Compare
 from elastic_rl.host import (
     cluster_secrets,
     cluster_settings,
+    etcd_member,
     etcd_server,
     file_lock,
     kept_state,
@@ -59,6 +62,7 @@ from elastic_rl.host import (
     ray_node,
 )
 from elastic_rl.host.address import ray_address
+from elastic_rl.host.etcd_member import EtcdMember
 from elastic_rl.host.job_run import JobRun, Submission, all_stopped
 from elastic_rl.host.job_secrets import engine_key_file, remove_secret_files
 from elastic_rl.host.join_file import JoinFile
@@ -99,6 +103,8 @@ _READ_BUDGET_S = 1.0
 """Retries of a reading of a run, which is made again and again."""
 SAVE_GRACE_S = 90.0
 """Longest wait for a DCS node to end, which first saves what is in memory only."""
+_SAVES_S = 450.0
+"""Longest wait for all of them, which end side by side: the launchers in ``ops`` give a host 600 s to end."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
 _OF_ONE_HOST = {"host", "port", "advertise_host", "advertise_port", "disk_dir"}
@@ -130,6 +136,8 @@ class Cluster:
         """Folder of an etcd that this start has begun."""
         self._owns = False
         """Whether this process owns the cluster."""
+        self._kept = set[str]()
+        """Services that run on when a start fails: others wait for them."""
 
     # -- up -----------------------------------------------------------------------------------------------------
     def up(self, *, resubmit: bool = True, name: str = "", address: str = "", labels: Mapping[str, str] | None = None,
@@ -163,7 +171,7 @@ class Cluster:
             if not supervised and not self.paths.info.exists():
                 self._stop_agents()
             for record in self.services.all():
-                if record.name not in before:
+                if record.name not in before | self._kept:
                     self._stop([record], forget=record.name not in known)
             if not before and not self.named:
                 self._unlink_segments()
@@ -185,11 +193,12 @@ class Cluster:
         return self.host.settings_here(self.cfg, self.paths.tls)
 
     def _place(self, name: str, address: str, *, joined: bool = False, labels: Mapping[str, str] | None = None,
-               coordinator: bool | None = None, preemption_notice: str | None = None) -> None:
-        """Gives this host a name, an address, labels, a coordinator and a source of notices of preemption, those that
-        are given. Raises ConfigError for what cannot be one, for a host that has become one of the cluster in the other
-        way (``joined``), and where services run under another one, and PreflightFailed for an address that this machine
-        does not have."""
+               coordinator: bool | None = None, etcd: bool | None = None, preemption_notice: str | None = None
+               ) -> None:
+        """Gives this host a name, an address, labels, a coordinator, a member of etcd and a source of notices of
+        preemption, those that are given. Raises ConfigError for what cannot be one, for a host that has become one of
+        the cluster in the other way (``joined``), and where services run under another one, and PreflightFailed for an
+        address that this machine does not have."""
         before = self.host
         if joined != before.joined and self.known:
             raise ConfigError(
@@ -208,6 +217,11 @@ class Cluster:
             after = after.replace(labels=dict(labels))
         if coordinator is not None:
             after = after.replace(coordinator=coordinator)
+        if etcd is not None:
+            after = after.replace(etcd=etcd)
+        if after.joined and (after.coordinator or after.runs_etcd) and after.name.isdecimal():
+            raise ConfigError(f"--name={after.name} is what the first host calls its own coordinators and etcd by",
+                              hint="give a name that is no number")
         if preemption_notice is not None:
             after = after.replace(preemption_notice=preemption.checked(preemption_notice))
         if after != before:
@@ -219,45 +233,54 @@ class Cluster:
         self._host = after
 
     def join(self, file: JoinFile, *, name: str = "", address: str = "", labels: Mapping[str, str] | None = None,
-             coordinator: bool | None = None, preemption_notice: str | None = None) -> ClusterInfo:
+             coordinator: bool | None = None, etcd: bool | None = None, preemption_notice: str | None = None
+             ) -> ClusterInfo:
         """Makes this machine a host of the cluster that a join file describes, and starts its agent unless that runs.
-        ``name``, ``address``, ``labels``: of this host; empty, or None: as before. ``coordinator``: whether one runs
-        here. ``preemption_notice``: where its provider announces that it takes the machine back; None: as before.
+        ``name``, ``address``, ``labels``: of this host; empty, or None: as before. ``coordinator``, ``etcd``: whether
+        one, or a member of the cluster's own etcd, runs here. ``preemption_notice``: where its provider announces that
+        it takes the machine back; None: as before.
 
         Raises ConfigError (nothing that others can reach, another secret than that of what runs here, an etcd without
-        this cluster), PreflightFailed as ``up``, EtcdUnavailable where the cluster's etcd does not answer, and
-        DeadlineExceeded. After any error it stops what it started, and what was stored is as before."""
+        this cluster, or with as many members as are of use), PreflightFailed as ``up``, EtcdUnavailable where the
+        cluster's etcd does not answer, and DeadlineExceeded. After any error it stops what it started, and what was
+        stored is as before; but a member of etcd that has data runs on, with its settings: the others may wait for it.
+        """
         self._make_folder(self.dir)
         with preflight_writes(self.dir), self._locked(_LOCK_TIMEOUT_S), contextlib.ExitStack() as undo:
+            files = undo.enter_context(contextlib.ExitStack())
             for path in (self.paths.settings, self.paths.local_host, self.paths.secret, self.paths.credentials,
                          self.paths.tokens, self.paths.viewer_token):
-                undo.enter_context(cluster_settings.unchanged_on_error(path))
-            self._place(name, address, joined=True, labels=labels, coordinator=coordinator,
+                files.enter_context(cluster_settings.unchanged_on_error(path))
+            self._place(name, address, joined=True, labels=labels, coordinator=coordinator, etcd=etcd,
                         preemption_notice=preemption_notice)
             if self.host.is_local:
                 raise ConfigError("the other hosts of the cluster cannot reach this one",
                                   hint="give --address=IP, an address of this machine that `ip addr` lists")
             self._require_records()
-            before = self._info()
-            if self._running() and before is not None and before.etcd_endpoints != file.etcd_endpoints:
-                raise ConfigError(f"what runs on this host connects to etcd at {', '.join(before.etcd_endpoints)}, and "
-                                  f"the join file names {', '.join(file.etcd_endpoints)}", hint=(
-                                      f"`elastic-rl down {kept_state.cluster_options(self.cfg)}` first"))
             running = undo.enter_context(self._stopped_on_error())
             self._take_secret(ClusterSecret(file.secret), bool(running))
             self._certify(renew_only=bool(running))
             self._check_coordinators(running)
-            with EtcdClient.from_config(self.here.etcd, file.etcd_endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
-                if etcd.get(ClusterKeys(self.cfg.cluster_name).spec()) is None:
-                    raise ConfigError(f"the etcd at {', '.join(file.etcd_endpoints)} has no cluster {self.cfg.cluster}",
-                                      hint="copy cluster.join from the folder of the cluster on its first host again")
             cluster_settings.save(self.cfg, self.paths.settings)
-            coordinators = self._start_coordinators(running, file.etcd_endpoints)
+            # Members may have come since the file was written, and that of the first host may have gone.
+            endpoints = [*dict.fromkeys([*self._endpoints_before, *file.etcd_endpoints])]
+            try:
+                member = self._start_known_member(running, endpoints)  # first: etcd may have no majority without it
+            finally:
+                if self._kept:
+                    files.pop_all().close()
+            with EtcdClient.from_config(self.here.etcd, endpoints, retry_budget_s=_ETCD_BUDGET_S) as client:
+                if client.get(ClusterKeys(self.cfg.cluster_name).spec()) is None:
+                    raise ConfigError(f"the etcd at {', '.join(endpoints)} has no cluster {self.cfg.cluster}",
+                                      hint="copy cluster.join from the folder of the cluster on its first host again")
+                self._join_etcd(client, member, asked=bool(etcd))
+            coordinators = self._start_coordinators(running, endpoints)
             self._await_coordinators(coordinators)
-            info = ClusterInfo("", file.etcd_endpoints, [*coordinators.values(), *file.coordinators],
+            info = ClusterInfo("", endpoints, [*dict.fromkeys([*coordinators.values(), *file.coordinators])],
                                str(self.paths.credentials), self.here.coordinator.tls_ca)
             undo.close()  # nothing is undone from here on: the next call goes on where this one ends
             info.save(self.paths.info)
+            self._save_join_file(info)
             self.paths.stopped.unlink(missing_ok=True)
             if not self.agents.running():
                 self._say("starting the host agent")
@@ -265,8 +288,8 @@ class Cluster:
             return info
 
     def _save_join_file(self, info: ClusterInfo) -> None:
-        """Writes what other machines need to join, where they can."""
-        if not self.host.is_local and not self.host.joined:
+        """Writes what other machines need to join, where they can. Each host has it: the first one may be lost."""
+        if not self.host.is_local:
             JoinFile.of(self.cfg, ClusterSecret.read(self.paths.secret), info.etcd_endpoints, info.coordinators).save(
                 self.paths.join_file)
 
@@ -341,7 +364,9 @@ class Cluster:
         """Writes what the coordinators decide about runs by, and stops those that are not to go on: of a cluster that
         was taken down, or whose owner has ended, or that this process owns, which submits its own."""
         keys = ClusterKeys(self.cfg.cluster_name)
-        spec = ClusterSpec(parallel_jobs=self.cfg.coordinator.parallel_jobs if self.named else 1).encode()
+        wanted = self.cfg.coordinator
+        spec = ClusterSpec(parallel_jobs=wanted.parallel_jobs if self.named else 1,
+                           max_preempted_share=wanted.max_preempted_share).encode()
         with EtcdClient.from_config(self.here.etcd, endpoints) as etcd:
             found = etcd.get(keys.spec())
             if found is None or found.value != spec:
@@ -544,47 +569,80 @@ class Cluster:
                 f"`mount -o remount,size=…  {SHM}`, or `docker run --shm-size=…`")
 
     def _etcd(self, running: set[str]) -> list[str]:
-        """Endpoints of the cluster's etcd, which is started unless it runs."""
-        if self.cfg.etcd.endpoints:
-            endpoints = list(self.cfg.etcd.endpoints)
-            with EtcdClient.from_config(self.cfg.etcd, endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
+        """Endpoints of the cluster's etcd, whose member on this host is started unless it runs."""
+        before = self._endpoints_before
+        if self.cfg.etcd.endpoints or not self._has_member:
+            endpoints = list(self.cfg.etcd.endpoints or before)
+            with EtcdClient.from_config(self.here.etcd, endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
                 etcd.get(Keys(self.cfg.job).epoch())  # raises EtcdUnavailable with a hint
             return endpoints
-        old = self._own_endpoint()
-        if etcd_server.SERVICE in running:
+        kept = EtcdMember.of(self.paths)
+        if kept is None and len(before) == 1:  # of a start by an earlier release
+            kept = EtcdMember(name=self._etcd_service, endpoint=before[0])
+        own = kept.endpoint if kept is not None else ""
+        others = [endpoint for endpoint in before if endpoint != own]
+        if self._was_removed(kept, others):
+            self._forget_member()
+            return others
+        if self._etcd_service in running:
             try:
-                self._await("etcd", etcd_server.SERVICE, partial(self.etcd_healthy, old),
-                            self.cfg.etcd.start_timeout_s)
-                return [old]
+                self._await_etcd(own, others)
+                return [own, *others]
             except DeadlineExceeded:
-                if self.services.runs(etcd_server.SERVICE):
+                if self.services.runs(self._etcd_service):
                     raise
-                running.discard(etcd_server.SERVICE)  # it was just ending: it is started again, as if it had been gone
-        binary = etcd_server.find_binary()
-        if why := etcd_server.objection(etcd_server.version(binary)):
-            self._say(f"warning: {binary}: {why}")
+                running.discard(self._etcd_service)  # it was just ending: it is started again, as if it had been gone
         data = self.paths.etcd
         if etcd_server.data_in_use(data):
             raise PreflightFailed(f"an etcd without a record runs on {data}", hint=self._restart_hint)
+        if others and not etcd_server.has_data(data):  # an empty one would be another cluster beside the others
+            raise PreflightFailed(f"the data of this host's member of etcd in {data} are gone, and others have them: "
+                                  f"{', '.join(others)}", hint="make this machine a host that joins, with another "
+                                  f"--run_dir: `elastic-rl node --join=FILE --etcd`, and `elastic-rl etcd remove "
+                                  f"{self._etcd_service}` there")
         if not running and kept_state.can_continue(self.cfg):
             who = f"cluster {self.cfg.cluster}" if self.named else f"job {self.cfg.job}"
             self._say(f"continuing with what {who} has kept in {self.dir}")
         elif not running:
             self._begin_new_run(data)
-        if running and not old:
+        if running and not own:
             raise PreflightFailed(f"services run, and there is no record of their etcd in {self.services.folder}",
                                   hint=self._restart_hint)
-        if running:  # the services that run connect to this one
-            require_port_free(self.host.address, port_of(old), setting="the port of this cluster's etcd")
-        return [self._start_etcd(binary, data, port_of(old) if running else self._known_port(
-            etcd_server.SERVICE, self.host.address), required=bool(running))]
+        return [self._start_etcd(kept, others, required=bool(running or others)), *others]
 
-    def _own_endpoint(self) -> str:
-        """Endpoint of the etcd that ``up`` started, running or not; empty where nothing has recorded it."""
-        if (record := self.services.get(etcd_server.SERVICE)) and record.url:
-            return record.url
-        info = self._info()
-        return info.etcd_endpoints[0] if info and info.own_etcd else ""
+    @property
+    def _has_member(self) -> bool:
+        """Whether this host is to have a member of the cluster's own etcd, and was not told that it has none any more.
+        """
+        member = EtcdMember.of(self.paths)
+        return self.host.runs_etcd and not (member is not None and member.removed)
+
+    @property
+    def _etcd_service(self) -> str:
+        """Name of this host's member of the cluster's own etcd."""
+        return etcd_member.service_of(self.host)
+
+    @property
+    def _endpoints_before(self) -> list[str]:
+        """Endpoints of the cluster's etcd when this host was last up; empty where it was not."""
+        with contextlib.suppress(ConfigError):
+            if info := self._info() or ClusterInfo.load(self.paths.stopped):
+                return info.etcd_endpoints
+        return []
+
+    def _was_removed(self, own: EtcdMember | None, others: Sequence[str]) -> bool:
+        """Whether the other members say that this host's was removed while it was away. One that starts all the same
+        ends again."""
+        if own is None or not others or self.services.runs(self._etcd_service):
+            return False
+        try:
+            with EtcdClient.from_config(self.here.etcd, others, retry_budget_s=_ETCD_BUDGET_S) as etcd:
+                removed = not etcd_member.keep(etcd, own, own.peer_url(self.host), etcd.members(), votes=False)
+        except EtcdUnavailable:  # they may wait for this one
+            return False
+        if removed:
+            self._say(f"etcd's member {own.name} was removed while this host was away: its data are set aside")
+        return removed
 
     def _begin_new_run(self, data: Path) -> None:
         """Sets aside the data of an earlier etcd whose versions are gone, and the step records and the initial model of
@@ -600,28 +658,161 @@ class Cluster:
             if aside := kept_state.set_aside(path):
                 self._say(f"{path.name} of an earlier run is now {aside}")
 
-    def _start_etcd(self, binary: Path, data: Path, port: int, *, required: bool) -> str:
-        """``port``: 0 for a free one. ``required``: whether no other one will do."""
+    def _start_etcd(self, kept: EtcdMember | None, others: Sequence[str], *, required: bool) -> str:
+        """Starts this host's member of etcd, and returns its endpoint. ``kept``: how it was started before. ``others``:
+        endpoints of the other members. ``required``: whether no other ports than those before will do."""
+        binary = self._etcd_binary()
         attempts = 1 if required else 3  # another process may take a port that was free
         for attempt in range(attempts):
-            endpoint = self._spawn_etcd(binary, data, (port if not attempt else 0) or free_port(self.host.address))
+            if attempt and kept is not None:
+                kept = kept.replace(endpoint="", peer_port=0)
+            member = self._with_free_ports(kept, required=required)
+            endpoint = self._spawn_etcd(binary, member)
             try:
-                self._await("etcd", etcd_server.SERVICE, partial(self.etcd_healthy, endpoint),
-                            self.cfg.etcd.start_timeout_s)
+                self._await_etcd(endpoint, others)
                 return endpoint
             except DeadlineExceeded:
-                self._stop([r for r in self.services.all() if r.name == etcd_server.SERVICE])
+                self._stop([r for r in self.services.all() if r.name == self._etcd_service])
                 if attempt == attempts - 1:
                     raise
         raise AssertionError("unreachable")
 
-    def _spawn_etcd(self, binary: Path, data: Path, port: int) -> str:
+    def _etcd_binary(self) -> Path:
+        binary = etcd_server.find_binary()
+        if why := etcd_server.objection(etcd_server.version(binary)):
+            self._say(f"warning: {binary}: {why}")
+        return binary
+
+    def _with_free_ports(self, kept: EtcdMember | None, *, required: bool) -> EtcdMember:
+        """The member with the ports that it had; with others where another process has taken one, unless those are
+        ``required``. Raises PreflightFailed."""
         host = self.host.address
-        endpoint = host_port(host, port)
-        command = etcd_server.command(binary, data, host, port, free_port(host), quota_bytes=self.cfg.etcd.quota_bytes,
-                                      tls=self.host.tls(self.paths))
-        self._spawn(etcd_server.SERVICE, command, url=endpoint, env={"GOGC": "50"})
-        return endpoint
+        member = kept or EtcdMember(name=self._etcd_service)
+
+        def usable(port: int, what: str) -> int:
+            try:
+                if port:
+                    require_port_free(host, port, setting=f"the port of this host's etcd for {what}")
+            except PreflightFailed as e:
+                if required:
+                    raise
+                self._say(f"warning: {e.message}; etcd gets another one")
+                port = 0
+            return port or free_port(host)
+
+        return member.replace(endpoint=host_port(host, usable(port_of(member.endpoint), "clients")),
+                              peer_port=usable(member.peer_port, "its other members"))
+
+    def _spawn_etcd(self, binary: Path, member: EtcdMember) -> str:
+        """Starts a member, and returns its endpoint."""
+        member.save(self.paths)
+        self._spawn(self._etcd_service, etcd_server.command(
+            binary, self.paths.etcd, self.host.address, port_of(member.endpoint), member.peer_port, name=member.name,
+            cluster=member.initial_cluster, joins=bool(member.initial_cluster), quota_bytes=self.cfg.etcd.quota_bytes,
+            tls=self.host.tls(self.paths)), url=member.endpoint, env={"GOGC": "50"})
+        return member.endpoint
+
+    def _await_etcd(self, endpoint: str, others: Sequence[str]) -> None:
+        """Returns when this host's member of etcd answers. Raises DeadlineExceeded; EtcdUnavailable where it runs, and
+        waits for a majority of the others: it then runs on, since they wait for it too."""
+        try:
+            self._await("etcd", self._etcd_service, partial(self.etcd_healthy, endpoint), self.cfg.etcd.start_timeout_s)
+        except DeadlineExceeded as e:
+            if not others or not self.services.runs(self._etcd_service):
+                raise
+            self._kept.add(self._etcd_service)
+            raise EtcdUnavailable(
+                f"this host's member of etcd runs, and waits for a majority of the others: {', '.join(others)}",
+                hint="start the hosts that have them, then this command again") from e
+
+    # -- etcd of several members -------------------------------------------------------------------------------------
+    def _start_known_member(self, running: set[str], endpoints: Sequence[str]) -> EtcdMember | None:
+        """Starts the member of etcd of a host that has joined with it before, unless it runs; also one that is to be
+        removed, which may be part of the majority for that. Returns it; None where this host has none yet, or its data
+        are gone, or it was removed. ``endpoints``: of all members, as far as they are known."""
+        member = EtcdMember.of(self.paths)
+        if (self.cfg.etcd.endpoints or member is None or member.removed
+                or not etcd_server.has_data(self.paths.etcd)):
+            return None
+        others = [endpoint for endpoint in endpoints if endpoint != member.endpoint]
+        if self._was_removed(member, others):
+            self._forget_member()
+            return None
+        if self._etcd_service not in running:
+            member = self._with_free_ports(member, required=True)
+            self._spawn_etcd(self._etcd_binary(), member)
+        self._kept.add(self._etcd_service)
+        self._await_etcd(member.endpoint, others)
+        return member
+
+    def _join_etcd(self, etcd: EtcdClient, member: EtcdMember | None, *, asked: bool) -> None:
+        """Has etcd take in a member on this host, where it is to have one and does not (``member``), and starts it; or
+        takes off the one that it is to have no more. ``asked``: whether this command says that it is to have one; else
+        one that was removed stays so."""
+        kept = EtcdMember.of(self.paths)
+        if self.cfg.etcd.endpoints:
+            if self.host.etcd:
+                raise ConfigError("this cluster's etcd is run by someone else (etcd.endpoints)",
+                                  hint="leave --etcd out: its members are not this project's")
+        elif not self.host.runs_etcd:
+            if kept is not None and not kept.removed:
+                for known in etcd_member.of_host(kept, kept.peer_url(self.host), etcd.members()):
+                    etcd.remove_member(known)
+                self._forget_member()
+        elif member is None and (asked or kept is None or not kept.removed):
+            if kept is not None and kept.removed:
+                kept = EtcdMember(name=kept.name)
+            member = self._with_free_ports(kept, required=False)
+            self._say("adding a member to etcd")
+            member.save(self.paths)  # the next start asks for this one, not for a second
+            member = etcd_member.admit(etcd, member, member.peer_url(self.host))
+            self._set_aside(self.paths.etcd)
+            self._await_etcd(self._spawn_etcd(self._etcd_binary(), member), ())
+            if why := etcd_member.advice(etcd.members()):
+                self._say(f"warning: {why}")
+
+    def keep_member(self) -> None:
+        """Has etcd know this host's member of it as it is, and this host know the members of etcd: they come and go
+        with hosts. Nothing while another command starts or stops the cluster. Raises ConfigError, EtcdUnavailable and
+        OSError."""
+        info = self._info()
+        if info is None or self.cfg.etcd.endpoints:
+            return
+        own = EtcdMember.of(self.paths) if self._has_member else None  # before the members, which may be others then
+        with self.etcd(info, retry_budget_s=_READ_BUDGET_S) as etcd:
+            members = etcd.members()
+            is_member = own is None or etcd_member.keep(
+                etcd, own, own.peer_url(self.host), members, votes=self.etcd_healthy(own.endpoint) and
+                etcd_member.may_vote(own, time.time(), self.cfg.etcd.follow_members_s))
+        endpoints = etcd_member.endpoints_of(members)
+        with contextlib.suppress(DeadlineExceeded), self._locked(0.0):
+            if (info := self._info()) is None:
+                return
+            if own is not None and EtcdMember.of(self.paths) != own:
+                return  # another command has changed it meanwhile
+            if not is_member:
+                log.warning("this host's member of etcd was removed: it ends, and its data are set aside")
+                self._forget_member()
+            elif own is not None and not own.id:
+                self._note_id(own, members)
+            if endpoints and set(endpoints) != set(info.etcd_endpoints):
+                log.info("the members of etcd are now %s", ", ".join(endpoints))
+                info = dataclasses.replace(info, etcd_endpoints=endpoints)
+                info.save(self.paths.info)
+                self._save_join_file(info)
+
+    def _note_id(self, own: EtcdMember, members: Sequence[ClusterMember]) -> None:
+        for known in members:
+            if known.name == own.name:
+                own.replace(id=known.id).save(self.paths)
+
+    def _forget_member(self) -> None:
+        """Ends this host's member of etcd, which is none any more, and sets its data aside. First it is noted: without
+        data and without that note, the host would begin another etcd."""
+        own = EtcdMember.of(self.paths) or EtcdMember(name=self._etcd_service)
+        own.replace(removed=True).save(self.paths)
+        self._stop([r for r in self.services.all() if r.name == self._etcd_service])
+        self._set_aside(self.paths.etcd)
 
     def _start_coordinators(self, running: set[str], endpoints: list[str]) -> dict[str, str]:
         """Starts the replicas that are missing; returns the URL of each replica, by name."""
@@ -667,15 +858,14 @@ class Cluster:
 
     @property
     def _urls_before(self) -> dict[str, str]:
-        """Where etcd and the coordinators were before the cluster was taken down, by service."""
+        """Where the coordinators were before the cluster was taken down, by service."""
         try:
             info = ClusterInfo.load(self.paths.stopped)
         except ConfigError:
             info = None
         if info is None:
             return {}
-        return {**dict(zip(self._replicas, info.coordinators, strict=False)),
-                **({etcd_server.SERVICE: info.etcd_endpoints[0]} if info.own_etcd else {})}
+        return dict(zip(self._replicas, info.coordinators, strict=False))
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
         for name, url in urls.items():
@@ -802,6 +992,20 @@ class Cluster:
             yield
 
     @contextlib.contextmanager
+    def in_foreground(self) -> Iterator[None]:
+        """Makes this process the one whose end ends what runs here, within the block. Raises ConfigError while another
+        one is that: the first of the two to end would take the cluster from under the other."""
+        self._make_folder(self.dir)
+        path = self.paths.foreground_lock
+        with path.open("w") as lock:
+            if file_lock.is_held(path) or not file_lock.taken(lock, timeout_s=file_lock.READER_S):
+                pids = ", ".join(map(str, file_lock.holders(path)))
+                raise ConfigError(f"another command keeps cluster {self.cfg.cluster_name} in its foreground" + (
+                    f", process {pids}" if pids else ""), hint="end that one first, which ends what runs here; or "
+                    "`elastic-rl up` without --foreground starts what of the cluster does not run")
+            yield
+
+    @contextlib.contextmanager
     def owned(self) -> Iterator[bool]:
         """Makes this process the owner of the cluster within the block. The host agent takes the cluster down when its
         owner has ended without leaving the block, as by kill -9. Yields whether the cluster was up before, and not
@@ -894,7 +1098,7 @@ class Cluster:
         """A client of the cluster's etcd; None while the cluster is not up, or nothing of it runs."""
         info = self._info()
         crashed = info is not None and info.own_etcd and not (
-            self.services.runs(etcd_server.SERVICE) or self.agents.running())
+            self.services.runs(self._etcd_service) or self.agents.running())
         if info is None or crashed:
             return None
         return self.etcd(info, retry_budget_s=_READ_BUDGET_S)
@@ -1141,16 +1345,16 @@ class Cluster:
             return False
 
     def _revive(self, record: ServiceRecord, info: ClusterInfo) -> bool:
-        if record.name == etcd_server.SERVICE:
+        if record.name == self._etcd_service:
             data = self.paths.etcd
-            if not (data / "member").is_dir():  # an empty etcd would tell the services that there are no versions
+            if not etcd_server.has_data(data):  # an empty etcd would tell the services that there are no versions
                 raise PreflightFailed(f"the data of this cluster's etcd in {data} are gone",
                                       hint=self._restart_hint)
             if etcd_server.data_in_use(data):
                 raise PreflightFailed(f"an etcd without a record runs on {data}", hint=self._restart_hint)
-            port = port_of(info.etcd_endpoints[0])
-            require_port_free(self.host.address, port, setting="the port of this cluster's etcd")
-            self._spawn_etcd(etcd_server.find_binary(), data, port)
+            member = EtcdMember.of(self.paths) or EtcdMember(  # of a start by an earlier release
+                name=record.name, endpoint=record.url)
+            self._spawn_etcd(etcd_server.find_binary(), self._with_free_ports(member, required=True))
         elif (job := job_of_node(record.name)) in self.jobs:
             found = self.with_settings_of(job)
             if self.named:  # its sections may be others since
@@ -1303,12 +1507,16 @@ class Cluster:
     def _stop(self, records: list[ServiceRecord], *, forget: bool = True) -> dict[str, bool]:
         """Stops services, and forgets them unless they are to be started again. Returns, by the name of each that was
         running, whether it ended before it was killed."""
-        stopped = {}
-        for record in records:
-            if record.running:
-                grace_s = SAVE_GRACE_S if job_of_node(record.name) else _EXIT_GRACE_S
-                stopped[record.name] = processes.stop(record.pid, grace_s=grace_s)
-            if forget:
+        stopped: dict[str, bool] = {}
+        for are_nodes, group in itertools.groupby(records, key=lambda record: bool(job_of_node(record.name))):
+            together = list(group)
+            running = {record.name: record.pid for record in together if record.running}
+            if are_nodes:  # side by side: each saves what it has in memory only, but they may share a disk
+                in_time = processes.stop_all(running.values(), grace_s=min(SAVE_GRACE_S * len(running), _SAVES_S))
+                stopped |= {name: pid in in_time for name, pid in running.items()}
+            else:
+                stopped |= {name: processes.stop(pid, grace_s=_EXIT_GRACE_S) for name, pid in running.items()}
+            for record in together if forget else ():
                 self.services.forget(record.name)
         return stopped
 
@@ -1350,7 +1558,7 @@ def _down_order(name: str) -> int:
     """First the coordinators (nothing is left to alert about), then the DCS node, then etcd."""
     if name.startswith("coordinator-"):
         return 1
-    return 2 if job_of_node(name) else 3 if name == etcd_server.SERVICE else 0
+    return 2 if job_of_node(name) else 3 if etcd_server.is_member(name) else 0
 
 
 def _answers(url: str, ca_file: str, token: str = "") -> bool:

@@ -49,6 +49,9 @@ class LocalHost(Record):
     coordinator: bool = False
     """Whether a host that has joined runs a coordinator."""
 
+    etcd: bool | None = None
+    """Whether a member of the cluster's own etcd runs here; None: only on the host that has begun the cluster."""
+
     preemption_notice: str = ""
     """Where its provider announces that it takes the machine back (``preemption.checked``); empty: nowhere."""
 
@@ -58,12 +61,18 @@ class LocalHost(Record):
         return f"host-{self.name}" if self.joined else "node-0"
 
     @property
+    def runs_etcd(self) -> bool:
+        """Whether it has a member of the cluster's own etcd, where the cluster has one."""
+        return not self.joined if self.etcd is None else self.etcd
+
+    @property
     def described(self) -> str:
         """What it is called, for errors."""
         labels = "".join(f", {name}={value}" for name, value in self.labels.items())
         coordinator = ", with a coordinator" if self.coordinator else ""
+        etcd = ", with a member of etcd" if self.joined and self.runs_etcd else ""
         notices = f", with notices of preemption from {self.preemption_notice}" if self.preemption_notice else ""
-        return f"{self.name} at {self.address}{labels}{coordinator}{notices}"
+        return f"{self.name} at {self.address}{labels}{coordinator}{etcd}{notices}"
 
     @classmethod
     def of(cls, paths: ClusterPaths) -> LocalHost:

@@ -60,6 +60,11 @@ class ClusterPaths:
         return self.folder / "etcd"
 
     @property
+    def etcd_member(self) -> Path:
+        """How this host starts its member of the cluster's own etcd (``EtcdMember``)."""
+        return self.folder / "etcd_member.json"
+
+    @property
     def services(self) -> Path:
         """Folder of the services' files (``ServiceFiles``)."""
         return self.folder / "services"
@@ -93,6 +98,11 @@ class ClusterPaths:
     def owner_lock(self) -> Path:
         """A file that a command holds locked while it owns the cluster (``Cluster.owned``)."""
         return self.folder / "owner.lock"
+
+    @property
+    def foreground_lock(self) -> Path:
+        """Lock of the command that keeps this host in the cluster (``Cluster.in_foreground``)."""
+        return self.folder / "foreground.lock"
 
     @property
     def logs(self) -> Path:
@@ -142,6 +152,30 @@ class ClusterPaths:
     def viewer_token(self) -> Path:
         """The viewer's token alone, for Prometheus."""
         return self.folder / "viewer.token"
+
+    # -- hosts in namespaces of this machine ----------------------------------------------------------------------
+    @property
+    def test_hosts(self) -> Path:
+        """Folder of what ``up --hosts`` makes (``host.test_hosts``); there is none without it."""
+        return self.folder / "test-hosts"
+
+    @property
+    def test_hosts_record(self) -> Path:
+        """How many test hosts there are, and their network."""
+        return self.test_hosts / "hosts.json"
+
+    @property
+    def test_hosts_lock(self) -> Path:
+        """Lock of the process that makes, changes or ends test hosts now."""
+        return self.test_hosts / "hosts.lock"
+
+    def test_host(self, name: str) -> Path:
+        """The ``run_dir`` of a test host but the first one, whose folder is that of the cluster."""
+        return self.test_hosts / name
+
+    def test_host_log(self, name: str) -> Path:
+        """What a test host has said when it was powered on."""
+        return self.test_hosts / f"{name}.log"
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def _of_url(answer: Answer) -> PreemptionNotice | None:
         return None
     if answer.status != 200:
         raise NoticeUnreadable(f"the answer is HTTP {answer.status}")
-    return _of_text(answer.text, is_file=False)
+    return _of_text(answer.text)
 
 
 def _of_file(path: Path) -> PreemptionNotice | None:
@@ -190,29 +190,28 @@ def _of_file(path: Path) -> PreemptionNotice | None:
     except OSError as e:
         raise NoticeUnreadable(f"{path} cannot be read: {e.strerror}") from e
     try:
-        return _of_text(text, is_file=True)
+        return _of_text(text)
     except NoticeUnreadable:
         return _notice("announced")
 
 
-def _of_text(text: str, *, is_file: bool) -> PreemptionNotice | None:
-    """The notice of a text: empty, TRUE, a time, a JSON object with a time or a reason or, of a file, one line with a
-    reason. Raises NoticeUnreadable, also for what a proxy or a wrong URL may answer: it would empty every host."""
+def _of_text(text: str) -> PreemptionNotice | None:
+    """The notice of a text: empty, TRUE, a time, or a JSON object with a time or a reason. Raises NoticeUnreadable,
+    also for what a proxy or a wrong URL may answer: it would empty every host. No other text becomes a reason, which
+    everybody may read who may read the hosts: the path may be that of another file."""
     text = text.strip()
     if text.upper() in _NONE:
         return None
     if (deadline := _time(text)) or text.upper() in ("", "TRUE"):
         return _notice("announced", deadline)
-    if text.startswith("{"):
-        found = _object(Answer(200, text))
-        reasons = [found[key] for key in ("reason", "action") if isinstance(found.get(key), str)]
-        times = [at for key in ("deadline", "time") if (at := _time(found.get(key)))]
-        if not reasons and not times:
-            raise NoticeUnreadable("the answer has neither a time nor a reason")
-        return _notice(next(iter(reasons), "announced"), next(iter(times), 0.0))
-    if not is_file or len(text) > _REASON_CHARS or not text.isprintable() or text[0] in "<[":
+    if not text.startswith("{"):
         raise NoticeUnreadable("the answer is no notice")
-    return _notice(text)
+    found = _object(Answer(200, text))
+    reasons = [found[key] for key in ("reason", "action") if isinstance(found.get(key), str)]
+    times = [at for key in ("deadline", "time") if (at := _time(found.get(key)))]
+    if not reasons and not times:
+        raise NoticeUnreadable("the answer has neither a time nor a reason")
+    return _notice(next(iter(reasons), "announced"), next(iter(times), 0.0))
 
 
 def _notice(reason: str, deadline_at: float = 0.0, warning_s: float = 30.0) -> PreemptionNotice:

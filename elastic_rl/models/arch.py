@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -174,6 +175,17 @@ def vocabulary_of(model_dir: Path | str) -> int | None:
     text = raw.get("text_config")  # of a model that reads more than text
     size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     return size if type(size) is int and size > 0 else None
+
+
+def end_ids_of(model_dir: Path | str) -> tuple[int, ...]:
+    """Token ids at which an engine ends a response of a folder's model, besides those of the request: what config.json
+    and generation_config.json name. A file that cannot be read names none."""
+    found: list[Any] = []
+    for name in ("config.json", "generation_config.json"):
+        with contextlib.suppress(ConfigError):
+            ids = read_json(Path(model_dir) / name).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(i for i in found if type(i) is int))
 
 
 def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.roles.actor_requests import ActorRequests
+from elastic_rl.roles.host_needs import role_context
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import redirect_output
 
@@ -28,7 +29,8 @@ class Role:
     name: ClassVar[str]
 
     def __init__(self, ctx: RunContext) -> None:
-        self.ctx = ctx
+        """``ctx``: as the driver has it. Raises ConfigError where this host lacks something."""
+        self.ctx = ctx = role_context(ctx, self.name)
         cfg = ctx.config
         redirect_output(JobPaths.of(cfg).log(self.name))  # its plug-in processes write there too
         logs.setup(f"role.{self.name}", cfg.telemetry.log_level)

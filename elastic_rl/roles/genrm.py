@@ -12,7 +12,7 @@ from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.errors import ElasticRLError, PluginFailed, RequestRefused
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.job_secrets import engine_access
-from elastic_rl.models.arch import vocabulary_of
+from elastic_rl.models.arch import end_ids_of, vocabulary_of
 from elastic_rl.plugins.user_code import describe
 from elastic_rl.rewards.judge_prompts import JudgePrompts
 from elastic_rl.rewards.judging import Judgement, JudgeRequest, judgements
@@ -78,11 +78,10 @@ class GenRmRole(EngineRole):
         asked = (options.pool, self._sampling(request, pool), options.votes, options.read_cut_answers, tuple(prompt))
         return hashlib.blake2b(repr(asked).encode()).digest()
 
-    @staticmethod
-    def _sampling(request: JudgeRequest, pool: _Pool) -> Sampling:
+    def _sampling(self, request: JudgeRequest, pool: _Pool) -> Sampling:
         options = request.options
         return Sampling(options.max_tokens, options.temperature, pool.tokenizer.eos_ids,
-                        request.seed if options.temperature else None)
+                        request.seed if options.temperature else None, resume=not self.ctx.config.deterministic)
 
     async def _ask(self, pool: _Pool, request: JudgeRequest, prompt: Sequence[int], known: list[str] | None
                    ) -> list[str]:
@@ -107,7 +106,7 @@ class _Pool:
         self.client = GenerateClient(ctx.router_urls[name], timeout_s=settings.engine.request_timeout_s,
                                      retries=ctx.config.rollout.max_attempts,
                                      vocabulary=vocabulary_of(settings.model_dir) or MAX_TOKEN_IDS,
-                                     access=engine_access(ctx.config))
+                                     end_ids=end_ids_of(settings.model_dir), access=engine_access(ctx.config))
 
 
 class _Answers:

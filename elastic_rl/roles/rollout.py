@@ -28,10 +28,11 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.job_secrets import engine_access
-from elastic_rl.models.arch import vocabulary_of
+from elastic_rl.models.arch import end_ids_of, vocabulary_of
 from elastic_rl.plugins.process import CallLost, ProcessLost
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.roles.base import EngineRole
+from elastic_rl.roles.host_needs import with_policy_model
 from elastic_rl.runtime.backoff import backoff_s
 from elastic_rl.telemetry import traces
 
@@ -58,12 +59,14 @@ class RolloutRole(EngineRole):
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
+        self.ctx = ctx = with_policy_model(
+            self.ctx, self.name, self.etcd, lambda: self.member.progress(0, "waiting for the model"))
         cfg = ctx.config
         self._vocabulary = vocabulary_of(ctx.model_dir) or MAX_TOKEN_IDS
         self.generate_fn = make_generate(cfg, ctx.router_urls[ROLLOUT_POOL], self._vocabulary, ctx.model_dir)
         self.client = GenerateClient(ctx.router_urls[ROLLOUT_POOL], timeout_s=cfg.engine.request_timeout_s,
                                      retries=cfg.rollout.max_attempts, vocabulary=self._vocabulary,
-                                     access=engine_access(cfg))
+                                     end_ids=end_ids_of(ctx.model_dir), access=engine_access(cfg))
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
         self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 

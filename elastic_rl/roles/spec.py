@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, RoleConfig
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How the driver deploys a role: its class, its replicas and the resources of one replica."""
+    """How the driver deploys a role."""
 
     name: str
     cls: type | str
     """Class of a replica, or its name (``module:Class``): the driver imports it when it has to deploy it."""
     is_wanted: Callable[[Config], bool] = lambda cfg: True
     """Whether a job of these settings needs the role."""
-    replicas: int = 1
-    num_cpus: float = 0.25
     max_ongoing_requests: int = 8
+    """Of one replica."""
+    settings: RoleConfig = RoleConfig()
+    """Its replicas, and the resources and hosts of each."""
+
+    def of(self, cfg: Config) -> RoleSpec:
+        """The role as a job of these settings has it."""
+        return replace(self, settings=cfg.role_settings(self.name))

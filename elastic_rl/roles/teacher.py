@@ -24,6 +24,7 @@ class TeacherRole(EngineRole):
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
+        ctx = self.ctx
         name = ctx.config.algorithm.teacher
         assert name is not None
         pool = ctx.pool(name)

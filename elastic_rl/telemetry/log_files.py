@@ -3,7 +3,7 @@
 Some logs are written by programs that cannot rotate them (etcd, SGLang, the router). So a log is rotated from the
 outside, as logrotate's ``copytruncate`` does: its end is copied to ``<name>.log.1`` and the file is truncated. The
 writer appends (``O_APPEND``), so its next line starts the file again. A line that is written between the copy and the
-truncation is lost.
+truncation is lost. What else is dropped is named in the part.
 
 Every long-lived process of a host runs a ``LogRotation`` of the same folder; a lock on the folder lets one of them work
 at a time, and the kernel takes it from a process that dies.
@@ -11,6 +11,7 @@ at a time, and the kernel takes it from a process that dies.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -19,18 +20,25 @@ import os
 import re
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, ClassVar, Protocol, Self, TypeVar
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _CHECK_EVERY_S = 5.0
 _COPY_BYTES = 1 << 20
+_DROPPED = re.compile(rb"\[elastic-rl: ([0-9]{15}) bytes before this were dropped when this log was rotated\]\n")
+_LOST = b"[elastic-rl: lines may be missing here: the log was truncated, replaced, or rotated too often]\n"
+_CHECKED_BYTES = 64
 _PART = re.compile(r"(.+\.log)\.(\d+)")
 
 
@@ -88,41 +96,40 @@ def tail(path: Path, max_bytes: int = 1 << 16) -> str:
 
 class LogTail:
     """Reads a log from its last lines on, then what is written to it, as ``tail -F`` does: the log may be rotated,
-    truncated, replaced, deleted, or not be there yet. Last lines that were rotated away are read from the rotated
-    parts; a line that is written between a ``read`` and a rotation is missed. At most a block is in memory."""
+    truncated, replaced, deleted, or not be there yet. At most a block is in memory, and nothing open between two
+    reads."""
 
     def __init__(self, path: Path, lines: int) -> None:
-        self._path = path
-        self._files = _before_last_lines(partial(_open_part, path), lines)  # oldest first
+        self._folder, self._open, self._lines = path.parent, partial(_open_part, path), lines
+        self._at: LogPosition | None = None
+        try:
+            self._at = self._begin()
+        except FileNotFoundError:
+            self._at = LogPosition.START
 
     def read(self) -> bytes:
         """The next block; empty when nothing is there for now. Raises OSError."""
-        while self._files or self._open_next():
-            file = self._files[0]
-            if file.tell() > os.fstat(file.fileno()).st_size:
-                file.seek(0)  # it was truncated
-            if data := file.read(_COPY_BYTES):
+        with contextlib.suppress(FileNotFoundError):
+            if self._at is None and (at := self._begin()) is not None:
+                self._at = at
+            if found := self._locked(self._next):
+                data, self._at = found
                 return data
-            if len(self._files) == 1 and not self._open_next():
-                break
-            self._files.pop(0).close()
         return b""
 
-    def close(self) -> None:
-        while self._files:
-            self._files.pop().close()
+    def _next(self) -> tuple[bytes, LogPosition] | None:
+        return read_from(self._open, self._at, _COPY_BYTES) if self._at is not None else None
 
-    def _open_next(self) -> bool:
-        """Opens the log, unless it is the file that is open already."""
+    def _begin(self) -> LogPosition | None:
+        return self._locked(lambda: before_last_lines(self._open, self._lines))
+
+    def _locked(self, call: Callable[[], T]) -> T | None:
+        """What a call returns that reads files between two rotations; None while there is one for long."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            file = _open_part(self._path, 0)
-        except FileNotFoundError:
-            return False
-        if self._files and os.path.samestat(os.fstat(self._files[-1].fileno()), os.fstat(file.fileno())):
-            file.close()
-            return False
-        self._files.append(file)
-        return True
+            return call() if between_rotations(descriptor) else None
+        finally:
+            os.close(descriptor)
 
 
 OpenPart = Callable[[int], FileIO]
@@ -131,93 +138,147 @@ OpenPart = Callable[[int], FileIO]
 
 @dataclass(frozen=True)
 class LogPosition:
-    """A place in a log, for a reader that keeps no file open between two blocks. Its text is for other hosts."""
+    """A place in a log, for a reader that keeps no file open between two blocks. Its text is for other hosts.
 
-    file: int
-    """Inode of the log or of a rotated part."""
+    A rotation copies the log to its newest part, and truncates it: inode, name and size of a file say nothing about
+    which lines it has. What stays is the part before: a file is named by that.
+    """
+
+    START: ClassVar[LogPosition]
+    """Where the oldest part that is there begins."""
+
+    older: int
+    """When the rotated part before the file was written, in ns; no two parts of a log have the same. 0: there was none.
+    """
     offset: int
-    """Bytes from the beginning of that file."""
+    """Bytes from the beginning of the file."""
+    check: int
+    """CRC-32 of the last bytes before: others may have truncated the file, or replaced it."""
 
     def __str__(self) -> str:
-        return f"{self.file}-{self.offset}"
+        return f"{self.older}-{self.offset}-{self.check}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError."""
-        if not (found := re.fullmatch(r"([0-9]{1,20})-([0-9]{1,18})", text)):
+        if not (found := re.fullmatch(r"([0-9]{1,20})-([0-9]{1,18})-([0-9]{1,10})", text)):
             raise ValueError(f"{text[:100]!r} is no position in a log")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(found[1]), int(found[2]), int(found[3]))
+
+    @classmethod
+    def in_file(cls, file: FileIO, offset: int, older: int) -> Self:
+        return cls(older, offset, _check(file, offset, _dropped(file)[0]))
+
+
+LogPosition.START = LogPosition(0, 0, 1)
 
 
 def before_last_lines(open_part: OpenPart, lines: int) -> LogPosition:
     """Where the last lines begin, of which some may be in rotated parts. Raises FileNotFoundError where there is
     neither the log nor a part, and OSError."""
-    files = _before_last_lines(open_part, lines)
-    try:
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, "there is no such log")
-        return LogPosition(_inode(files[0]), files[0].tell())
-    finally:
-        for file in files:
-            file.close()
-
-
-def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
-    """The next block of a log, and the position after it; nothing when nothing is there for now. What the log has lost
-    meanwhile is passed over: it goes on where the log or part begins that is there instead. Raises FileNotFoundError
-    where there is neither the log nor a part, and OSError."""
-    newer: list[FileIO] = []  # newest first, the one of the position last
-    try:
-        for n in itertools.count():
-            try:
-                newer.append(open_part(n))
-            except FileNotFoundError:
-                if n:
-                    break
-                continue  # the log itself may be gone, and its parts not
-            if _inode(newer[-1]) == at.file:
-                break
-        if not newer:
-            raise FileNotFoundError(errno.ENOENT, "there is no such log")
-        if _inode(newer[-1]) != at.file:
-            at = LogPosition(_inode(newer[0]), 0)
-            return _block(newer[0], at, most_bytes)
-        for file in reversed(newer):
-            data, at = _block(file, at if _inode(file) == at.file else LogPosition(_inode(file), 0), most_bytes)
-            if data:
-                return data, at
-        return b"", at
-    finally:
-        for file in newer:
-            file.close()
-
-
-def _block(file: FileIO, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
-    begin = at.offset if at.offset <= os.fstat(file.fileno()).st_size else 0  # else it was truncated
-    file.seek(begin)
-    data = file.read(most_bytes)
-    return data, LogPosition(at.file, begin + len(data))
-
-
-def _inode(file: FileIO) -> int:
-    return os.fstat(file.fileno()).st_ino
-
-
-def _before_last_lines(open_part: OpenPart, lines: int) -> list[FileIO]:
-    """A log with as many of its rotated parts as have the last lines, oldest first, each at the line to begin with."""
-    found: list[FileIO] = []
+    at: LogPosition | None = None
     for n in itertools.count():
         try:
             file = open_part(n)
         except FileNotFoundError:
             if n:
-                return found
+                break
             continue  # the log itself may be gone, and its parts not
-        found.insert(0, file)
-        lines = _seek_last_lines(file, lines)
-        if not lines:
-            return found
-    raise AssertionError("unreachable")
+        with file:
+            if at is not None:
+                at = replace(at, older=_written_ns(file))
+                if not lines:
+                    break
+            lines = _seek_last_lines(file, lines)
+            at = LogPosition.in_file(file, file.tell(), 0)
+    if at is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such log")
+    return at if at.offset or at.older else LogPosition.START
+
+
+def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
+    """The next block of a log, and the position after it; nothing when nothing is there for now. Where the log has lost
+    what comes next, the block begins with a line that says so. Raises FileNotFoundError where there is neither the log
+    nor a part, and OSError."""
+    newer: list[FileIO] = []  # newest first
+    found = rotated = False
+    try:
+        for n in itertools.count():
+            try:
+                file = open_part(n)
+            except FileNotFoundError:
+                if n:
+                    break
+                continue  # the log itself may be gone, and its parts not
+            if found := bool(n and _written_ns(file) == at.older):
+                file.close()
+                break
+            newer.append(file)
+            rotated = n > 0
+        if not newer:
+            if found:
+                return b"", at  # the log of the position is gone, and there is no other one yet
+            raise FileNotFoundError(errno.ENOENT, "there is no such log")
+        # The oldest one is that of the position. Where the part before it is gone it may be a newer one.
+        begin, lost = _resume(newer[-1], at) if at != LogPosition.START else (0, False)
+        older = at.older if found else 0
+        if found:
+            lost = lost and not _dropped(newer[-1])[0]  # else its first line says so
+        elif not at.offset and at != LogPosition.START:  # nothing was read that it could be known by
+            lost = bool(at.older) or rotated
+        data = _LOST if lost else b""
+        for file in reversed(newer):
+            file.seek(begin)
+            data += file.read(max(1, most_bytes - len(data)))  # with the line that says so, too: else it comes again
+            at, begin, older = LogPosition.in_file(file, file.tell(), older), 0, _written_ns(file)
+            if data:
+                break
+        return data, at
+    finally:
+        for file in newer:
+            file.close()
+
+
+def _resume(file: FileIO, at: LogPosition) -> tuple[int, bool]:
+    """Where a position is in a file, and whether it is not there: then it is read from its beginning."""
+    size, (dropped, header) = os.fstat(file.fileno()).st_size, _dropped(file)
+    if at.offset <= size and _check(file, at.offset, dropped) == at.check:
+        return at.offset, False
+    moved = at.offset - dropped + header
+    if dropped and header <= moved <= size and (
+            moved - header < _CHECKED_BYTES or _check(file, moved, 0) == at.check):  # of the former the rest is dropped
+        return moved, False
+    return 0, True
+
+
+def _check(file: FileIO, offset: int, dropped: int) -> int:
+    """``dropped``: bytes that the file is without, so that a place in it is none of the file before its rotation."""
+    begin = max(0, offset - _CHECKED_BYTES)
+    return zlib.crc32(os.pread(file.fileno(), offset - begin, begin), dropped & 0xffffffff) if offset else 0
+
+
+def _dropped(file: FileIO) -> tuple[int, int]:
+    """How many bytes of the log are not in a rotated part, and the length of the line that says so."""
+    found = _DROPPED.match(os.pread(file.fileno(), 200, 0))
+    return (int(found[1]), found.end()) if found else (0, 0)
+
+
+def _written_ns(file: FileIO) -> int:
+    return os.fstat(file.fileno()).st_mtime_ns
+
+
+def between_rotations(folder: int, *, timeout_s: float = 1.0) -> bool:
+    """Whether no rotation of the folder's logs is under way, for which this waits; and none begins before the open
+    folder is closed. Raises OSError."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
 
 
 def _seek_last_lines(file: FileIO, lines: int) -> int:
@@ -247,8 +308,8 @@ def _open_part(path: Path, n: int) -> FileIO:
 
 def enforce_limits(folder: Path, limits: LogLimits) -> None:
     """Rotates each ``*.log`` of the folder that is larger than ``log_max_bytes`` and deletes what exceeds
-    ``log_backups`` and ``log_files``. A rotated part has at most twice ``log_max_bytes``: the end of what was written
-    between two calls. Does nothing while another process does the same. Raises OSError."""
+    ``log_backups`` and ``log_files``. A rotated part has about twice ``log_max_bytes`` at most: the end of what was
+    written between two calls. Does nothing while another process does the same. Raises OSError."""
     with _exclusive(folder) as ours:
         if not ours:
             return
@@ -317,6 +378,7 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
     with path.open("r+b") as source:
         try:
             _copy_end(source, partial, 2 * max_bytes)
+            _make_later(partial, _part(path, 2 if backups > 1 else 1))
             partial.rename(_part(path, 1))
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -325,12 +387,30 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
         source.truncate(0)
 
 
+def _make_later(path: Path, part: Path) -> None:
+    """Has a file be written after a rotated part, by which positions are named: the clock may not say so."""
+    with contextlib.suppress(FileNotFoundError):
+        earlier_ns = part.stat().st_mtime_ns
+        if path.stat().st_mtime_ns <= earlier_ns:
+            os.utime(path, ns=(earlier_ns + 1, earlier_ns + 1))
+
+
 def _copy_end(source: BinaryIO, target: Path, max_bytes: int) -> None:
-    source.seek(max(0, source.seek(0, os.SEEK_END) - max_bytes))
+    begin = max(0, source.seek(0, os.SEEK_END) - max_bytes)
     left = max_bytes
     with open(target, "wb", opener=_private) as out:
-        while data := source.read(min(_COPY_BYTES, left)):  # also what the writer adds meanwhile
+        if begin:  # what is dropped is named; the line takes the place of as many bytes more
+            begin = min(begin + len(_dropped_line(0)), source.tell())
+            left -= out.write(_dropped_line(begin))
+        source.seek(begin)
+        while left > 0 and (data := source.read(min(_COPY_BYTES, left))):  # also what the writer adds meanwhile
             left -= out.write(data)
+        if left <= 0 and (more := os.fstat(source.fileno()).st_size - source.tell()) > 0:
+            out.write(f"\n[elastic-rl: {more} bytes after this were dropped when this log was rotated]\n".encode())
+
+
+def _dropped_line(nbytes: int) -> bytes:
+    return f"[elastic-rl: {nbytes:015d} bytes before this were dropped when this log was rotated]\n".encode()
 
 
 def _delete_excess(folder: Path, limits: LogLimits) -> None:

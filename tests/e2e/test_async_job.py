@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.collection import skip_module_without
 from support.tiers import full
 from support.whole_run import assert_recovered, assert_sound, whole_job
 
@@ -15,7 +16,7 @@ from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import EngineKilled, PoolRouterKilled, QueueActorKilled, RoleKilled, TrainerRankKilled
 
-pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
+skip_module_without("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), full(
     proved_in="tests/integration/pipeline/test_fully_async.py tests/integration/pipeline/test_transfer_queue.py",
     why="the asynchronous schedule, PPO, judge, teacher and queue together, each part killed in a whole run")]

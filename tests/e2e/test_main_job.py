@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from support.tiers import full
 from support.whole_run import Job, assert_sound, fault_of, whole_job
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd.client import EtcdClient
@@ -47,6 +46,8 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
 def assert_published(job: Job, report: dict[str, Any], steps: int) -> None:
     """The metrics of each step are in etcd, TensorBoard and W&B alike, and one trace has the life of a version from its
     publish to the first sample that it made."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # every run collects this file
+
     points = job.step_metrics()
     with EtcdClient(ClusterInfo.load(ClusterPaths.of(job.cluster.cfg).info).etcd_endpoints, call_timeout_s=2.0) as etcd:
         status = JobStatus.decode(etcd.get(Keys(job.cfg.job).job_status()).value)

@@ -8,14 +8,11 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
+from support.host_runs import read, wait_for, wait_for_hosts, wait_for_steps
 from support.lab import Lab, Machine, lab_of
 from support.tiers import full
-from support.waiting import wait_until
 
-from elastic_rl.etcd import fencing
-from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.bench.recovery.host_runs import RL_RUN, RunRecords
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.report.build import read_records
 
@@ -23,15 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600), full(
     proved_in="tests/integration/host/test_hosts_lost.py tests/integration/host/test_joined_host.py",
     why="a whole run on two hosts in turn")]
 
-STEPS = 100_000
-"""The run is stopped before."""
 APART_STEPS = 2
 """Steps between two moves."""
-SETTINGS = ("--rollout.engines=1", f"--train.steps={STEPS}", "--train.state_every_steps=1",
-            "--train.prompts_per_step=8", "--train.group_size=4", "--train.updates_per_step=1", "--sft.max_steps=0",
-            "--data.options.operand_below=30", "--trainer.tensor_parallel=1", "--trainer.data_parallel=1",
-            "--train.eval_every_steps=1000")
-PATIENCE_S = 900.0
 
 
 @pytest.fixture
@@ -41,24 +31,12 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-def status(lab: Lab) -> JobStatus:
-    with lab.etcd() as etcd:
-        return readable_one(etcd.get(Keys(lab.job).job_status()), JobStatus) or JobStatus(phase="", step=0)
-
-
-def epoch(lab: Lab) -> int:
-    with lab.etcd() as etcd:
-        return fencing.current_epoch(etcd, Keys(lab.job))
-
-
-def wait_for_steps(lab: Lab, host: str, in_epoch: int) -> None:
+def wait_for_steps_on(lab: Lab, host: str, in_epoch: int) -> None:
     """Returns when the run is on the host and has done further steps there. What it has left on the host before does
     steps until its epoch is over, or that host has ended it."""
-    wait_until(lambda: lab.runs_on(host), what=f"the run on {host}", timeout_s=PATIENCE_S, poll_s=0.5)
-    wait_until(lambda: epoch(lab) == in_epoch, what=f"epoch {in_epoch}", timeout_s=PATIENCE_S, poll_s=0.5)
-    before = status(lab).step
-    wait_until(lambda: status(lab).step >= before + APART_STEPS, what=f"steps on {host}", timeout_s=PATIENCE_S,
-               poll_s=0.5)
+    wait_for(lambda: lab.runs_on(host), f"the run on {host}")
+    wait_for(lambda: read(lab, RunRecords.epoch) == in_epoch, f"epoch {in_epoch}")
+    wait_for_steps(lab, APART_STEPS)
 
 
 def steps_of(lab: Lab, machine: Machine) -> list[int]:
@@ -69,20 +47,20 @@ def steps_of(lab: Lab, machine: Machine) -> list[int]:
 
 def test_run_goes_on_from_its_committed_state_on_another_host(lab: Lab) -> None:
     a, b = lab.machines.values()
-    wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
-    a.run("train", "--detach", f"--job={lab.job}", *a.location, *SETTINGS)
-    wait_for_steps(lab, "a", 1)
+    wait_for_hosts(lab)
+    a.run("train", "--detach", f"--job={lab.job}", *a.location, *RL_RUN, "--rollout.engines=1")
+    wait_for_steps_on(lab, "a", 1)
 
     a.run("drain", "a", "--within=0", "--wait", *a.location)
-    wait_for_steps(lab, "b", 2)
-    wait_until(lambda: not a.computes(), what="the end of the compute plane on a")
+    wait_for_steps_on(lab, "b", 2)
+    wait_for(lambda: not a.computes(), "the end of the compute plane on a")
     a.run("uncordon", "a", *a.location)
-    wait_until(lambda: lab.phase("a") == "ready", what="host a")
+    wait_for_hosts(lab)
 
     b.power_off()
-    wait_for_steps(lab, "a", 3)
+    wait_for_steps_on(lab, "a", 3)
     a.run("stop", lab.job, *a.location)
-    steps = status(lab).step
+    steps = read(lab, RunRecords.step)
     assert sorted(set(steps_of(lab, a))) == list(range(1, steps + 1)), "those of the other host, too"
     report = json.loads(JobPaths.of(a.cluster.cfg).report.read_text())
     assert report["steps"] == steps and report["audit_problems"] == []

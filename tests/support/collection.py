@@ -5,6 +5,7 @@ second, and it made some twenty while they were imported."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,10 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def skip_module_without(module: str, *, reason: str) -> None:
+    """As ``pytest.importorskip``, without importing the module: that is for the worker whose tests use it, and every
+    worker collects all files. TransferQueue, with tensordict and half of torch's compiler, takes two CPU seconds."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(reason, allow_module_level=True)

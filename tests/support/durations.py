@@ -12,11 +12,11 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import monotonic  # by its name: some tests replace that of the module
 
 import pytest
 
@@ -32,6 +32,8 @@ class Span:
     name: str
     wall_s: float
     cpu_s: float
+    process: str = ""
+    """Pid of the process that ran it. One that takes much more CPU than others has something that spins."""
 
 
 # -- the plug-in -------------------------------------------------------------------------------------------------------
@@ -49,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class Recorder:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{os.getpid()}.jsonl"
+        self._pid = str(os.getpid())
+        self._path = folder / f"{self._pid}.jsonl"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
@@ -73,11 +76,11 @@ class Recorder:
 
     @contextlib.contextmanager
     def _span(self, kind: str, name: str) -> Iterator[None]:
-        wall, cpu = time.monotonic(), _cpu_s()
+        wall, cpu = monotonic(), _cpu_s()
         try:
             yield
         finally:
-            span = Span(kind, name, round(time.monotonic() - wall, 4), round(max(0.0, _cpu_s() - cpu), 3))
+            span = Span(kind, name, round(monotonic() - wall, 4), round(max(0.0, _cpu_s() - cpu), 3), self._pid)
             with self._path.open("a") as out:
                 out.write(json.dumps(asdict(span)) + "\n")
 
@@ -117,13 +120,14 @@ def read(folder: Path) -> list[Span]:
 
 
 def tables(spans: Iterable[Span], rows: int = 40) -> str:
-    """Figures by part (the first two folders), by file and by fixture, the largest first."""
+    """Figures by process, by part (the first two folders), by file and by fixture, the largest first."""
     spans = list(spans)
     files = [s for s in spans if s.kind != "fixture"]
-    parts = [Span(s.kind, "/".join(Path(s.name).parts[:-1][:2]) or s.name, s.wall_s, s.cpu_s) for s in files]
+    processes = [replace(s, name=s.process) for s in files]
+    parts = [replace(s, name="/".join(Path(s.name).parts[:-1][:2]) or s.name) for s in files]
     fixtures = [s for s in spans if s.kind == "fixture"]
     return "\n\n".join(_table(title, chosen, rows) for title, chosen in
-                       (("part", parts), ("file", files), ("fixture", fixtures)) if chosen)
+                       (("process", processes), ("part", parts), ("file", files), ("fixture", fixtures)) if chosen)
 
 
 def _table(title: str, spans: list[Span], rows: int) -> str:

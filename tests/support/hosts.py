@@ -1,16 +1,31 @@
-"""Hosts with networks of their own on this machine: namespaces on bridges, whose links can be cut one by one."""
+"""Hosts with networks of their own on this machine: the product's test hosts, and namespaces on two bridges, one of
+which can be cut."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import psutil
 import pytest
+
+from elastic_rl.errors import PreflightFailed
+from elastic_rl.host.test_hosts.bridge import Bridge, ip, routes
+from elastic_rl.host.test_hosts.isolated_hosts import IsolatedHosts, require
+from elastic_rl.host.test_hosts.naming import bridge_name, choose_subnet, link_name
+
+
+def require_namespaces() -> None:
+    """Skips the test where no test host can be made."""
+    try:
+        require()
+    except PreflightFailed as e:
+        pytest.skip(str(e))
 
 
 @dataclass(frozen=True)
@@ -36,108 +51,101 @@ class Host:
 
 
 class TwoNetworks:
-    """Two networks that reach this machine and every host: one to etcd, one for the clients. Skips the test where none
-    can be made. ``etcd_address``: this machine's own in the first."""
+    """Two networks that reach this machine and every host: one to etcd, one for the clients. The hosts share everything
+    else with this machine. Skips the test where none can be made."""
 
     def __init__(self) -> None:
-        tag, number = secrets.token_hex(2), 1 + secrets.randbelow(250)
-        self._tag, self._made, self._hosts = f"rl{tag}", list[list[str]](), dict[str, int]()
-        self._subnets = {"s": f"10.201.{number}", "c": f"10.202.{number}"}
-        self.etcd_address = f"{self._subnets['s']}.1"
+        self._hosts = dict[str, int]()
 
     def __enter__(self) -> Self:
-        if os.geteuid() or not self._try("ip", "netns", "add", f"{self._tag}-try"):
-            pytest.skip("no network namespace can be made here (needs root and CAP_SYS_ADMIN)")
-        self._run("ip", "netns", "del", f"{self._tag}-try")
+        require_namespaces()
+        self._tag = secrets.token_hex(3)
+        self._to_etcd, self._clients = (_bridge(secrets.token_hex(3)) for _ in range(2))
         try:
-            for side, subnet in self._subnets.items():
-                self._make(["link", self._bridge(side)], "ip", "link", "add", self._bridge(side), "type", "bridge")
-                self._run("ip", "address", "add", f"{subnet}.1/24", "dev", self._bridge(side))
-                self._run("ip", "link", "set", self._bridge(side), "up")
+            self._to_etcd.make()
+            self._clients.make()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._made:
-            kind, name = self._made.pop()
-            self._try("ip", kind, "del", name)
+        for name in self._hosts:
+            with contextlib.suppress(PreflightFailed):
+                ip("netns", "del", f"{self._tag}-{name}")
+        for bridge in (self._to_etcd, self._clients):
+            bridge.remove()
+
+    @property
+    def etcd_address(self) -> str:
+        """This machine's own in the network to etcd."""
+        return self._to_etcd.subnet.of_machine
+
+    @property
+    def client_address(self) -> str:
+        """This machine's own in the network of the clients."""
+        return self._clients.subnet.of_machine
 
     def host(self, name: str) -> Host:
         """A new host, connected to both."""
-        number = len(self._hosts) + 2
+        number = self._hosts[name] = len(self._hosts) + 1
         space = f"{self._tag}-{name}"
-        self._hosts[name] = number
-        self._make(["netns", space], "ip", "netns", "add", space)
-        self._run("ip", "-n", space, "link", "set", "lo", "up")
-        for side, subnet in self._subnets.items():
-            outer = self._link(name, side)
-            self._make(["link", outer], "ip", "link", "add", outer, "type", "veth", "peer", "name", f"{side}0",
-                       "netns", space)
-            self._run("ip", "link", "set", outer, "master", self._bridge(side), "up")
-            self._run("ip", "-n", space, "address", "add", f"{subnet}.{number}/24", "dev", f"{side}0")
-            self._run("ip", "-n", space, "link", "set", f"{side}0", "up")
-        return Host(space, *(f"{self._subnets[side]}.{number}" for side in ("c", "s")))
+        ip("netns", "add", space)
+        host = Host(space, self._clients.subnet.address(number), self._to_etcd.subnet.address(number))
+        self._to_etcd.connect(number, space, host.inside, "s0")
+        self._clients.connect(number, space, host.inside, "c0")
+        return host
 
     def cut_from_etcd(self, name: str) -> None:
         """Takes the host's link to etcd down; what is on its way, and what is sent then, is lost and nobody is told."""
-        self._run("ip", "link", "set", self._link(name, "s"), "down")
+        self._to_etcd.cut(self._hosts[name])
 
     def heal(self, name: str) -> None:
-        self._run("ip", "link", "set", self._link(name, "s"), "up")
+        self._to_etcd.heal(self._hosts[name])
 
-    def _bridge(self, side: str) -> str:
-        return f"{self._tag}-{side}"
 
-    def _link(self, name: str, side: str) -> str:
-        return f"{self._tag}{side}{self._hosts[name]}"
-
-    def _make(self, made: list[str], *command: str) -> None:
-        self._run(*command)
-        self._made.append(made)
-
-    def _run(self, *command: str) -> None:
-        subprocess.run(command, check=True, capture_output=True, timeout=10)
-
-    def _try(self, *command: str) -> bool:
-        return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+def _bridge(tag: str) -> Bridge:
+    """One whose network no other has now."""
+    return Bridge(bridge_name(tag), choose_subnet(tag, routes()), lambda number: link_name(tag, number))
 
 
 class IsolatedHost:
-    """A host of ``TwoNetworks`` that shares neither processes, mounts, names nor memory with others: its namespaces for
-    them, its /dev/shm and its /tmp are its own. Skips the test where they cannot be made."""
+    """One of the product's test hosts, outside of any cluster."""
 
-    def __init__(self, host: Host) -> None:
-        self.address = host.address
-        self._outer = subprocess.Popen(
-            [*host.inside, "unshare", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc",
-             "bash", "-c", f"hostname {host.name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp && "
-                           "echo up && exec sleep infinity"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert self._outer.stdout
-        if self._outer.stdout.readline() != b"up\n":
-            self._outer.wait()
-            pytest.skip("no pid, mount, ipc and uts namespaces can be made here (needs CAP_SYS_ADMIN)")
-        (self._init,) = psutil.Process(self._outer.pid).children()
+    def __init__(self, hosts: IsolatedHosts, name: str) -> None:
+        self._hosts, self.name, self.address = hosts, name, hosts.address(name)
 
     @property
     def inside(self) -> list[str]:
         """What a command line begins with that runs there."""
-        return ["nsenter", "--target", str(self._init.pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
+        return self._hosts.inside(self.name)
 
     def processes(self) -> list[psutil.Process]:
-        space = os.readlink(f"/proc/{self._init.pid}/ns/pid")
-        return [p for p in psutil.process_iter() if _pid_namespace(p) == space]
+        return self._hosts.processes(self.name)
+
+    def power_on(self) -> None:
+        self._hosts.power_on(self.name)
 
     def power_off(self) -> None:
         """Ends everything there at once, as a power cut does. No error when it is off."""
-        with suppress(psutil.NoSuchProcess):
-            self._init.kill()
-        self._outer.wait()
+        self._hosts.power_off(self.name)
+
+    def cut(self) -> None:
+        self._hosts.cut(self.name)
+
+    def heal(self) -> None:
+        self._hosts.heal(self.name)
 
 
-def _pid_namespace(process: psutil.Process) -> str:
+@contextlib.contextmanager
+def isolated_hosts(names: Sequence[str], logs: Path) -> Iterator[IsolatedHosts]:
+    """Hosts that are on, and off at the end, whatever happens. Skips the test where none can be made."""
+    require_namespaces()
+    hosts = IsolatedHosts.new(secrets.token_hex(3), names, logs)
     try:
-        return os.readlink(f"/proc/{process.pid}/ns/pid")
-    except OSError:
-        return ""
+        hosts.bridge.make()
+        for name in names:
+            hosts.power_on(name)
+        yield hosts
+    finally:
+        hosts.remove()

@@ -22,24 +22,22 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.host import processes
 from elastic_rl.host.local_cluster import Cluster
-from support.hosts import IsolatedHost, TwoNetworks
+from elastic_rl.host.test_hosts.cluster_hosts import ClusterHosts
+from elastic_rl.host.test_hosts.isolated_hosts import IsolatedHosts
+from support.hosts import IsolatedHost, isolated_hosts, require_namespaces
 
 
 class Machine:
     """A machine of the cluster, with a folder of its own that the test can read."""
 
-    def __init__(self, network: TwoNetworks, folder: Path, name: str, job: str) -> None:
-        self.name, self._network, self._job = name, network, job
-        self._host = network.host(name)
-        self.address = self._host.address_to_etcd
-        self.folder = folder / name
+    def __init__(self, host: IsolatedHost, folder: Path, job: str) -> None:
+        self.name, self.address, self.folder, self._host, self._job = host.name, host.address, folder, host, job
         self.location = ["--cluster=lab", f"--run_dir={self.folder}"]
-        self._space = IsolatedHost(self._host)
         self._commands: list[subprocess.Popen[bytes]] = []
 
     def run(self, *arguments: str, env: Mapping[str, str] = {}) -> str:
         """What a command of `elastic-rl` on the machine has printed."""
-        done = subprocess.run([*self._space.inside, *processes.python("elastic_rl.cli.main", *arguments)],
+        done = subprocess.run([*self._host.inside, *processes.python("elastic_rl.cli.main", *arguments)],
                               env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
         assert not done.returncode, (arguments, done.stdout, done.stderr)
         return done.stdout
@@ -48,7 +46,7 @@ class Machine:
         """Starts `elastic-rl node` there."""
         with (self.folder.parent / f"{self.name}.log").open("ab") as log:
             self._commands.append(subprocess.Popen(
-                [*self._space.inside, *processes.python(
+                [*self._host.inside, *processes.python(
                     "elastic_rl.cli.main", "node", f"--join={file}", f"--name={self.name}",
                     f"--address={self.address}", f"--run_dir={self.folder}", *options)], stdout=log, stderr=log))
 
@@ -62,28 +60,31 @@ class Machine:
 
     def _with(self, *names: str) -> list[psutil.Process]:
         """Those there with one of the names in their command line."""
-        return [p for p in self._space.processes() if any(
+        return [p for p in self._host.processes() if any(
             name in part for name in names for part in _command_line(p))]
 
     def lose_sight_of(self, other: Machine) -> None:
         """From here on this machine has nothing of the other one's folder, as where nothing is shared, until it is
         switched off."""
-        subprocess.run([*self._space.inside, "mount", "-t", "tmpfs", "tmpfs", str(other.folder)], check=True)
+        subprocess.run([*self._host.inside, "mount", "-t", "tmpfs", "tmpfs", str(other.folder)], check=True)
+
+    def processes(self) -> list[psutil.Process]:
+        return self._host.processes()
 
     def power_off(self) -> None:
-        self._space.power_off()
+        self._host.power_off()
         for command in self._commands:
             command.wait()
         self._commands.clear()
 
     def power_on(self) -> None:
-        self._space = IsolatedHost(self._host)
+        self._host.power_on()
 
     def cut(self) -> None:
-        self._network.cut_from_etcd(self.name)
+        self._host.cut()
 
     def heal(self) -> None:
-        self._network.heal(self.name)
+        self._host.heal()
 
     @property
     def cluster(self) -> Cluster:
@@ -99,10 +100,13 @@ def _command_line(process: psutil.Process) -> list[str]:
 class Lab:
     """Machines of a cluster, of which the first has etcd and the coordinators, and the others join; and a job on it."""
 
-    def __init__(self, network: TwoNetworks, folder: Path, names: Sequence[str], job: str) -> None:
-        self.job, self.folder, self.network = job, folder, network
-        self.machines = {name: Machine(network, folder, name, job) for name in names}
-        self.first = self.machines[names[0]]
+    def __init__(self, hosts: IsolatedHosts, folder: Path, folders: Mapping[str, Path], job: str) -> None:
+        """``folders``: of each machine, by its name."""
+        self.job, self.folder = job, folder
+        self.address_beside = hosts.bridge.subnet.of_machine
+        """An address that the machines reach, on none of them."""
+        self.machines = {name: Machine(IsolatedHost(hosts, name), own, job) for name, own in folders.items()}
+        self.first = next(iter(self.machines.values()))
         self.watched_from = self.first
         """The machine whose files say where the coordinators are."""
 
@@ -122,7 +126,7 @@ class Lab:
         return AdminClient(self.watched_from.cluster.connect(), retry_budget_s=1.0)
 
     def etcd(self) -> EtcdClient:
-        return self.first.cluster.etcd(self.first.cluster.connect())
+        return self.watched_from.cluster.etcd(self.watched_from.cluster.connect())
 
     def hosts(self) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(EtcdUnavailable, RequestRefused):
@@ -156,16 +160,58 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab_of(names: Sequence[str], job: str) -> Iterator[Lab]:
-    """Machines that are off at the end, whatever happens. Skips the test where none can be made."""
-    folder = Path(tempfile.mkdtemp(prefix="erl-hosts-", dir="/var/tmp"))  # each machine has a /tmp of its own
+def lab_folder() -> Iterator[Path]:
+    """A folder that all machines see, each of which has a /tmp of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="erl-hosts-", dir="/var/tmp"))
     try:
-        with TwoNetworks() as network:
-            lab = Lab(network, folder, names, job)
-            try:
-                yield lab
-            finally:
-                for machine in lab.machines.values():
-                    machine.power_off()
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lab_of(names: Sequence[str], job: str) -> Iterator[Lab]:
+    """Machines that are off at the end, whatever happens. Skips the test where none can be made."""
+    with lab_folder() as folder, isolated_hosts(names, folder) as hosts:
+        lab = Lab(hosts, folder, {name: folder / name for name in names}, job)
+        try:
+            yield lab
+        finally:
+            for machine in lab.machines.values():
+                machine.power_off()
+
+
+class LabHere(Lab):
+    """The hosts that `elastic-rl up --hosts` has made, of which the first sees the folders of all, and the others
+    their own."""
+
+    def __init__(self, hosts: ClusterHosts, folder: Path, job: str) -> None:
+        super().__init__(hosts.isolated, folder, {host.name: host.run_dir for host in hosts.all()}, job)
+
+    def beside(self, *command: str) -> str:
+        """What a command of `elastic-rl` has printed that was run on none of the hosts."""
+        return _beside(*command, *self.first.location)
+
+
+def _beside(*command: str) -> str:
+    done = subprocess.run(processes.python("elastic_rl.cli.main", *command), capture_output=True, text=True,
+                          timeout=300)
+    assert not done.returncode, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+@contextlib.contextmanager
+def lab_here(count: int, job: str, *settings: str) -> Iterator[LabHere]:
+    """So many hosts, by `elastic-rl up --hosts`, which are off at the end, whatever happens. Skips the test where none
+    can be made."""
+    require_namespaces()
+    with lab_folder() as folder:
+        where = config.parse({"run_dir": str(folder / "runs"), "cluster": "lab"})
+        hosts = ClusterHosts(Cluster(where), print)
+        try:
+            _beside("up", f"--hosts={count}", "--cluster=lab", f"--run_dir={where.run_dir}", *settings)
+            yield LabHere(hosts, folder, job)
+        finally:
+            for host in hosts.all() if hosts.record is not None else ():
+                hosts.power_off(host.name)  # which takes less time than to take it down in order
+            hosts.down()

@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from support import http_servers
+
 
 @dataclass(frozen=True)
 class Span:
@@ -83,12 +85,6 @@ def collecting() -> Iterator[Collector]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
-    thread.start()
     collector.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with http_servers.serving(server):
         yield collector
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(60)

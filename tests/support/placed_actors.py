@@ -25,6 +25,8 @@ class StandInActor:
         self.grace_s: float | None = None
         """The time to end by itself that it was given last."""
         self.asked: list[str] = []
+        self.told_before = False
+        """Whether an earlier driver has told it to stop."""
         self.made.append(self)
 
     def is_placed(self) -> bool:
@@ -60,8 +62,8 @@ class StandInPlacer:
         return cls()
 
     def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int, any_host: bool = False,
-              avoid: Collection[str] = (), host: str = "") -> StandInActor:
-        return StandInActor(name, cpus, host, args)
+              avoid: Collection[str] = (), among: Collection[str] = ()) -> StandInActor:
+        return StandInActor(name, cpus, next(iter(among), ""), args)
 
     def adopt(self, kind: str) -> list[StandInActor]:
         return []
@@ -76,3 +78,5 @@ def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> N
     for module in modules:
         monkeypatch.setattr(module, "Placer", StandInPlacer)
         monkeypatch.setattr(module, "ended", ended)
+        monkeypatch.setattr(module, "told_to_stop", lambda actors: any(actor.told_before for actor in actors),
+                            raising=False)

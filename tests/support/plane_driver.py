@@ -21,7 +21,8 @@ LOST_S_ENV = "STUB_RAY_LOST_S"
 def stubs() -> dict[str, object]:
     """What takes the place of these names of ``compute``."""
     return {"EnginePool": partial(EnginePool, body=StubEngine), "TrainerGroup": partial(TrainerGroup, body=StubTrainer),
-            "ROLES": {"stub": RoleSpec(name="stub", cls=StubRole)}}
+            "ROLES": {"stub": RoleSpec(name="stub", cls=StubRole),
+                      "advantages": RoleSpec(name="advantages", cls=StubRole, is_wanted=lambda cfg: bool(cfg.roles))}}
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ import psutil
 import ray
 
 from elastic_rl.host import processes
-from elastic_rl.host.ray_node import RUN_HOST
+from elastic_rl.host.ray_node import HOST_LABEL, RUN_HOST
 from elastic_rl.runtime.process import RAY_PRIORITY
 
+HERE = "here"
+"""Name of the host of a test's Ray."""
 _TRIES = 5
 _PACKAGE = str(Path(ray.__file__).parent)
 """Ray's own processes are programs and scripts of its package."""
@@ -25,7 +27,7 @@ def start_ray(cpus: int, gpus: int = 0) -> None:
     for left in reversed(range(_TRIES)):
         try:
             ray.init(address="local", num_cpus=cpus, num_gpus=gpus, resources={RUN_HOST: 1000}, include_dashboard=False,
-                     object_store_memory=80 << 20, log_to_driver=False)
+                     labels={HOST_LABEL: HERE}, object_store_memory=80 << 20, log_to_driver=False)
             return
         except Exception as e:
             end_ray()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,6 +12,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate
+from support import http_servers
 
 
 class Engine:
@@ -41,11 +41,10 @@ class Engine:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        http_servers.serve(self.server)
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        http_servers.close(self.server)
 
     def answered(self, body: dict[str, Any], route: str) -> tuple[int, Any]:
         answers = []

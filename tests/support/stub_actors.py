@@ -18,6 +18,7 @@ from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.here import context_here
 from elastic_rl.host.paths import JobPaths
+from support import http_servers
 
 FAIL = "starts-fail"
 """A file of this name in the job's folder makes every start of an engine fail."""
@@ -51,8 +52,7 @@ class StubEngine:
         if (JobPaths.of(self._ctx.config).private / FAIL).exists():
             raise RuntimeError("no weights")
         host = self._ctx.host
-        with self._ctx.connect() as etcd, ThreadingHTTPServer((host, 0), StubServer) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with self._ctx.connect() as etcd, http_servers.serving(ThreadingHTTPServer((host, 0), StubServer)) as server:
             key = self._ctx.keys.engine(self._id)
             with Membership(etcd, self._ctx.keys, "engine", self._id, ttl_s=30, epoch=self._ctx.epoch) as member:
                 record = Engine(id=self._id, pool=self._pool, state=EngineState.READY, epoch=self._ctx.epoch,
@@ -67,7 +67,6 @@ class StubEngine:
                         continue
                 member.start()
                 self._leave.wait()
-                server.shutdown()
                 write(etcd, self._ctx.keys, self._ctx.epoch, Op.delete(key))
 
     def drain(self) -> None:
@@ -104,6 +103,9 @@ class StubTrainer:
 
     def stop(self) -> None:
         self._stopped.set()
+
+    def is_stopping(self) -> bool:
+        return self._stopped.is_set()
 
 
 class HungTrainer(StubTrainer):

@@ -22,21 +22,66 @@ DURABLE = sorted(p for module in _PLANE["source_modules"]
                  for p in (ROOT.parent / module.replace(".", "/")).rglob("*.py"))
 
 
+class Source:
+    """What the rules need of a file. Its tree is made once and not kept: those of all files take half a GiB."""
+
+    def __init__(self, path: Path) -> None:
+        self.imports: set[tuple[str, str]] = set()
+        """Modules that it imports at any level, each with a name that it takes from it, or none."""
+        self.names: set[str] = set()
+        """What it defines or imports at any level."""
+        self.texts: list[str] = []
+        """Its string constants, those in f-strings too, without docstrings and other statements of text."""
+        self.joined: set[str] = set()
+        """Constant names that it joins to a path: ``… / "name"``, ``joinpath``, ``os.path.join``, ``Path(…, "name")``
+        and the last part of a text with slashes."""
+        self.joins_run_dir = False
+        """Whether it joins something to ``….run_dir``, or lists that folder."""
+        tree, prose = ast.parse(path.read_text()), set[int]()
+        for node in ast.walk(tree):  # a statement comes before its expression
+            self._add(node, prose)
+        self.joined |= {text.rpartition("/")[2] for text in self.texts if re.fullmatch(r"[\w.-]*(/[\w.-]+)+", text)}
+
+    def _add(self, node: ast.AST, prose: set[int]) -> None:
+        match node:
+            case ast.Expr(value=value):
+                prose.add(id(value))
+            case ast.Constant(str() as text) if id(node) not in prose:
+                self.texts.append(text)
+            case ast.Import(names=names):
+                self.imports |= {(alias.name, "") for alias in names}
+                self.names |= {alias.asname or alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names):
+                self.imports |= {(module, alias.name) for alias in names if module}
+                self.names |= {alias.asname or alias.name for alias in names}
+            case ast.Name(ctx=ast.Store()):
+                self.names.add(node.id)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                self.names.add(node.name)
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                self.joins_run_dir |= isinstance(left, ast.Attribute) and left.attr == "run_dir"
+                if isinstance(right, ast.Constant) and isinstance(right.value, str):
+                    self.joined.add(right.value)
+            case ast.Call(func=ast.Attribute(attr="joinpath" | "join") | ast.Name("Path"), args=args):
+                self.joined |= {arg.value for arg in args
+                                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+            case ast.Attribute(value=ast.Attribute(attr="run_dir"), attr="joinpath" | "glob" | "rglob" | "iterdir"):
+                self.joins_run_dir = True
+
+
 @functools.cache
-def _imports(path: Path) -> frozenset[tuple[str, str]]:
-    """Modules that a file imports at any level, each with a name that it takes from it, or none."""
-    found: set[tuple[str, str]] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {(node.module, alias.name) for alias in node.names}
-    return frozenset(found)
+def _source(path: Path) -> Source:
+    return Source(path)
+
+
+@functools.cache
+def _modules() -> tuple[Path, ...]:
+    return tuple(sorted(ROOT.rglob("*.py")))
 
 
 def test_durable_plane_has_no_collective_and_no_unpickling() -> None:
     bad = ("torch.distributed.", "pickle.", "cloudpickle.", "dill.", "ray.")
-    found = {(str(path.relative_to(ROOT)), module, name) for path in DURABLE for module, name in _imports(path)
+    found = {(str(path.relative_to(ROOT)), module, name) for path in DURABLE for module, name in _source(path).imports
              if f"{module}.{name}.".startswith(bad)}
     assert not found and len(DURABLE) > 100
 
@@ -76,29 +121,28 @@ def test_names_of_test_modules_are_unique() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+def test_http_servers_of_tests_are_ended_in_one_place() -> None:
+    """One whose socket is closed while its thread serves takes a core until the test process ends."""
+    found = {str(path.relative_to(ROOT.parent)) for folder in ("tests", "chaos_tests")
+             for path in (ROOT.parent / folder).rglob("*.py")
+             if re.search(r"=[\w.]+\.serve_forever|\.server_close\(", path.read_text())}
+    assert found == {"tests/support/http_servers.py"}
+
+
 def _names(module: str) -> set[str] | None:
     """What a module defines or imports at any level, and its submodules; None when there is no such module."""
     base = ROOT.parent / module.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     if not path.exists():
         return None
-    names = {p.stem for p in base.iterdir()} if base.is_dir() else set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        match node:
-            case ast.Name(ctx=ast.Store()):
-                names.add(node.id)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(node.name)
-            case ast.Import() | ast.ImportFrom():
-                names |= {alias.asname or alias.name for alias in node.names}
-    return names
+    return _source(path).names | ({p.stem for p in base.iterdir()} if base.is_dir() else set())
 
 
 def test_imported_modules_and_names_exist() -> None:
     """Also those of imports within functions, which no other test may reach."""
     missing, names = [], {}
     for path in (p for part in ("elastic_rl", "tests", "chaos_tests") for p in (ROOT.parent / part).rglob("*.py")):
-        for module, name in _imports(path):
+        for module, name in _source(path).imports:
             if module.partition(".")[0] != "elastic_rl":
                 continue
             if module not in names:
@@ -109,16 +153,8 @@ def test_imported_modules_and_names_exist() -> None:
     assert not missing
 
 
-def _texts(path: Path) -> list[str]:
-    """The string constants of a module, those in f-strings too, without docstrings and other statements of text."""
-    tree = ast.parse(path.read_text())
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return [node.value for node in ast.walk(tree)
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose]
-
-
 def _modules_with(matches: Callable[[str], object]) -> set[str]:
-    return {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if any(map(matches, _texts(path)))}
+    return {str(path.relative_to(ROOT)) for path in _modules() if any(map(matches, _source(path).texts))}
 
 
 LAYOUT = "host/paths.py"
@@ -127,31 +163,18 @@ LAYOUT = "host/paths.py"
 
 def test_layout_of_folders_and_files_is_known_in_one_place() -> None:
     """A second module that knows it would look at the old place when the layout changes."""
-    names = {text for text in _texts(ROOT / LAYOUT) if re.fullmatch(r"[\w-]+\.[a-z]+", text)}
+    names = {text for text in _source(ROOT / LAYOUT).texts if re.fullmatch(r"[\w-]+\.[a-z]+", text)}
     assert {"cluster.json", "steps.jsonl", "engine.key", "train.lock"} <= names
     found = _modules_with(lambda text: text.rpartition("/")[2] in names)
     assert found - {LAYOUT} == {"telemetry/trackers.py",  # run.json in wandb's own folder
                                 "config/reading.py"}  # engine.key as a setting that somebody may look for
 
 
-def _joined(path: Path) -> set[str]:
-    """Constant names that a module joins to a path: ``… / "name"``, ``joinpath``, ``os.path.join``, ``Path(…, "name")``
-    and the last part of a text with slashes."""
-    names = {text.rpartition("/")[2] for text in _texts(path) if re.fullmatch(r"[\w.-]*(/[\w.-]+)+", text)}
-    for node in ast.walk(ast.parse(path.read_text())):
-        match node:
-            case ast.BinOp(op=ast.Div(), right=ast.Constant(str() as name)):
-                names.add(name)
-            case ast.Call(func=ast.Attribute(attr="joinpath" | "join") | ast.Name("Path"), args=args):
-                names |= {arg.value for arg in args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
-    return names
-
-
 def test_names_in_the_layout_are_joined_in_one_place() -> None:
     """Names without a suffix, such as ``secret``, are common words: only what is joined to a path counts."""
-    layout = _joined(ROOT / LAYOUT)
+    layout = _source(ROOT / LAYOUT).joined
     assert {"secret", "etcd", "services", "agents", "logs", "disk", "unsaved", "cluster"} <= layout
-    found = {(str(path.relative_to(ROOT)), name) for path in ROOT.rglob("*.py") for name in layout & _joined(path)}
+    found = {(str(path.relative_to(ROOT)), name) for path in _modules() for name in layout & _source(path).joined}
     assert {(module, name) for module, name in found if module != LAYOUT} == {
         ("host/etcd_server.py", "etcd"),  # the program
         ("bench/etcd.py", "etcd"), ("bench/dcs/engines.py", "model"), ("bench/loop/long_responses.py", "model"),
@@ -160,14 +183,7 @@ def test_names_in_the_layout_are_joined_in_one_place() -> None:
 
 
 def test_folder_of_all_jobs_is_joined_in_one_place() -> None:
-    found = set()
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.BinOp(left=ast.Attribute(attr="run_dir"), op=ast.Div()):
-                    found.add(str(path.relative_to(ROOT)))
-                case ast.Attribute(value=ast.Attribute(attr="run_dir"), attr="joinpath" | "glob" | "rglob" | "iterdir"):
-                    found.add(str(path.relative_to(ROOT)))
+    found = {str(path.relative_to(ROOT)) for path in _modules() if _source(path).joins_run_dir}
     assert found == {LAYOUT}
 
 
@@ -186,6 +202,6 @@ def test_address_of_this_host_is_known_in_one_place() -> None:
         "host/local_host.py",  # a name that its certificate is for
         "coordinator/alerts/sender_process.py",  # a URL that nothing is sent to
     }
-    users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
-             if ("elastic_rl.net.addresses", "LOOPBACK") in _imports(path)}
+    users = {str(path.relative_to(ROOT)) for path in _modules()
+             if ("elastic_rl.net.addresses", "LOOPBACK") in _source(path).imports}
     assert users == {"host/address.py", "host/local_host.py"}

@@ -125,7 +125,7 @@ def _leading(testbed: Testbed) -> str:
 
 
 SERVICES: Mapping[str, _Service] = {
-    "etcd": _Service("etcd", "etcd is healthy", lambda _: etcd_server.SERVICE, _etcd_works, bare_starts.etcd),
+    "etcd": _Service("etcd", "etcd is healthy", lambda _: etcd_server.FIRST, _etcd_works, bare_starts.etcd),
     "coordinator": _Service("the leading coordinator", "the killed replica is ready", _leading, _coordinator_works,
                             bare_starts.coordinator),
     "dcs": _Service("the only DCS node", "the node has registered", lambda testbed: testbed.cluster.node, _node_works,

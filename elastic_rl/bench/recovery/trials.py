@@ -47,17 +47,17 @@ def holds(check: Callable[[], object]) -> bool:
 
 # -- arithmetic, pure -------------------------------------------------------------------------------------------------
 def rows(row_id: str, what: str, trials: Sequence[Trial], ends: Collection[str], *, goal: float,
-         stages: Collection[str] = (), bare: Sequence[float] = ()) -> list[Row]:
+         stages: Collection[str] = (), bare: Sequence[float] = (), begin: str = "the kill") -> list[Row]:
     """The median and the maximum of the seconds until all of ``ends`` held, beside the medians of all milestones.
     ``bare``: seconds of bare starts of the part, whose median is taken off. A median that misses its goal says between
-    which two of ``stages`` and ``ends`` most of the time passed."""
+    which two of ``stages`` and ``ends`` most of the time passed, the first of which is called ``begin``."""
     start_s = median(bare) if bare else 0.0
     whole = [max(trial[end] for end in ends) for trial in trials]
     beyond = [seconds - start_s for seconds in whole]
     name = f"{what} → {' and '.join(ends)}" + (", without the part's bare start" if bare else "")
     others = {**({"with it": median(whole), "bare start": start_s} if bare else {}), **medians(trials)}
     row = Row.of(row_id, name, beyond, "s", goal=goal, alternatives=others if len(others) > 1 else {})
-    if row.met is False and (bound := longest(trials, ends, stages)):
+    if row.met is False and (bound := longest(trials, ends, stages, begin)):
         row = row.model_copy(update={"name": f"{name}; longest: {bound}"})
     most = Row.unmeasured(f"{row_id}-max", "… at most", "no sample was taken", unit="s", goal=goal) if not beyond else \
         Row(id=f"{row_id}-max", name=f"… at most, of {len(beyond)}", value=max(beyond), unit="s", goal=goal,
@@ -78,12 +78,12 @@ def medians(trials: Sequence[Trial]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
-def longest(trials: Sequence[Trial], ends: Collection[str], stages: Collection[str]) -> str:
+def longest(trials: Sequence[Trial], ends: Collection[str], stages: Collection[str], begin: str = "the kill") -> str:
     """Between which two milestones on the way to the end most of the time passed, in words; empty where there is only
     one."""
     times = {name: at for name, at in medians(trials).items() if name in (*ends, *stages)}
     last = max((times[end] for end in ends if end in times), default=0.0)
-    way = [("the kill", 0.0), *((name, at) for name, at in times.items() if at <= last)]
+    way = [(begin, 0.0), *((name, at) for name, at in times.items() if at <= last)]
     gaps = [(at - since, before, name) for (before, since), (name, at) in pairwise(way)]
     if len(gaps) < 2:
         return ""

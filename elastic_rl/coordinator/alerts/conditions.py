@@ -94,7 +94,7 @@ def _compute(snapshot: ClusterSnapshot) -> Iterator[Condition]:
     entry of a driver that was taken over may still be there; the newest one counts."""
     drivers = [m for m in snapshot.members if m.role == registry.DRIVER and m.epoch == snapshot.epoch]
     drivers.sort(key=lambda m: snapshot.created(snapshot.keys.member(m.role, m.id)))
-    for driver in [] if snapshot.run_over else drivers[-1:]:
+    for driver in [] if snapshot.run_ended else drivers[-1:]:
         for part, why in _texts(driver.info.get("faults")):
             yield Condition("compute.failing", part, f"the driver cannot keep {part} running: {why}",
                             hold_s=_FAILING_HOLD_S, cause=driver.host)
@@ -114,7 +114,7 @@ def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]
     for name, status in snapshot.statuses.items():
         spec = snapshot.specs.get(name)
         # Released engines wait for the trainer's phase to end, as it should be.
-        if spec and not snapshot.run_over and status.ready + status.released < spec.desired:
+        if spec and not snapshot.run_ended and status.ready + status.released < spec.desired:
             why = f": {status.message}" if status.message else ""
             yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",
                             Severity.WARNING, hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
@@ -123,7 +123,7 @@ def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]
 def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
     for engine in snapshot.engines.values():
         # An engine without a version is starting; pool.short covers that.
-        if engine.version == 0 or not engine.state.serving or snapshot.run_over:
+        if engine.version == 0 or not engine.state.serving or snapshot.run_ended:
             continue
         committed = snapshot.committed.get(snapshot.follows(engine), {})
         versions, seconds = max(committed, default=0) - engine.version, behind_s(now, engine.version, committed)
@@ -174,7 +174,7 @@ def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Itera
     """The run does not go on: it waits for something, or there is no actor that could. A role that is dead has an alert
     of its own, which says why."""
     status, limit_s = snapshot.status, limits.run_waiting_s
-    if status is None or snapshot.run_over:
+    if status is None or snapshot.run_ended:
         return
     kind = status.waiting_kind if snapshot.has_actor else ACTOR_ROLE
     if any(s.dead and s.role == kind for s in snapshot.registry.values()):
@@ -182,7 +182,7 @@ def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Itera
     if not snapshot.has_actor:
         # Not by the age of the status: a run may be resumed after days, and its actor needs a while to start.
         yield Condition("run.waiting", kind, f"no actor process runs, and step {status.step} was not the last one: "
-                        "`elastic-rl train` resumes the run", Severity.WARNING, hold_s=limit_s)
+                        "`elastic-rl jobs` shows the run", Severity.WARNING, hold_s=limit_s)
     elif kind and status.waiting_since > 0 and now - status.waiting_since > limit_s:
         what = status.waiting_for[:_WAITING_CHARS]
         yield Condition("run.waiting", kind, f"the run has waited in {status.stage or status.phase} for more than "
@@ -214,9 +214,11 @@ def under_replication(copies: UnderReplication, now_s: float, snapshot: ClusterS
     nodes = "".join(f"; {what}: {', '.join(ids[:_NODES])}{' …' if len(ids) > _NODES else ''}"
                     for what, ids in (("nodes that are away", away), ("full", full)) if ids)
     worst = min(copies.versions, key=lambda v: v.copies)
-    message = (f"{described(copies.versions)}, for more than {limit_s:.0f} s: {worst.why}{nodes}. The loss of another "
-               "node may lose them: bring the hosts back, make room (dcs.disk_bytes, dcs.keep_versions), or add a host")
-    return [Condition("dcs.under_replicated", "versions", message, Severity.WARNING)], set()
+    what_to_do = ("The loss of another node may lose them: bring the hosts back, make room (dcs.disk_bytes, "
+                  "dcs.keep_versions), or add a host" if worst.copies else "Nobody can read them: bring the hosts back")
+    message = f"{described(copies.versions)}, for more than {limit_s:.0f} s: {worst.why}{nodes}. {what_to_do}"
+    severity = Severity.WARNING if worst.copies else Severity.ERROR
+    return [Condition("dcs.under_replicated", "versions", message, severity)], set()
 
 
 def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:

@@ -131,7 +131,7 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
         return True
     part, _, what = alert.kind.partition(".")
     if part in TRAINER_GROUPS and what in ("dead", "hung"):
-        return snapshot.run_over or any(s.role == part and s.id == "rank-0" and not s.dead
+        return snapshot.run_ended or any(s.role == part and s.id == "rank-0" and not s.dead
                                      and s.first_seen > alert.last_at for s in snapshot.registry.values())
     match alert.kind:
         case "engine.dead" | "engine.hung":
@@ -139,24 +139,24 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
             whole = all(snapshot.ready(spec.name) >= spec.desired for spec in pools)
             e = snapshot.engines.get(alert.subject)
             stale = e is not None and e.state is EngineState.READY and e.updated_at < alert.last_at
-            return snapshot.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
+            return snapshot.run_ended or (whole and not stale and now - alert.last_at >= SETTLE_S)
         case "driver.dead" | "driver.hung":
             # The one that the report is about has its entry until the registry has its successor.
             drivers = [s for s in snapshot.registry.values() if s.role == registry.DRIVER]
             newer = bool(drivers) and all(s.registered_revision > alert.revision for s in drivers)
             took_over = snapshot.revision(snapshot.keys.epoch()) < alert.revision
-            return snapshot.run_over or (newer and (took_over or _makes_progress(snapshot)))
+            return snapshot.run_ended or (newer and (took_over or _makes_progress(snapshot)))
         case "run.global_restart":
-            return snapshot.run_over or (alert.revision < snapshot.revision(snapshot.keys.epoch())
+            return snapshot.run_ended or (alert.revision < snapshot.revision(snapshot.keys.epoch())
                                          and _makes_progress(snapshot))
         case "engine.cannot_fetch" | "engine.lagging":
-            return snapshot.run_over or alert.subject not in snapshot.engines
+            return snapshot.run_ended or alert.subject not in snapshot.engines
         case "dcs.durable_failed" | "durable.behind":
             return snapshot.run_over
         case "publish.failed":
             streams = [alert.subject] if alert.subject in snapshot.heads else list(snapshot.heads)
             moved = max((snapshot.revision(snapshot.keys.stream_head(s)) for s in streams), default=0)
-            return moved > alert.revision or snapshot.run_over
+            return moved > alert.revision or snapshot.run_ended
         case "job.failed" | "run.crash_loop":
             return snapshot.status is None or snapshot.status.phase != "failed"
         case _:

@@ -150,7 +150,7 @@ _JOB = {"name": "quickstart", "status": {
         "replica": "coordinator-1"}
 _HOST = {
     "id": "gpu-7", "phase": "ready", "phase_age_s": 8120.4, "reason": "", "registered": True, "not_ready": "",
-    "preemption": None, "preemption_problem": "", "incarnation": "5f0c9e1b7a42d386",
+    "preemption": None, "preemption_pending": False, "preemption_problem": "", "incarnation": "5f0c9e1b7a42d386",
     "address": "10.0.0.7", "cpus": 128, "gpus": 8, "memory_bytes": 1082331758592,
     "shm_bytes": 541165879296, "labels": {"rack": "b4"}, "release": "0.2.0",
     "spec": {"cordoned": False, "drain": None, "reason": "", "by": "", "at": 0.0}, "etag": '"0"',

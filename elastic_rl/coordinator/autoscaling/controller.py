@@ -14,7 +14,7 @@ from elastic_rl.config import Config
 from elastic_rl.config.autoscale import AutoscaleFields
 from elastic_rl.coordinator import autoscalers
 from elastic_rl.coordinator.autoscaling import policy, signals
-from elastic_rl.coordinator.autoscaling.policy import Decision
+from elastic_rl.coordinator.autoscaling.policy import Decision, Observation
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 BY = "autoscaler"
 """Who asked for an operation of autoscaling."""
 _WRITE_EVERY_S = 15.0
+_ASK_AGAIN_S = 30.0
+"""A number that was refused is not requested again before so long: as a rule the reason stays for a while."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,18 @@ class AutoscaleController:
                  ) -> None:
         self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
         self._known: dict[str, _Known] = {}
+        self._refused_s: dict[str, float] = {}
+        """When the last number of a pool was refused, seconds of the leader clock."""
+        self._step: tuple[int, float] | None = None
+        """Revision of the metrics of the run's last step, and when this leader saw them first, seconds of its clock."""
 
     def update(self, snapshot: ClusterSnapshot) -> None:
         """One pass over the pools. Raises Fenced and EtcdUnavailable."""
         autoscaled = {pool: wanted for pool in snapshot.specs if (wanted := self._wanted(snapshot, pool)) is not None}
         self._forget(snapshot, autoscaled)
-        step = self._last_step(snapshot) if autoscaled else None
+        step, age_s = self._last_step(snapshot) if autoscaled else (None, 0.0)
         for pool, wanted in autoscaled.items():
-            self._update(pool, wanted, snapshot, step)
+            self._update(pool, wanted, snapshot, signals.observe(snapshot, pool, step, self._cfg, step_age_s=age_s))
 
     def _wanted(self, snapshot: ClusterSnapshot, pool: str) -> AutoscaleFields | None:
         """What holds for a pool; None where it is not autoscaled, or this release cannot read whether it is."""
@@ -68,29 +74,44 @@ class AutoscaleController:
         return None if wanted.mode == "disabled" else wanted
 
     def _forget(self, snapshot: ClusterSnapshot, autoscaled: dict[str, AutoscaleFields]) -> None:
-        for pool in self._known.keys() - autoscaled.keys():
-            del self._known[pool]
+        for known in (self._known, self._refused_s):
+            for pool in known.keys() - autoscaled.keys():
+                del known[pool]  # type: ignore[attr-defined]
         for pool in snapshot.autoscaler_states.keys() - autoscaled.keys():
             key = self._keys.autoscaler_state(pool)
             self._guarded([snapshot.unchanged(key), snapshot.unchanged(self._keys.autoscaler(pool))], [Op.delete(key)])
 
-    def _last_step(self, snapshot: ClusterSnapshot) -> StepMetrics | None:
+    def _last_step(self, snapshot: ClusterSnapshot) -> tuple[StepMetrics | None, float]:
+        """The metrics of the run's last step, and for how many seconds this leader has known them: a new leader takes a
+        step for new, since its clock is not that of the host that wrote when the step ended."""
         found = self._etcd.get(self._keys.step_metrics(snapshot.status.step)) if snapshot.status else None
-        return decode(found, StepMetrics, {}) if found else None
+        if found is None:
+            return None, 0.0
+        if self._step is None or self._step[0] != found.mod_revision:
+            self._step = found.mod_revision, snapshot.leader_time
+        return decode(found, StepMetrics, {}), snapshot.leader_time - self._step[1]
 
-    def _update(self, pool: str, wanted: AutoscaleFields, snapshot: ClusterSnapshot, step: StepMetrics | None) -> None:
+    def _update(self, pool: str, wanted: AutoscaleFields, snapshot: ClusterSnapshot, seen: Observation) -> None:
         now, stored, known = snapshot.leader_time, snapshot.autoscaler_states.get(pool), self._known.get(pool)
         before = known.current if known is not None and known.stored == stored else stored
-        decision = policy.decide(wanted, pool, before, signals.observe(snapshot, pool, step, self._cfg), now)
-        state = decision.state.replace(updated_at=snapshot.now)
+        decision = policy.decide(wanted, pool, before, seen, now)
+        state, why_not = decision.state.replace(updated_at=snapshot.now), ""
         if decision.target is not None and wanted.mode != "dry_run":
-            self._scale(pool, decision.target, decision.reason, state, snapshot)
-            return
+            refused_s = self._refused_s.get(pool)
+            if refused_s is not None and 0 <= now - refused_s < _ASK_AGAIN_S:
+                return
+            why_not = self._scale(pool, decision.target, decision.reason, state, snapshot)
+            if not why_not:
+                self._refused_s.pop(pool, None)
+                return
+            self._refused_s[pool] = now
+            state = policy.refused(pool, before, seen, decision, why_not, now).replace(updated_at=snapshot.now)
+            decision = Decision(state)
         writes, event = WriteSet(), self._recommendation(pool, decision, before)
         if event is not None:
             writes.add(events.put_op(self._keys, event))
-        elif (stored is not None and known is not None and known.stored == stored and state.desired == stored.desired
-              and now - known.written_s < _WRITE_EVERY_S):
+        elif (not why_not and stored is not None and known is not None and known.stored == stored
+              and state.desired == stored.desired and now - known.written_s < _WRITE_EVERY_S):
             self._known[pool] = _Known(stored, state, known.written_s)
             return
         self._put(pool, state, snapshot, writes)
@@ -103,8 +124,9 @@ class AutoscaleController:
         # What it was decided by: an operator may have disabled it, or changed the bounds.
         writes.require(snapshot.unchanged(self._keys.autoscaler(pool)))
 
-    def _scale(self, pool: str, target: int, reason: str, state: AutoscalerState, snapshot: ClusterSnapshot) -> None:
-        """Begins the operation, unless somebody has changed the pool, or its autoscaling, since the snapshot."""
+    def _scale(self, pool: str, target: int, reason: str, state: AutoscalerState, snapshot: ClusterSnapshot) -> str:
+        """Begins the operation, unless somebody has changed the pool, or its autoscaling, since the snapshot. Returns
+        why it was not begun, else an empty text."""
 
         def also(_: Operation) -> WriteSet:
             writes = WriteSet()
@@ -116,9 +138,10 @@ class AutoscaleController:
                                    if_revision=snapshot.revision(self._keys.pool_spec(pool)))
         except Problem as e:
             log.info("pool %s is not scaled to %s: %s", pool, target, e)
-            return
+            return e.detail or e.title
         log.info("scaling pool %s to %s: %s", pool, target, reason)
         self._known[pool] = _Known(state, state, snapshot.leader_time)
+        return ""
 
     def _recommendation(self, pool: str, decision: Decision, before: AutoscalerState | None) -> Event | None:
         """The event of a dry run that would set another number than it would have set last."""

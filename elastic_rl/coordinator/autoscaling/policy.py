@@ -7,6 +7,9 @@ engines are removed only where those that stay would not have a high load: the n
 The transitions that must not exist: from an unknown load to a change, and from a number that was not reached to a
 larger one. An unknown load leaves ``high_s`` and ``low_s`` as they are; after ``FORGET_S`` of it they are 0.
 
+Engines that the policy has added, and that have no room for ``NO_ROOM_S``, are taken back: what waits for room takes it
+from a trainer that could grow, too. No more are requested for ``down_cooldown_s`` then.
+
 A number beyond the bounds is brought within them at once. A desired number that is another one than the policy knows
 was set by somebody else, and stays: it is the new start, and both cooldowns begin.
 """
@@ -23,6 +26,8 @@ MAX_GAP_S = 5.0
 """Most seconds that one observation counts for, however long ago the one before was."""
 FORGET_S = 900.0
 """Seconds without a known load after which nothing is known of the time before."""
+NO_ROOM_S = 120.0
+"""Seconds for which the hosts have no room for engines that were added, before these are taken back."""
 _STEPS = 2
 """Steps of the run for which the load must be low: within a step it is low while the trainer computes."""
 _LOW_QUEUE = 0.1
@@ -61,6 +66,10 @@ class Observation:
     """What is missing to the desired number; empty once it is reached."""
     busy: str = ""
     """What runs on the pool, such as an operation; empty for nothing."""
+    no_room: int = 0
+    """Engines that wait for room on the hosts."""
+    all_ready: bool = False
+    """Whether all desired engines are ready."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,19 @@ def decide(cfg: AutoscaleFields, pool: str, before: AutoscalerState | None, seen
     else:
         # The clock of a new leader may be some seconds behind.
         state = before.replace(changed_s=min(before.changed_s, now), observed_s=min(before.observed_s, now))
+    state = _with_room(state, seen, now)
     bound = min(max(seen.desired, cfg.min_engines), cfg.max_engines)
     if bound != seen.desired and cfg.mode != "dry_run":
         return _changed(cfg, state, bound, f"{seen.desired} engines are beyond the bounds {cfg.min_engines} to "
                         f"{cfg.max_engines}", now)
     if cfg.mode == "external":
         return _stays(state, f"a scaler of yours sets the number, from {cfg.min_engines} to {cfg.max_engines}")
+    excess = min(seen.no_room, state.added, seen.desired - cfg.min_engines)
+    if (excess > 0 and cfg.mode == "automatic" and state.no_room_since_s
+            and now - state.no_room_since_s >= NO_ROOM_S):
+        state = state.replace(no_room_since_s=0.0, no_room_until_s=now + cfg.down_cooldown_s)
+        return _changed(cfg, state, seen.desired - excess, f"the hosts have no room for {excess} of {state.added} that "
+                        "were added", now)
     if isinstance(seen.load, str):
         return _stays(state, f"the load is unknown: {seen.load}")
     state = _counted(cfg, state, seen.load, now)
@@ -95,6 +111,22 @@ def decide(cfg: AutoscaleFields, pool: str, before: AutoscalerState | None, seen
     if state.low_s >= max(cfg.down_after_s, _STEPS * seen.load.step_s):
         return _down(cfg, state, seen, seen.load, now)
     return _stays(state, _described(cfg, state, seen.load))
+
+
+def refused(pool: str, before: AutoscalerState | None, seen: Observation, decision: Decision, why_not: str, now: float
+            ) -> AutoscalerState:
+    """What is known once the number of a decision was refused: as before it, with the reason."""
+    state = before if before is not None and before.desired == seen.desired else AutoscalerState(
+        pool=pool, desired=seen.desired, changed_s=now, observed_s=now)
+    return state.replace(message=f"{decision.target} engines were refused: {why_not}")
+
+
+def _with_room(state: AutoscalerState, seen: Observation, now: float) -> AutoscalerState:
+    """The state with what is seen of the room for the engines that were added."""
+    until_s = state.no_room_until_s if now < state.no_room_until_s else 0.0
+    if not (seen.no_room and state.added):
+        return state.replace(no_room_since_s=0.0, no_room_until_s=until_s, added=0 if seen.all_ready else state.added)
+    return state.replace(no_room_since_s=min(state.no_room_since_s, now) or now, no_room_until_s=until_s)
 
 
 def is_high(cfg: AutoscaleFields, load: PoolLoad) -> bool:
@@ -135,6 +167,8 @@ def _up(cfg: AutoscaleFields, state: AutoscalerState, seen: Observation, load: P
         return _stays(state, f"{why}; {blocked}")
     if (left_s := state.changed_s + cfg.up_cooldown_s - now) > 0:
         return _stays(state, f"{why}; the cooldown lasts {left_s:.0f} s more")
+    if (left_s := state.no_room_until_s - now) > 0:
+        return _stays(state, f"{why}; the hosts had no room for more engines, which is tried again in {left_s:.0f} s")
     factor = max(load.queued / cfg.queue_high, (load.token_usage or 0.0) / cfg.token_usage_high)
     # In integers: a queue of millions may not become an infinite number of engines.
     more = math.ceil(seen.desired * (min(factor, 1.0 + cfg.max_step_up) - 1.0))
@@ -166,7 +200,8 @@ def _without(load: PoolLoad, engines: int) -> PoolLoad:
 
 def _changed(cfg: AutoscaleFields, state: AutoscalerState, target: int, reason: str, now: float) -> Decision:
     """``target`` is to be set. A dry run takes it for set, so that its cooldowns are those of the real one."""
-    known = {"recommended": target} if cfg.mode == "dry_run" else {"desired": target, "recommended": 0}
+    known = {"recommended": target} if cfg.mode == "dry_run" else {
+        "desired": target, "recommended": 0, "added": max(0, target - state.desired)}
     after = state.replace(**known, changed_s=now, high_s=0.0, low_s=0.0, message=f"{target} engines: {reason}")
     return Decision(after, target, reason)
 

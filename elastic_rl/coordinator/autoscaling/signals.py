@@ -1,8 +1,8 @@
 """What a snapshot says of the load of a pool. Pure.
 
 Whatever is not certain makes the load unknown: engines whose probe was not answered, or that make no progress; a phase
-of the run that asks for no samples; a last step that is too old. All ages are differences of one process's clock, or
-generous: nothing is decided by how two hosts' clocks agree.
+of the run that asks for no samples; a last step that is too old. All ages are differences of one process's clock:
+nothing is decided by how two hosts' clocks agree.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class RunProgress:
     step_s: float = 0.0
 
 
-def observe(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: Config) -> Observation:
-    """What the leader sees of a pool that has a spec. ``step``: the metrics of the run's last step."""
+def observe(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: Config, *, step_age_s: float = 0.0
+            ) -> Observation:
+    """What the leader sees of a pool that has a spec. ``step``: the metrics of the run's last step. ``step_age_s``:
+    seconds since this leader saw it first."""
     desired, status = snapshot.specs[pool].desired, snapshot.statuses.get(pool)
     ready = snapshot.ready(pool)
     few = int(_FEW * desired)
     waits = status is not None and (status.starting > few or status.pending)
     missing = f"{ready} of {desired} engines are ready" if waits or not desired - few <= ready <= desired else ""
-    return Observation(desired, _load(snapshot, pool, step, cfg), missing, _busy(snapshot, pool))
+    return Observation(desired, _load(snapshot, pool, step, cfg, step_age_s), missing, _busy(snapshot, pool),
+                       status.pending if status is not None else 0, all_ready=ready >= desired)
 
 
 def _busy(snapshot: ClusterSnapshot, pool: str) -> str:
@@ -67,8 +70,11 @@ def _concerns(op: Operation, pool: str, snapshot: ClusterSnapshot) -> bool:
     return op.params.get("pool", engine.pool if engine else "") == pool
 
 
-def _load(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: Config) -> PoolLoad | str:
+def _load(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: Config, step_age_s: float
+          ) -> PoolLoad | str:
     status = snapshot.status
+    if snapshot.stopped:
+        return "the run was stopped"
     if status is None or snapshot.run_over or status.phase not in _SAMPLING_PHASES:
         return f"the run is in phase {status.phase}" if status else "no run has begun"
     if not snapshot.has_actor:
@@ -81,7 +87,7 @@ def _load(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: C
     known = _known(snapshot, serving)
     if len(known) < _KNOWN * len(serving):
         return f"{len(serving) - len(known)} of {len(serving)} engines have not answered their last probe"
-    progress = _progress(snapshot, status, step, cfg)
+    progress = _progress(status, step, cfg, step_age_s)
     if isinstance(progress, str):
         return progress
     usages = [e.token_usage for e in known if e.token_usage is not None]
@@ -99,8 +105,7 @@ def _known(snapshot: ClusterSnapshot, engines: list[Engine]) -> list[Engine]:
     return [e for e in engines if e.load_known and e.id in working]
 
 
-def _progress(snapshot: ClusterSnapshot, status: JobStatus, step: StepMetrics | None, cfg: Config
-              ) -> RunProgress | str:
+def _progress(status: JobStatus, step: StepMetrics | None, cfg: Config, step_age_s: float) -> RunProgress | str:
     """What the last step says, or why it says nothing."""
     if cfg.mode != "rl":
         return RunProgress(step_s=step.seconds.get("total", 0.0) if step is not None else 0.0)
@@ -109,8 +114,8 @@ def _progress(snapshot: ClusterSnapshot, status: JobStatus, step: StepMetrics | 
     total = step.seconds.get("total", 0.0)
     if total <= 0:
         return "the last step has no duration"
-    if snapshot.now - step.at > max(_MIN_STEP_AGE_S, _STEP_AGE * total):
-        return f"the last step ended {snapshot.now - step.at:.0f} s ago"
+    if step_age_s > max(_MIN_STEP_AGE_S, _STEP_AGE * total):
+        return f"the last step ended at least {step_age_s:.0f} s ago"
     # Where generation and training overlap, the stage ``groups`` is the trainer's wait; else it is all of ``generate``.
     waited = step.idle_s["groups"] if "groups" in step.idle_s else step.seconds.get("generate", 0.0)
     return RunProgress(min(1.0, max(0.0, waited / total)), total)

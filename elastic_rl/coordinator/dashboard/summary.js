@@ -53,9 +53,11 @@ export class Summary {
     const { status, job } = model;
     const points = model.points();
     const last = points.at(-1);
-    this.#tile("step", status ? `${status.step}${status.steps ? ` / ${status.steps}` : ""}` : "–");
-    attr(this.progress, "max", status?.steps || 1);
-    attr(this.progress, "value", status?.step ?? 0);
+    const sft = status?.phase === "sft";
+    const [step, steps] = sft ? [status.sft_step, status.sft_steps] : [status?.step, status?.steps];
+    this.#tile("step", status ? `${sft ? "SFT " : ""}${step}${steps ? ` / ${steps}` : ""}` : "–");
+    attr(this.progress, "max", steps || 1);
+    attr(this.progress, "value", step ?? 0);
     const left = status?.phase === "rl" ? (status.steps - status.step) * model.stepSeconds : 0;
     const doing = [status?.phase, RUN_ENDED.includes(status?.phase) ? "" : visible(status?.stage)].filter(Boolean).join(": ");
     text(this.eta, [doing, left > 0 ? `${duration(left)} left at most` : ""].filter(Boolean).join(" · ")

@@ -61,7 +61,7 @@ class FailureController:
         """Adds the ends of a trainer group's agent that the driver reported: one that ends before its ranks have
         registered is no member's death. Each event counts once for this leader, however often it is read."""
         for event in reported:
-            if event.kind not in _AGENT_ENDED or event.id in self._counted or snapshot.run_over:
+            if event.kind not in _AGENT_ENDED or event.id in self._counted or snapshot.run_ended:
                 continue
             group = _AGENT_ENDED[event.kind]
             known, revision = self._read(group)

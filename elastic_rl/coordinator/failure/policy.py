@@ -104,7 +104,7 @@ def progress_of(job: JobStatus | None) -> int:
     """How far a run is, as one number that grows with it: RL steps come after every step of the SFT phase."""
     if job is None:
         return 0
-    return job.step + (1_000_000_000 if job.phase in ("rl", "finished") else 0)
+    return job.step + 1_000_000_000 if job.phase in ("rl", "finished") else max(job.step, job.sft_step)
 
 
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,

@@ -17,7 +17,8 @@ assigned the driver elsewhere. Given the next singleton at once, it would run tw
 A *notice of preemption*, which the agent of a host on a spot machine reports, makes the leader ask for a drain, once a
 notice. That drain names the incarnation that it is for: the next machine of the name begins without it. It stays when
 the notice is withdrawn; only an operator takes it back. A drain that somebody else has asked for stays as it is, but
-that no drain waits for longer than the machine has.
+that no drain waits for longer than the machine has. What notices say is not always true: a proxy may answer for all
+machines at once. So notices drain a share of the hosts at a time (``followed_now``), and the others wait.
 
 There is no edge READY → LOST either. A lease ends for a stalled etcd, an agent without a core or a cable that was
 pulled for a second; what the host holds would be moved, and a moved driver costs minutes.
@@ -25,6 +26,8 @@ pulled for a second; what the host holds would be moved, and a moved driver cost
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_rl.coordinator.hosts.times import LONGEST_DRAIN_S, HostTimes
@@ -54,7 +57,9 @@ class SeenHost:
     has_run: bool = False
     """Whether a singleton is assigned to the host."""
     unix_s: float = 0.0
-    """Time of the reading, unix seconds: a provider tells by that clock when a machine ends."""
+    """Time of the reading, unix seconds: for people, and for agents of older releases (``left_s``)."""
+    may_follow: bool = True
+    """Whether a notice that was not followed yet may have the host drained now."""
 
     @property
     def drain(self) -> Drain | None:
@@ -63,6 +68,15 @@ class SeenHost:
         void = (drain is not None and drain.incarnation and self.registered is not None
                 and drain.incarnation != self.registered.incarnation)
         return None if void else drain
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the machine has left by its notice, when its agent wrote that. For an agent of a release that
+        does not say it: now, by the clock of the leader's host."""
+        if self.status is None or self.status.preemption is None:
+            return 0.0
+        left_s = self.status.preemption_left_s
+        return self.status.preemption.left_s(self.unix_s) if left_s is None else max(0.0, left_s)
 
     @property
     def ready(self) -> bool:
@@ -98,7 +112,7 @@ def spec_after(before: HostState | None, after: HostState, seen: SeenHost) -> Ho
     notice = followed_notice(before, after)
     if notice is None or spec.drain is not None:
         return spec
-    drain = Drain(within_s=drain_within_s(notice.left_s(seen.unix_s), seen.has_run), incarnation=after.incarnation)
+    drain = Drain(within_s=drain_within_s(seen.left_s, seen.has_run), incarnation=after.incarnation)
     return spec.replace(drain=drain, by=PREEMPTION, at=seen.unix_s, reason=notice.reason)
 
 
@@ -113,7 +127,7 @@ def advance(before: HostState | None, seen: SeenHost, leader_s: float, times: Ho
         return HostState(phase=HostPhase.JOINING, incarnation=incarnation, since_s=leader_s, reason="has registered")
     if before.incarnation != incarnation:
         return _entered(before, HostPhase.JOINING, leader_s, "has booted").replace(
-            incarnation=incarnation, preemption=None, preemption_deadline_s=0.0)
+            incarnation=incarnation, preemption=None, preemption_deadline_s=0.0, preemption_pending=False)
     if before.phase is HostPhase.LOST:
         return _entered(before, HostPhase.JOINING, leader_s, "has registered again after it was lost")
     if before.phase is HostPhase.LEFT and seen.drain is None:
@@ -145,12 +159,39 @@ def _present(before: HostState, seen: SeenHost, leader_s: float) -> HostState:
 
 
 def _with_notice(state: HostState, seen: SeenHost, leader_s: float) -> HostState:
-    if seen.status is None or seen.status.preemption_unknown or seen.status.preemption == state.preemption:
+    if seen.status is None or seen.status.preemption_unknown:
         return state
     if (notice := seen.status.preemption) is None:
-        return state.replace(preemption=None, preemption_deadline_s=0.0)
-    within_s = drain_within_s(notice.left_s(seen.unix_s), seen.has_run)
-    return state.replace(preemption=notice, preemption_deadline_s=leader_s + within_s)
+        return state.replace(preemption=None, preemption_deadline_s=0.0, preemption_pending=False)
+    if notice == state.preemption:
+        deadline_s = state.preemption_deadline_s
+        if seen.status.preemption_left_s is not None:  # it may have become less meanwhile, while nobody led
+            deadline_s = min(deadline_s, leader_s + seen.left_s)
+        return state.replace(preemption_deadline_s=deadline_s, preemption_pending=False)
+    if seen.drain is None and not seen.may_follow:
+        return state.replace(preemption_pending=True)
+    within_s = drain_within_s(seen.left_s, seen.has_run)
+    return state.replace(preemption=notice, preemption_deadline_s=leader_s + within_s, preemption_pending=False)
+
+
+def followed_now(seen_hosts: Mapping[str, SeenHost], states: Mapping[str, HostState], share: float) -> frozenset[str]:
+    """The hosts that wait with a notice and may be drained for it now, those with the least time first: notices drain
+    ``share`` of the registered hosts at the same time, or one. A host counts until it is no longer registered, or an
+    operator has taken its drain back."""
+    registered = drained = 0
+    waiting: list[tuple[float, str]] = []
+    for name, seen in seen_hosts.items():
+        if seen.registered is None:
+            continue
+        registered += 1
+        if seen.drain is not None:
+            drained += seen.spec.by == PREEMPTION
+        elif seen.status is not None and not seen.status.preemption_unknown and seen.status.preemption is not None:
+            state = states.get(name)
+            if state is None or state.preemption != seen.status.preemption:
+                waiting.append((seen.left_s, name))
+    room = max(1, math.floor(share * registered)) - drained
+    return frozenset(name for _, name in sorted(waiting)[:max(0, room)])
 
 
 def _wanted_phase(before: HostState, seen: SeenHost) -> tuple[HostPhase, str]:

@@ -67,6 +67,9 @@ class HostView(BaseModel):
     """Why the host can take no singleton now, as its agent reports; else empty."""
     preemption: PreemptionNotice | None = None
     """The notice that its provider takes the machine back, as its agent reports it; null while there is none."""
+    preemption_pending: bool = False
+    """Whether the host is not drained for that notice yet, since notices drain as many hosts already as they may
+    (``coordinator.max_preempted_share``)."""
     preemption_problem: str = ""
     """Why its agent cannot tell whether there is such a notice; empty while it can, and where nothing is asked."""
     incarnation: str = ""
@@ -131,6 +134,7 @@ def view(keys: ClusterKeys, name: str, found: Mapping[str, KeyValue],
         etag=etag(found[keys.host_spec(name)].mod_revision if keys.host_spec(name) in found else 0),
         not_ready=status.not_ready if status is not None else "",
         preemption=status.preemption if status is not None else None,
+        preemption_pending=state is not None and state.preemption_pending and decided,
         preemption_problem=status.preemption_problem if status is not None else "",
         services=status.services if status is not None else {}, assignments=dict(assigned), unreadable=unreadable)
 

@@ -77,7 +77,7 @@ class MembershipController:
         live = self._live(snapshot, reports.loads)
         changes = registry.compare(
             snapshot.registry, live, now=snapshot.now, revision=snapshot.members_revision,
-            last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_over,
+            last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_ended,
             ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas,
             reports=reports, suspicion=self._suspicion)
         quiet: tuple[Transition, ...] = _WITHOUT_EVENT

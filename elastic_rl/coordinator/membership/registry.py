@@ -109,9 +109,9 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
 
     ``now``: unix seconds, only for people. ``revision``: the revision of etcd, at which ``live`` was read.
     ``last_heartbeats``: by role, id and incarnation. ``epoch``: the run's; members of an older one were ended on
-    purpose. ``run_over``: the job finished or failed, so the compute plane ends on purpose. ``coordinators``:
-    configured replicas; with that many alive a dead one is replaced. ``ended_epoch``: epochs up to this one were ended
-    by a global restart, drivers included.
+    purpose. ``run_over``: the job finished or failed, or was stopped, so the compute plane ends on purpose.
+    ``coordinators``: configured replicas; with that many alive a dead one is replaced. ``ended_epoch``: epochs up to
+    this one were ended by a global restart, drivers included.
     """
 
     def silent(entry: LastSeen, **changes: float) -> LastSeen:

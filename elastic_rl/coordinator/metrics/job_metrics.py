@@ -207,7 +207,7 @@ def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
 
 def _waiting(snapshot: ClusterSnapshot) -> list[Metric]:
     s = snapshot.status
-    waits = s is not None and not snapshot.run_over and bool(s.waiting_kind)
+    waits = s is not None and not snapshot.run_ended and bool(s.waiting_kind)
     kind = s.waiting_kind[:_MAX_NAME_CHARS] if s is not None else ""
     since = s.waiting_since if s is not None else 0.0
     return [

@@ -44,6 +44,7 @@ _RECHECK_S = 300.0
 recover` may have written its replica sets."""
 
 _NO_OTHER = "there is no other node that could have one"
+_NO_NODE = "no DCS node of the job is there"
 _NO_RECORD = "etcd has no record of its replica sets; `elastic-rl versions recover` writes it"
 
 _Nodes = Mapping[str, RegisteredNode]
@@ -95,9 +96,13 @@ class Repairer:
         found, as_of = read_nodes(self._etcd, self._keys)
         nodes = {i: n for i, n in found.items() if n.belongs_to(identity.id)}
         self._begin(guard)
-        if not nodes:
-            return []
         wanted = replica_sets.wanted(self._replicas, len(nodes))
+        if not nodes:  # nothing can be done, and each version is short: those that return are examined again
+            self._examined.clear()
+            self._short = {(e.version.stream, e.version.number): ShortVersion(
+                e.version.stream, e.version.number, 0, wanted, _NO_NODE) for e in self._committed()}
+            self._complete = True
+            return []
         there = frozenset((i, _state(n)) for i, n in nodes.items())
         committed = {(e.version.stream, e.version.number): e for e in self._committed()}
         for state in (self._examined, self._confirmed, self._failed, self._recheck_at):

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.job_services import JobServices
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _CERTIFY_EVERY_S = 10.0
 """The certificate of the host is looked at so often: it may expire, and its files may be damaged or gone."""
+_MEMBER_EVERY_S = 10.0
+"""This host's member of etcd, and what the host knows of the others, is looked at so often."""
 _LOGS_RETRY_S = 10.0
 """Pause between two starts of the server of the logs."""
 _PASS_S = 0.5
@@ -74,6 +76,7 @@ class HostAgent:
         self._rotation: LogRotation | None = None
         self._stopping = False
         self._certify_at, self._certify_error = 0.0, ""
+        self._member_at, self._member_error = 0.0, ""
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
@@ -145,6 +148,8 @@ class HostAgent:
         if info is not None:
             error = error or self._certify()
         services = self._supervisor.supervise(self._cluster, info, _other(self._name))
+        if info is not None:
+            error = error or self._keep_member()
         status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), services=services,
                              error=error or self._waits_for(info))
         before = self._status
@@ -159,7 +164,8 @@ class HostAgent:
         if self._work_of is not None and info is not None:
             self._serve_logs()
         log_port = self._logs.port if self._logs is not None else 0
-        if info is not None and (info.etcd_endpoints, log_port) != (self._endpoints, self._log_port):
+        if self._work is not None and info is not None and (
+                log_port != self._log_port or set(self._endpoints).isdisjoint(info.etcd_endpoints)):
             self._close_work()  # etcd or the logs have other addresses now: the singletons run on, and are adopted
         if self._work is None and self._work_of is not None and info is not None:
             try:
@@ -172,6 +178,8 @@ class HostAgent:
                 return f"this host cannot take work: {e}"
         if self._work is None:
             return ""
+        if info is not None:  # its members may all change, one after the other
+            self._endpoints = info.etcd_endpoints
         return self._work.waits_for or (self._job_services.waits_for if self._job_services is not None else "")
 
     def _serve_logs(self) -> None:
@@ -213,6 +221,21 @@ class HostAgent:
                     log.error("%s", self._certify_error)
             self._certify_at = time.monotonic() + _CERTIFY_EVERY_S
         return self._certify_error
+
+    def _keep_member(self) -> str:
+        """Keeps what etcd knows of this host's member, and this host of the others, right. Returns why it cannot."""
+        if time.monotonic() >= self._member_at:
+            before, self._member_error = self._member_error, ""
+            try:
+                self._cluster.keep_member()
+            except EtcdUnavailable:  # the next time
+                self._member_error = before
+            except (ElasticRLError, OSError) as e:
+                self._member_error = f"this host's member of etcd cannot be kept: {e}"
+                if self._member_error != before:
+                    log.error("%s", self._member_error)
+            self._member_at = time.monotonic() + _MEMBER_EVERY_S
+        return self._member_error
 
     def _read_settings(self) -> str:
         """Reads the cluster's settings if they have changed. Returns why they cannot be used: those before then hold.

@@ -64,3 +64,11 @@ def kept_incarnation(path: Path) -> str:
     boot = _Boot(incarnation=secrets.token_hex(8), machine=machine)
     replace_file(path, boot.encode(), private=True, durable=True)
     return boot.incarnation
+
+
+def stored_incarnation(path: Path) -> str:
+    """What ``kept_incarnation`` has stored last, on whichever host; empty where there is nothing, or it is damaged."""
+    try:
+        return _Boot.decode(path.read_bytes()).incarnation
+    except (FileNotFoundError, ValidationError):
+        return ""

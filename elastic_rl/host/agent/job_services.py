@@ -36,6 +36,8 @@ _PASS_S = 2.0
 _PAUSE_S = 5.0
 """Pause after an error, and before another try of what could not be done."""
 _JOIN_S = 5.0
+_HAND_OVER_S = 10.0
+"""Time from the end of a drain's until workers of Ray are ended: for engines to hand their requests over."""
 _START_S, _MISSING_S = 180.0, 10.0
 """A worker that has not started everything, or has lacked a process, for so long is started again."""
 
@@ -56,6 +58,8 @@ class JobServices:
         self._is_registered = is_registered
         self._ill: dict[str, tuple[tuple[int, str], float]] = {}
         """By job, the pid of its worker of Ray, what that lacks, and the monotonic seconds at which this was seen."""
+        self._overdue: tuple[float, float] | None = None
+        """The drain whose time is over, and the monotonic seconds at which this was seen."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job-services", daemon=True)
 
@@ -132,12 +136,23 @@ class JobServices:
         it is cordoned, or what it had may still be ending."""
         cluster = self._cluster()
         name, phase = cluster.host.name, here.phase if here is not None else None
-        if here is not None and (phase is HostPhase.LEFT or here.drain_overdue):
+        if here is not None and (phase is HostPhase.LEFT or self._is_over(here)):
             return {}
         return {job: head for job, head in heads.items()
                 if head.host != name and job in states and states[job][0].phase.live and not cluster.of_job(job).run.pid
                 and (phase is HostPhase.READY or cluster.services.get(ray_worker_service(job)) is not None)
                 and (here is None or not here.drain_at or head.left.get(name) != here.drain_at)}
+
+    def _is_over(self, here: HostState) -> bool:
+        """Whether the time of the drain is over, and that in which the drivers have engines hand their requests over.
+        """
+        if not here.drain_overdue:
+            self._overdue = None
+            return False
+        now = time.monotonic()
+        if self._overdue is None or self._overdue[0] != here.drain_at:
+            self._overdue = here.drain_at, now
+        return now - self._overdue[1] >= _HAND_OVER_S
 
     def _join(self, wanted: Mapping[str, RayHead], states: Mapping[str, tuple[JobState, int]],
               heads: Mapping[str, RayHead]) -> list[str]:

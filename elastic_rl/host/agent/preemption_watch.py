@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Self
 
 from elastic_rl.etcd.cluster_records import HostStatus, PreemptionNotice
@@ -26,12 +27,19 @@ class PreemptionWatch:
 
     Only an answer changes what is known. A source that is away says nothing: before the first answer there is no
     notice, and a notice that was read stands, since a machine that is taken back may lose its network first.
+
+    When the machine ends is compared once with the clock of this machine, and from then on is a duration by its
+    monotonic one.
     """
 
-    def __init__(self, source: NoticeSource, *, every_s: float = _EVERY_S) -> None:
-        """``source``: for this object alone, which closes it."""
-        self._source, self._every_s = source, every_s
-        self._notice: PreemptionNotice | None = None
+    def __init__(self, source: NoticeSource, *, every_s: float = _EVERY_S, clock: Callable[[], float] = time.time,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
+        """``source``: for this object alone, which closes it. ``clock``: unix seconds."""
+        self._source, self._every_s, self._clock, self._monotonic = source, every_s, clock, monotonic
+        self._known: tuple[PreemptionNotice | None, float] = None, 0.0
+        """The notice, and when the machine ends, in monotonic seconds."""
+        self._reported: tuple[PreemptionNotice | None, float] = None, 0.0
+        """The notice that was reported last, and the seconds that were left."""
         self._problem, self._failures = "", 0
         self._has_answer = False
         self._asked_at = 0.0
@@ -54,8 +62,12 @@ class PreemptionWatch:
         asked_at, problem = self._asked_at, self._problem
         if asked_at and time.monotonic() - asked_at > _SILENT_S:
             problem = f"there is no answer for more than {_SILENT_S:.0f} s"
-        return status.replace(preemption=self._notice, preemption_unknown=not self._has_answer,
-                              preemption_problem=problem)
+        notice, end_s = self._known
+        left_s = max(0.0, end_s - self._monotonic())
+        if self._reported[0] != notice or left_s <= self._reported[1] / 2:  # not with each report: it is written then
+            self._reported = notice, left_s
+        return status.replace(preemption=notice, preemption_left_s=self._reported[1] if notice is not None else None,
+                              preemption_unknown=not self._has_answer, preemption_problem=problem)
 
     def _run(self) -> None:
         while True:
@@ -67,7 +79,7 @@ class PreemptionWatch:
         self._source.close()
 
     def _poll(self) -> None:
-        before, problem = self._notice, ""
+        (before, end_s), problem = self._known, ""
         try:
             found = self._source.read()
         except NoticeUnreadable as e:
@@ -80,11 +92,12 @@ class PreemptionWatch:
                 not found.deadline_at or before.deadline_at and found.deadline_at >= before.deadline_at):
             found = before  # what has begun may have no time any more, or one that is always the same time ahead
         if found != before:
+            end_s = self._monotonic() + found.left_s(self._clock()) if found is not None else 0.0
             log.warning("notice of preemption: %s", found.reason if found is not None else "it was withdrawn")
         answered = self._has_answer or not problem
         self._failures = self._failures + 1 if problem else 0
         problem = problem if self._failures >= _FAILURES else ""
         if problem and problem != self._problem:
             log.warning("whether this host is to be preempted is not known: %s", problem)
-        self._notice, self._problem = found, problem
+        self._known, self._problem = (found, end_s), problem
         self._has_answer = answered  # last: the other thread reports what is known then

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
@@ -37,7 +37,6 @@ _EVENT_BUDGET_S = 1.0
 _EVENT_RETRY_S = 3.0
 _REPORTED_AFTER_S = 3.0
 """A restart is an event once the service has run for so long."""
-_NEEDS_NO_ETCD = (etcd_server.SERVICE, *AGENTS)
 
 
 class ServiceSupervisor:
@@ -62,20 +61,22 @@ class ServiceSupervisor:
         ``cluster``: with the settings that its services are started with. ``info``: its addresses; None while a command
         is starting it, when nothing is started here. ``standby``: name of the agent's other process."""
         records = [cluster.agents.get(standby) or ServiceRecord(standby),
-                   *sorted(cluster.services.all(), key=lambda r: r.name != etcd_server.SERVICE)]
+                   *sorted(cluster.services.all(), key=lambda r: not etcd_server.is_member(r.name))]
         for name in self._states.keys() - {r.name for r in records}:  # ended by a command
             for known in (self._states, self._faults, self._restarts, self._unreported):
                 known.pop(name, None)
+        answers = cache(partial(_etcd_answers, cluster, info)) if info is not None else bool  # asked once, if at all
         for record in records:
             try:
-                self._supervise(cluster, info, record)
+                self._supervise(cluster, info, record, answers)
             except Exception:  # a defect that shows with one service must not leave the others down
                 log.exception("%s cannot be supervised", record.name)
         if info is not None:
             self._report(cluster, info)
         return {r.name: self._status(cluster, r) for r in records}
 
-    def _supervise(self, cluster: Cluster, info: ClusterInfo | None, record: ServiceRecord) -> None:
+    def _supervise(self, cluster: Cluster, info: ClusterInfo | None, record: ServiceRecord,
+                   etcd_answers: Callable[[], bool]) -> None:
         name, now = record.name, self._clock()
         before = self._states.get(name)
         state = restart_policy.on_seen(before, record.running, now, self._limits, jitter=random.random())
@@ -84,7 +85,7 @@ class ServiceSupervisor:
         if state.phase is Phase.ENDED and (before is None or before.phase is Phase.RUNNING):
             log.warning("%s has ended; end %d in a row", name, state.ends)
         self._states[name] = state
-        if info is not None and state.due(now) and (name in _NEEDS_NO_ETCD or _etcd_answers(cluster, info)):
+        if info is not None and state.due(now) and (not _needs_etcd(name) or etcd_answers()):
             self._states[name] = self._start(cluster, name, state)
 
     def _start(self, cluster: Cluster, name: str, state: ServiceState) -> ServiceState:
@@ -115,7 +116,7 @@ class ServiceSupervisor:
         left_s = max(0.0, state.start_at - now)
         if fault := self._faults.get(name):
             return f"has ended and cannot be started: {fault}; next try in {left_s:.0f} s"
-        if state.due(now) and name not in _NEEDS_NO_ETCD:
+        if state.due(now) and _needs_etcd(name):
             return "has ended and is started again when etcd answers"
         again = f"is started again in {left_s:.0f} s"
         if state.ends == 1:
@@ -146,6 +147,11 @@ class ServiceSupervisor:
             self._report_at = self._clock() + _EVENT_RETRY_S
 
 
+def _needs_etcd(name: str) -> bool:
+    """Whether a service is started only while etcd answers."""
+    return name not in AGENTS and not etcd_server.is_member(name)
+
+
 def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
     """Whether the services that need etcd to start would find it."""
     try:
@@ -157,7 +163,7 @@ def _etcd_answers(cluster: Cluster, info: ClusterInfo) -> bool:
 def event_of(name: str, host: LocalHost) -> tuple[EventKind, str]:
     """Kind and subject of the event that a service of this host was started again. The subject is the service's id as a
     member, or the host whose worker of Ray it is."""
-    if name == etcd_server.SERVICE:
+    if etcd_server.is_member(name):
         return event_kinds.ETCD_RESTARTED, name
     if job_of_node(name):
         return event_kinds.DCS_RESTARTED, host.node

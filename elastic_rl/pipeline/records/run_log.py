@@ -34,6 +34,7 @@ _OTHER = "other"
 _OVER = ("finished", "failed")
 _WAITING_FOR = 4000
 """Longest text of a wait, in characters."""
+_PROGRESS_EVERY_S = 1.0
 
 
 class LineSink(Protocol):
@@ -124,14 +125,24 @@ class JobStatusWriter:
         with self._lock:
             now = self._clock()
             self._activity.update(now, stage, waiting_kind, plain(waiting_for, _WAITING_FOR))
-            if not self._activity.due(now):
-                return
-            try:
-                self._write(self.latest.phase, {}, [])
-            except Fenced:
-                raise
-            except ElasticRLError as e:  # nothing of the run depends on this text
-                log.warning("what the run does is not written: %s", e)
+            if self._activity.due(now):
+                self._try_write()
+
+    def progress(self, **changes: Any) -> None:
+        """Changes fields that are for people: the next write says so, and there is one of its own if the last one was
+        ``_PROGRESS_EVERY_S`` ago. May be called as often, and where etcd is away, as ``activity``. Raises Fenced."""
+        with self._lock:
+            self.latest = self.latest.replace(**changes)
+            if not 0.0 <= self._clock() - self.latest.updated_at < _PROGRESS_EVERY_S:
+                self._try_write()
+
+    def _try_write(self) -> None:
+        try:
+            self._write(self.latest.phase, {}, [])
+        except Fenced:
+            raise
+        except ElasticRLError as e:  # nothing of the run depends on it
+            log.warning("what the run does is not written: %s", e)
 
     def write(self, phase: str, *, metrics: StepMetrics | None = None, **changes: Any) -> None:
         """``metrics``: of a step that was just completed. Raises Fenced when the writer's token is over, and

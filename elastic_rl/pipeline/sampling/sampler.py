@@ -142,7 +142,7 @@ class Sampler:
 
     def _sampling(self, temperature: float, seed: int | None) -> Sampling:
         return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed,
-                        resume=self._cfg.engine.pause_mode == "abort" and not self._cfg.deterministic)
+                        resume=not self._cfg.deterministic)
 
     def _groups(self, requests: Sequence[PromptRequest], min_version: int) -> list[Group]:
         """Every group, in order."""

@@ -155,7 +155,8 @@ class ActorTerm:
     def resume(self, phase: str, step: int, shown_step: int, policy_version: int) -> None:
         """The run is at this committed state. ``shown_step``: 0 in the phase before the steps that are shown."""
         self.phase, self.step = phase, step
-        self.status.resume(phase, shown_step, policy_version=policy_version)
+        sft = {"sft_step": step} if phase == "sft" else {}
+        self.status.resume(phase, shown_step, policy_version=policy_version, **sft)
 
     def step_of_predecessor(self, cursor: Mapping[str, Any], step: int, policy_version: int
                             ) -> tuple[StepMetrics, list[int]] | None:

@@ -108,6 +108,7 @@ class TrainerStages(Stages):
         metrics = self._trainer.groups.update("sft", effect.step, collate_answers(demonstrations),
                                               cursor=effect.cursor)
         self._term.step = effect.step
+        self._term.status.progress(**self._sft_progress(effect.step))
         return UpdateMade(metrics, time.monotonic() - began)
 
     def _sft_evaluate(self, effect: schedule.SftEvaluate) -> float:
@@ -125,9 +126,16 @@ class TrainerStages(Stages):
                            passes=effect.step * cfg.sft.batch_size / len(self._source.train),
                            **{name: last.get(name) for name in ("loss", "grad_norm", "lr")},
                            throughput=training_metrics.of_throughput(last))
-        term.write(step=effect.step, eval_accuracy=accuracy, productive_s=term.status.latest.productive_s + sum(
-            update.seconds for update in effect.updates))
+        seconds = sum(update.seconds for update in effect.updates)
+        term.write(**self._sft_progress(effect.step), eval_accuracy=accuracy,
+                   productive_s=term.status.latest.productive_s + seconds)
         return accuracy
+
+    def _sft_progress(self, step: int) -> dict[str, int]:
+        """What the status says after a supervised step."""
+        cfg = self._term.cfg
+        found = {"sft_step": step, "sft_steps": cfg.sft.max_steps}
+        return {**found, "step": step} if cfg.mode == "sft" else found
 
     def _begin_rl(self, effect: schedule.BeginRl) -> None:
         self._waits.stage("publish")

@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 _MONITOR_INTERVAL_S = 0.2
 _FENCE_INTERVAL_S = 1.0
 _KEEP_ALIVE_S, _KEEP_ALIVES = 30, 10_000
-"""The rendezvous drops an agent that was silent for so many intervals, by the clocks of other hosts: never, for an
-outage of etcd or a clock that is wrong. The driver finds agents that are gone, and ends the formation.
+"""Shortest interval in which an agent says in the rendezvous that it is there. That drops an agent that was silent for
+so many intervals, by the clocks of other hosts: never, for an outage of etcd or a clock that is wrong. The driver finds
+agents that are gone, and ends the formation.
 """
 _RANK_GRACE_S = 2
 """Time between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
@@ -77,6 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     with own_temp_folder(tag), ctx.connect() as etcd:
         _watch_fence(ctx, etcd)
         return _run(ctx, etcd, args)
+
+
+def keep_alive_s(hosts: int) -> int:
+    """Interval of an agent of a group on so many hosts: they all write one key, once a second together at most."""
+    return max(_KEEP_ALIVE_S, hosts)
 
 
 @contextlib.contextmanager
@@ -152,8 +158,9 @@ def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace) -> Any:
     handler = get_rendezvous_handler(RendezvousParameters(
         backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=args.hosts,
         max_nodes=args.hosts, local_addr=args.address, prefix=ctx.keys.rendezvous_prefix(),
-        join_timeout=trainer.start_timeout_s, last_call_timeout=1, keep_alive_interval=_KEEP_ALIVE_S,
-        keep_alive_max_attempt=_KEEP_ALIVES, **etcd_cfg.model_dump(exclude={"endpoints"})))
+        join_timeout=trainer.start_timeout_s, last_call_timeout=1, keep_alive_interval=keep_alive_s(args.hosts),
+        keep_alive_max_attempt=_KEEP_ALIVES, follow_members=not etcd_cfg.endpoints,
+        **etcd_cfg.model_dump(exclude={"endpoints"})))
     # A rank that is forked from a server that has imported everything, but holds no thread, socket or CUDA context,
     # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
     method = "spawn" if cuda else "forkserver"

@@ -158,7 +158,10 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     """Called by torch elastic. Raises ConfigError; the handler raises RendezvousConnectionError when etcd is away."""
     endpoints = [e.strip() for e in params.endpoint.split(",") if e.strip()]
     given = {name: params.get(name) for name in EtcdConfig.model_fields if params.get(name) is not None}
-    etcd = EtcdClient.from_config(config.parse({"etcd": {**given, "endpoints": endpoints}}).etcd, endpoints)
+    cfg = config.parse({"etcd": {**given, "endpoints": endpoints}}).etcd
+    if params.get_as_bool("follow_members", False):
+        cfg = cfg.model_copy(update={"endpoints": []})
+    etcd = EtcdClient.from_config(cfg, endpoints)
     prefix = f"{params.get('prefix', '/elastic_rl/rendezvous/')}{params.run_id}/"
     shared = Etcd3Store(etcd, prefix + "store/", timeout_s=float(params.get("store_timeout_s", 60.0)))
     return create_handler(shared, Etcd3Backend(etcd, prefix + "state"), params)

@@ -16,9 +16,7 @@ Requests go to the ``Board``; one thread works on tensors. Every request needs t
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -30,8 +28,9 @@ from starlette.concurrency import run_in_threadpool
 
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, GroupsLost, PreflightFailed, QueueUnavailable
+from elastic_rl.net.addresses import host_port
 from elastic_rl.net.http_connections import Limits
-from elastic_rl.net.http_server import HttpServer
+from elastic_rl.net.http_server import HttpServer, listening_socket
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import Command
@@ -165,14 +164,9 @@ class TrainerService:
     def __init__(self, board: Board, host: str, security: Security, take_share: TakeShare) -> None:
         """Raises ConfigError when it would serve everybody who can reach the address."""
         security.require_for(host)
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        # With the protocol given, asyncio sets TCP_NODELAY.
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.bind((host, 0))
-        self._socket.listen(_BACKLOG)
-        port = self._socket.getsockname()[1]
+        self._socket = listening_socket(host, 0, backlog=_BACKLOG)
         scheme = "https" if security.server is not None else "http"
-        self.url = f"{scheme}://{f'[{host}]' if family == socket.AF_INET6 else host}:{port}"
+        self.url = f"{scheme}://{host_port(host, self._socket.getsockname()[1])}"
         context = security.server
         # Connections without a request of this job are closed soon, and cannot keep the actor's out.
         self._server = HttpServer(uvicorn.Config(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import http_servers
 from support.coordinators import Replicas, write_tokens
 from support.etcd_server import EtcdServers
 from support.forked import ForkedProcess
@@ -112,11 +113,8 @@ def service() -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"json://127.0.0.1:{server.server_port}", posted
-    server.shutdown()
-    server.server_close()
+    with http_servers.serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield f"json://127.0.0.1:{server.server_port}", posted
 
 
 @pytest.fixture(scope="module")

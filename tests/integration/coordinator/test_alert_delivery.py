@@ -6,12 +6,12 @@ import http.server
 import json
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import http_servers
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
@@ -60,7 +60,7 @@ class Service:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        http_servers.serve(self.server)
 
     def url(self, path: str) -> str:
         return f"json://127.0.0.1:{self.server.server_port}/{path}"
@@ -73,8 +73,7 @@ class Service:
 def service() -> Iterator[Service]:
     made = Service()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    http_servers.close(made.server)
 
 
 class Leader:

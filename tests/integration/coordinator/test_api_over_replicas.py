@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+from support import http_servers
 from support.api_cluster import ApiCluster, Reader, problem
 from support.certificates import Authority
 from support.coordinators import AUTH, write_tokens
@@ -99,18 +100,13 @@ def test_follower_forwards_no_token_to_an_unregistered_url(build: Build) -> None
     cluster = build("a", "b")
     leader = cluster.replicas.leader()
     follower = "b" if leader == "a" else "a"
-    sink = HTTPServer(("127.0.0.1", 0), _Sink)
-    threading.Thread(target=sink.serve_forever, daemon=True).start()
-    try:
+    with http_servers.serving(HTTPServer(("127.0.0.1", 0), _Sink)) as sink:
         record = cluster.etcd.get(ClusterKeys(cluster.keys.job).leader(leader))
         assert record is not None
         forged = Leader.decode(record.value).replace(url=f"http://127.0.0.1:{sink.server_port}")
         cluster.etcd.put(record.key, forged.encode(), lease=record.lease)
         with cluster.client(follower) as api:
             answer = api.post("pools/rollout/scale", json={"desired": 3})
-    finally:
-        sink.shutdown()
-        sink.server_close()
     assert _Sink.received == []
     problem(answer, 503, "no-leader")
     assert "registered" in answer.json()["detail"]

@@ -16,6 +16,7 @@ from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.coordinator import autoscalers
 from elastic_rl.coordinator.autoscaling.controller import BY
 from elastic_rl.coordinator.leader_clock import LeaderTime
+from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.etcd import events
@@ -57,8 +58,8 @@ class Plane:
         self._actor = Membership(etcd, keys, "actor", "a", ttl_s=20).start()
         etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=2).encode())
         etcd.put(keys.job_status(), JobStatus(phase="rl", step=3, stage="generate").encode())
-        # Of the far future: what counts is how old it is, not the clock of this machine.
-        etcd.put(keys.step_metrics(3), StepMetrics(step=3, at=1e11, reward=0.5, seconds={
+        # Of the far past: what counts is when the leader saw it first, not the clock of this machine.
+        etcd.put(keys.step_metrics(3), StepMetrics(step=3, at=1.0, reward=0.5, seconds={
             "total": 0.01, "generate": 0.008}).encode())
 
     def engines(self, count: int, **load: Any) -> None:
@@ -217,6 +218,32 @@ def test_disabled_pool_is_left_alone_also_where_the_settings_say_otherwise(
                             by="ann")
     assert again.source == "api"
     wait_until(lambda: plane.desired == 7, what="a number within the bounds")
+
+
+def test_disabling_holds_where_the_settings_say_the_same_and_later_ones_do_not(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
+    leader, off = lead(mode="disabled"), config_with(mode="disabled")
+    done = autoscalers.change(etcd, keys, off, leader.election, POOL, None, by="ann")
+    assert (done.mode, done.source) == ("disabled", "api")
+    found = autoscalers.get(etcd, keys, config_with(), POOL)
+    assert found.mode == "disabled", "the settings of the next start have it automatic"
+
+
+def test_number_that_is_refused_is_not_requested_with_each_pass(lead: Any, plane: Plane) -> None:
+    with (patch("elastic_rl.coordinator.operations.service._MAX_OPERATIONS", 0),
+          patch.object(OperationService, "scale", autospec=True, side_effect=OperationService.scale) as scale):
+        plane.engines(2, **HIGH)
+        leader = lead()
+        wait_until(lambda: plane.state and "4 engines were refused" in plane.state.message, what="the refusal")
+        await_passes(leader)
+        assert scale.call_count == 1
+    assert plane.desired == 2
+
+
+def test_bounds_are_within_the_most_engines_that_a_pool_may_have() -> None:
+    record = Autoscaler(pool=POOL, mode="automatic", min_engines=80, max_engines=100)
+    found = autoscalers.effective(record, parse({"job": "x", "coordinator": {"max_engines": 64}}), POOL)
+    assert (found.min_engines, found.max_engines) == (64, 64), "the limit was lowered since: no scale beyond it works"
 
 
 def test_autoscaler_of_a_newer_release_is_left_alone(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:

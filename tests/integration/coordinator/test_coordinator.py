@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support import http_servers
 from support.coordinators import AUTH, Replicas, write_tokens
 from support.waiting import wait_until
 
@@ -193,11 +194,10 @@ class Receiver:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"json://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        http_servers.serve(self.server)
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        http_servers.close(self.server)
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.server
 import re
 import secrets
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from support import http_servers
 from support.api_cluster import ApiCluster, running
 from support.browser import (
     Pages,
@@ -74,12 +74,9 @@ def site() -> Iterator[Site]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.port = server.server_port
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield made
-    server.shutdown()
-    server.server_close()
+    with http_servers.serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        made.port = server.server_port
+        yield made
 
 
 @pytest.fixture(scope="module")

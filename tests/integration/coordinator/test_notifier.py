@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from support import http_servers
 from support.waiting import wait_until
 
 from elastic_rl.config import AlertConfig
@@ -61,15 +62,14 @@ class Service:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        http_servers.serve(self.server)
 
     def url(self, path: str) -> str:
         return f"json://127.0.0.1:{self.server.server_port}/{path}"
 
     def close(self) -> None:
         self.leave.set()
-        self.server.shutdown()
-        self.server.server_close()
+        http_servers.close(self.server)
 
 
 @pytest.fixture

@@ -11,10 +11,18 @@ import httpx
 import pytest
 from support.api_cluster import ApiCluster, items, running
 from support.etcd_server import EtcdServers
+from support.leader import Leader
 from support.waiting import wait_until
 
+from elastic_rl.config import parse
+from elastic_rl.coordinator.alerts.conditions import conditions
+from elastic_rl.coordinator.snapshot import SnapshotReader
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, RunStatus
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.records import JobStatus, Member
 
 
 @pytest.fixture
@@ -54,3 +62,35 @@ def test_waiting_run_and_run_without_an_actor_are_alerts(cluster: ApiCluster) ->
         until(lambda: alerts(api).get("actor") == "firing", "the alert about a run that nobody runs")
         cluster.etcd.put(key, works.replace(phase="finished").encode())
         until(lambda: alerts(api) == {}, "the end of the alert")
+
+
+def test_end_of_a_run_that_its_operator_has_stopped_is_no_fault(etcd: EtcdClient, keys: Keys) -> None:
+    cfg = parse({"job": keys.job, "coordinator": {"lease_ttl_s": 2, "reconcile_interval_s": 0.1}})
+    job, run = ClusterKeys(cfg.cluster_name).job(keys.job), ClusterKeys(cfg.cluster_name).run_status(keys.job)
+    etcd.put(keys.job_status(), JobStatus(phase="rl", step=3).encode())
+    reader = SnapshotReader(etcd, keys, cfg)
+    for record, phase, submission, stopped in (
+            (JobRecord(), None, 0, False), (JobRecord(submission=1), JobPhase.RUNNING, 1, False),
+            (JobRecord(submission=1, stopped=True), JobPhase.RUNNING, 1, True),
+            (JobRecord(submission=1, stopped=True), JobPhase.STOPPED, 1, True),
+            (JobRecord(submission=2), JobPhase.STOPPED, 1, False),  # it is to begin again
+            (JobRecord(submission=2), JobPhase.RUNNING, 2, False), (JobRecord(submission=2), JobPhase.FAILED, 2, False),
+            (JobRecord(submission=2), JobPhase.FINISHED, 2, True)):
+        etcd.put(job, record.encode())
+        if phase is not None:
+            etcd.put(run, RunStatus(submission=submission, phase=phase).encode())
+        found = reader.read()
+        assert found.stopped is stopped
+        assert any(key.startswith("run.waiting") for key in conditions(found, time.time())) is not stopped
+    lease = etcd.keepalive(20)
+    etcd.put(keys.member("actor", "a"), Member(role="actor", id="a", pid=1, host="h", incarnation="i").encode(),
+             lease=lease.id)
+    leader = Leader(etcd, keys, cfg, "a")
+    try:
+        until(lambda: etcd.get(keys.registry_entry("actor", "a")), "the sighting")
+        etcd.put(job, JobRecord(submission=2, stopped=True).encode())
+        lease.close()  # as kill -9 of an actor that did not end in time
+        until(lambda: etcd.get(keys.registry_entry("actor", "a")) is None, "the actor to be forgotten")
+        assert not [e for e in events.recent(etcd, keys) if e.kind.startswith("actor.")]
+    finally:
+        leader.close()

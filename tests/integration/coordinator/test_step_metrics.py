@@ -48,6 +48,29 @@ def test_step_status_and_metrics_are_one_write(etcd: EtcdClient, keys: Keys) -> 
     assert points(etcd, keys) == [point(1).replace(eval_accuracy=0.75)] and status.latest.eval_accuracy == 0.5
 
 
+def test_supervised_steps_are_shown_without_a_write_for_each(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    now = [100.0]
+    status = writer(etcd, keys, lambda: now[0])
+    status.resume("sft", 0, sft_step=4)
+
+    def shown() -> tuple[str, int]:
+        found = JobStatus.decode(etcd.get(keys.job_status()).value)
+        return found.phase, found.sft_step
+
+    assert shown() == ("sft", 4)
+    for step in (5, 6):
+        now[0] += 0.4
+        status.progress(sft_step=step)
+        assert shown() == ("sft", 4), "steps of a small model are done many times a second"
+    now[0] += 0.4
+    status.progress(sft_step=7)
+    assert shown() == ("sft", 7)
+    status.progress(sft_step=8)
+    status.write("rl", step=1)
+    assert shown() == ("rl", 8), "any other write says it too"
+
+
 def test_recovery_deletes_metrics_of_undone_steps(etcd: EtcdClient, keys: Keys) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     status = writer(etcd, keys)

@@ -69,6 +69,10 @@ def test_versions_survive_the_loss_of_both_nodes_one_after_the_other(dcs: DcsClu
     for number in (1, 2):
         dcs.require(model(number), number, node=last)
     assert "has 1 of 2 copies" in repairing.round([])[0]
+    dcs.kill(last)
+    assert repairing.round([]) == [], "there is none to copy to"
+    short, complete = repairing.short([])
+    assert complete and sorted((v.number, v.copies, v.wanted) for v in short) == [(1, 0, 2), (2, 0, 2)]
 
 
 def test_only_the_parts_of_a_lost_node_are_copied(dcs: DcsCluster) -> None:

@@ -333,6 +333,38 @@ def test_next_driver_adopts_a_whole_formation_and_removes_what_is_left_of_one(ma
     driver.pass_()
     assert driver.formation()[0] == 2
 
+    # The driver was killed while it ended the formation: one of its agents may not react.
+    actors = driver.running().values()
+    next(iter(actors)).told_before = True
+    driver.group = next_group(actors)
+    driver.pass_()
+    assert driver.group.state is GroupState.STOPPING and all(actor.stopping for actor in actors)
+    driver.end_all()
+    driver.pass_()
+    assert driver.formation()[0] == 3 and failures(driver) == [], "on purpose"
+
+
+def test_formation_of_another_release_is_left_alone_until_the_epoch_is_over(
+        make_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make_driver()
+    driver.have("abc")
+    driver.pass_()
+    actors, key = driver.running().values(), driver.keys.formation(ACTOR.name)
+    driver.etcd.put(key, b'{"hosts": {"a": 1}}')
+    monkeypatch.setattr(StandInPlacer, "adopt", lambda *_: [*actors])
+    driver.group = TrainerGroup(driver.ctx, driver.etcd)
+    driver.group.take_over()
+    for _ in range(2):
+        driver.pass_()
+        assert "cannot be read" in driver.group.waiting and "restart the job" in driver.group.waiting
+    assert driver.etcd.get(key).version == 2 and not any(actor.is_removed for actor in actors)
+    epoch = fencing.raise_epoch(driver.etcd, driver.keys, holder="restart of the job").number
+    driver.group = TrainerGroup(driver.ctx.model_copy(update={"epoch": epoch}), driver.etcd)
+    monkeypatch.setattr(StandInPlacer, "adopt", lambda *_: [])
+    driver.group.take_over()
+    driver.pass_()
+    assert driver.formation()[0] == 3 and driver.group.state is GroupState.RUNNING
+
 
 def test_restart_that_was_requested_ends_the_ranks_of_all_hosts(make_driver: Any) -> None:
     driver = make_driver()

@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from support.etcd_server import EtcdServers
-from support.ray_cluster import start_ray
+from support.ray_cluster import HERE, start_ray
 from support.stub_actors import FAIL, HungTrainer, KilledTrainer, RefusedEngine, StubEngine, StubTrainer
 from support.tiers import full
 from support.waiting import wait_until
@@ -24,7 +24,8 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver.external_engines import ExternalEngines
-from elastic_rl.driver.placement import Placer, stop_all
+from elastic_rl.driver.hosts_of_ray import RayHosts
+from elastic_rl.driver.placement import Placer, stop_all, told_to_stop
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.driver.restart_requests import open_requests
@@ -64,6 +65,7 @@ class PoolOfTwo:
     def __init__(self, ctx: RunContext, etcd: EtcdClient) -> None:
         self.ctx, self.etcd, self.keys = ctx, etcd, ctx.keys
         self.unrouted: list[str] = []
+        self.hosts = RayHosts()
         self.next_driver()
 
     def next_driver(self) -> EnginePool | None:
@@ -88,7 +90,7 @@ class PoolOfTwo:
 
     def until(self, check: Callable[[], object], what: str) -> None:
         def passed() -> object:
-            self.pool.reconcile({})
+            self.pool.reconcile({}, self.hosts)
             return check()
 
         wait_until(passed, what=what, poll_s=0.1)
@@ -151,6 +153,23 @@ def test_engine_without_room_is_pending_until_there_is_room(two: PoolOfTwo, full
     remove_placement_group(full_cluster)
     two.until_ready(3)
     assert (two.status().pending, two.status().message) == (0, "")
+
+
+def test_engines_are_placed_on_hosts_with_the_labels_of_their_pool_alone(two: PoolOfTwo) -> None:
+    two.pool.close()
+    rollout = two.ctx.config.rollout.model_copy(update={"host_selector": {"zone": "a"}})
+    two.ctx = two.ctx.model_copy(update={"config": two.ctx.config.model_copy(update={"rollout": rollout})})
+    two.next_driver()
+    labels = {HERE: {"zone": "b"}, "elsewhere": {"zone": "a"}}
+    two.hosts = RayHosts(open=frozenset({HERE}), closed=frozenset({"elsewhere"}), labels=labels)
+    two.until(lambda: two.status().pending == 2, "what the pool lacks")
+    assert two.status().message == "hosts with zone=a are cordoned, drained or lost: elsewhere" and not two.pool._slots
+
+    two.hosts = RayHosts(open=frozenset({HERE, "elsewhere"}), labels=labels)
+    two.until(lambda: "no room on hosts with zone=a" in two.status().message, "engines that would have room here alone")
+    assert not two.ready()
+    two.hosts = RayHosts(open=two.hosts.open, labels={**labels, HERE: {"zone": "a"}})
+    two.until_ready(2)
 
 
 @full(proved_in="tests/unit/driver/test_driver_plan.py", why="the rule with real actors of Ray")
@@ -503,6 +522,10 @@ def test_next_driver_adopts_the_agent_and_restarts_one_that_ended_meanwhile(make
     wait_until(lambda: "trainer-hosts" not in str(ray.util.list_named_actors()), what="the end of the actor")
     third = next_group()
     until(third, lambda: len(starts(first)) == 2, "the next agent")
+    placed = [*third._placed.values()]
+    assert not told_to_stop(placed)
+    placed[0].ask("stop")
+    wait_until(lambda: told_to_stop(placed), what="the word of a driver that would take over now")
     third.close()
     first._placed = {}  # which the driver of the first one has no more
 

@@ -7,12 +7,12 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support import http_servers
 from support.stub_actors import StubServer
 from support.waiting import wait_until
 
@@ -33,10 +33,7 @@ def urls() -> Iterator[list[str]]:
     with contextlib.ExitStack() as held:
         found = []
         for _ in range(2):
-            server = ThreadingHTTPServer(("127.0.0.1", 0), StubServer)
-            held.callback(server.server_close)
-            held.callback(server.shutdown)
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            server = held.enter_context(http_servers.serving(ThreadingHTTPServer(("127.0.0.1", 0), StubServer)))
             found.append(f"http://127.0.0.1:{server.server_port}")
         yield found
 

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files, suspended
+from support.engine_testbed import PROMPT, EngineTestbed, await_gone, scheduler_of, sglang_files, suspended
 from support.otlp_collector import Collector, Span, collecting
 from support.tiers import full
 from support.waiting import PATIENCE_S, wait_until
@@ -28,7 +29,7 @@ from support.waiting import PATIENCE_S, wait_until
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
 from elastic_rl.errors import DiskFull, StagingFailed
-from elastic_rl.etcd.records import EngineState
+from elastic_rl.etcd.records import EngineState, Member
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.telemetry import traces
@@ -174,6 +175,52 @@ def test_request_in_flight_survives_an_update_and_names_both_versions(testbed: E
         if over := [a for a in answers if a.versions == versions]:
             assert_parts(testbed, before, over)
             return
+
+
+def test_drained_engine_hands_its_requests_over_with_the_tokens_that_they_have(
+        testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    testbed.wait_ready(testbed.serving_engine())
+    for number in range(3):
+        name, aborted = f"leaves-{number}", threading.Event()
+        server = testbed.start_engine(name)._server
+        scheduler, abort = scheduler_of(testbed.wait_ready(name).pid), server.abort_requests
+        monkeypatch.setattr(server, "abort_requests", lambda: (abort(), aborted.set()))  # noqa: B023
+        with testbed.asked_again_and_again(name, resume=True) as answers:
+            wait_until(server.in_flight, what="a request in flight", poll_s=0.005)
+            with suspended(scheduler.pid):  # so that the request is still there when the engine leaves
+                testbed.runners[name].drain()
+                assert aborted.wait(PATIENCE_S)
+            testbed.await_end(name)
+        assert_complete(answers)
+        testbed.assert_logprobs(answers)
+        assert {a.versions for a in answers} == {(testbed.published,)}
+        stopped = testbed.events(name)[-1]
+        assert stopped.kind == "engine.stopped" and testbed.record(name) is None
+        if any(len(a.segments) > 1 for a in answers):
+            assert stopped.data["handed_over"]
+            return
+    pytest.fail("no request was in flight when the engine left")
+
+
+def test_engine_that_updates_waits_for_its_turn_and_takes_the_newest_version_then(testbed: EngineTestbed) -> None:
+    engine_id = "turns"
+    testbed.start_engine(engine_id, max_unavailable=1)
+    first = testbed.wait_ready(engine_id).version
+    slot = testbed.keys.update_slot("rollout", 0)
+    testbed.etcd.put(slot, b"another engine")
+    testbed.publish(seed=31)
+    member = testbed.keys.member("engine", engine_id)
+    wait_until(lambda: Member.decode(testbed.etcd.get(member).value).phase == "waiting for other engines to update",
+               what="the wait for a turn")
+    testbed.publish(seed=32)
+    record = testbed.record(engine_id)
+    assert (record.state, record.version, record.applying) == (EngineState.READY, first, 0), "it serves on meanwhile"
+    testbed.etcd.delete(slot)
+    engine = testbed.wait_ready(engine_id)
+    wait_until(lambda: testbed.etcd.get(slot) is None, what="the end of its turn")
+    assert engine.version == testbed.published > first
+    testbed.runners[engine_id].stop()
+    testbed.await_end(engine_id)
 
 
 def test_engine_rejects_a_version_with_a_missing_tensor_and_retries_with_backoff(

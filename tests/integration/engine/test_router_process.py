@@ -9,7 +9,6 @@ import os
 import signal
 import ssl
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from support import http_servers
 from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.data.samples import Sample
@@ -43,8 +43,12 @@ class Engine(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, number: int, takes_s: float = 0.0, tls: TlsFolder | None = None) -> None:
+        self.health_checks = 0
+        engine = self
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                engine.health_checks += 1
                 self._send({"model_path": "m", "is_generation": True})
 
             def do_POST(self) -> None:
@@ -70,7 +74,7 @@ class Engine(ThreadingHTTPServer):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(tls.cert, tls.key)
             self.socket = context.wrap_socket(self.socket, server_side=True)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        http_servers.serve(self)
 
     @property
     def url(self) -> str:
@@ -117,17 +121,17 @@ def test_router_and_engines_with_tls_trust_the_clusters_authority_alone(folder: 
     client.request_add(stranger.url)
 
     async def sampled() -> Sample:
-        one = GenerateClient(router.url, timeout_s=PATIENCE_S, retries=5, access=access)
+        one = GenerateClient(router.url, timeout_s=PATIENCE_S, retries=100, access=access)
         try:
             return (await one.generate([1], Sampling(max_new_tokens=1), 1))[0]
         finally:
             await one.close()
 
-    until = time.monotonic() + 5.0  # further than several health checks
-    while time.monotonic() < until:
-        assert client.workers().get(engine.url) and not client.workers().get(stranger.url)
-        assert asyncio.run(sampled()).segments[0].version == 7
-        time.sleep(0.5)
+    def checked_several_times() -> bool:
+        assert asyncio.run(sampled()).segments[0].version == 7 and not client.workers().get(stranger.url)
+        return engine.health_checks >= 4
+
+    wait_until(checked_several_times, what="several health checks", poll_s=0.2)
     with pytest.raises(RouterUnavailable):
         RouterClient(router.url, access=EngineAccess(authority=str(foreign.ca))).workers()
 
@@ -160,7 +164,7 @@ def test_router_waits_as_long_as_its_clients_do(tmp_path: Path, monkeypatch: pyt
         router = router_of(tmp_path, request_timeout_s=limit_s)
         try:
             router.start()
-            RouterClient(router.url).add(engine.url, 30.0)
+            RouterClient(router.url).add(engine.url, PATIENCE_S)
             return httpx.post(f"{router.url}/generate", json={"input_ids": [[1]]}, timeout=60.0).status_code
         finally:
             router.stop()
@@ -169,8 +173,7 @@ def test_router_waits_as_long_as_its_clients_do(tmp_path: Path, monkeypatch: pyt
         assert answer(1.0) >= 500, "this router has a shorter limit than its client"
         assert answer(60.0) == 200
     finally:
-        engine.shutdown()
-        engine.server_close()
+        http_servers.close(engine)
 
 
 def test_turns_of_a_conversation_reach_one_engine(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_turns_of_a_conversation_reach_one_engine(tmp_path: Path) -> None:
         router.start()
         listed = RouterClient(router.url)
         for engine in engines:
-            listed.add(engine.url, 30.0)
+            listed.add(engine.url, PATIENCE_S)
 
         async def turns(count: int) -> list[set[int]]:
             client = GenerateClient(router.url, timeout_s=10.0, retries=8)
@@ -201,14 +204,13 @@ def test_turns_of_a_conversation_reach_one_engine(tmp_path: Path) -> None:
         before = asyncio.run(turns(4))
         assert all(len(versions) == 1 for versions in before)
         assert {1, 2} == set.union(*before), "the conversations are spread"
-        engines[0].shutdown()
-        engines[0].server_close()
-        listed.remove(engines[0].url, 30.0)
+        http_servers.close(gone := engines.pop(0))
+        listed.remove(gone.url, PATIENCE_S)
         assert asyncio.run(turns(2)) == [{2}] * 16
     finally:
         router.stop()
         for engine in engines:
-            engine.server_close()
+            http_servers.close(engine)
 
 
 # -- as a service ------------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def test_router_of_a_killed_process_is_adopted_and_restarted_at_its_address(fold
     try:
         adopter.start()
         assert (adopter.pid, adopter.url) == (left.pid, left.url) and adopter.alive()
-        RouterClient(adopter.url).add(engine.url, 30.0)
+        RouterClient(adopter.url).add(engine.url, PATIENCE_S)
 
         psutil.Process(adopter.pid).kill()
         wait_until(lambda: not adopter.alive(), what="its end")
@@ -237,7 +239,7 @@ def test_router_of_a_killed_process_is_adopted_and_restarted_at_its_address(fold
         late.stop()
         assert not late.alive() and ServiceFiles(folder / "compute").all() == []
     finally:
-        engine.server_close()
+        http_servers.close(engine)
 
 
 def test_router_of_a_killed_process_ends_with_the_run_and_its_file_does_no_harm(folder: Path) -> None:

@@ -169,3 +169,22 @@ def test_client_leaves_a_leading_member_with_a_frozen_disk(tmp_path: Path, keys:
             assert seen == [b"before", *(str(n).encode() for n in range(10)), b"after"]
             kv = etcd.get(keys.root + "n")
             assert kv is not None and kv.version == 12
+
+
+# -- members that come and go ------------------------------------------------------------------------------------------
+def test_client_of_an_own_etcd_follows_its_members(etcd3_cluster: EtcdServers, keys: Keys) -> None:
+    servers = etcd3_cluster
+    with EtcdClient(servers.endpoints[:1], follow_members_s=30.0) as etcd, \
+            EtcdClient(servers.endpoints[:1], retry_budget_s=0.5) as other, etcd.keepalive(10) as lease:
+        etcd.put(keys.root + "leased", b"", lease=lease.id)
+        assert {member.name for member in etcd.members()} == {"m0", "m1", "m2"} and other.members()
+        assert set(etcd.endpoints) == set(servers.endpoints) and other.endpoints == servers.endpoints[:1]
+        with etcd.watch(keys.root, start_revision=etcd.revision() + 1) as watch:
+            servers.kill(0)
+            etcd.put(keys.root + "n", b"")
+            event = watch.get(15)
+            assert event is not None and event.kv.key == keys.root + "n"
+            with pytest.raises(EtcdUnavailable):
+                other.get(keys.root + "n")
+        servers.restart(0)
+        assert lease.alive

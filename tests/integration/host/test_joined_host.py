@@ -22,6 +22,7 @@ from support.commands import run_in_one_line as _run
 from support.run_log_terms import Term
 from support.stub_run import put_stub_in_place
 from support.synthetic_run import records
+from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -318,13 +319,25 @@ def test_run_on_another_host_is_shown_and_reported_here(
     assert f"{JOB}: finished" in shown.read_text() and not paths.steps.exists()
 
 
-def test_host_that_is_taken_back_leaves_and_is_not_used_again_before_an_operator_says_so(
-        first: Cluster, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    location = ["--cluster=lab", f"--run_dir={first.cfg.run_dir}"]
+def _take_back(first: Cluster, tmp_path: Path) -> None:
+    """Has the second host leave by a notice."""
     wait_until(lambda: phase(first, "gpu-0") == "ready", what="the second host")
-    (tmp_path / "notice").write_text("rack b4 is switched off")
+    (tmp_path / "notice").write_text('{"reason": "rack b4 is switched off"}')
     wait_until(lambda: phase(first, "gpu-0") == "left", what="the drain")
-    assert "drained by a notice of preemption: rack b4" in _run(capsys, "hosts", "gpu-0", *location)[1]
+
+
+def test_host_that_is_taken_back_leaves_and_says_why(
+        first: Cluster, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _take_back(first, tmp_path)
+    code, said = _run(capsys, "hosts", "gpu-0", "--cluster=lab", f"--run_dir={first.cfg.run_dir}")
+    assert code == Exit.OK and "drained by a notice of preemption: rack b4" in said
+
+
+@full(proved_in="tests/integration/host/test_machine_taken_back.py tests/unit/coordinator/test_cluster_world.py",
+      why="with the command that joins")
+def test_host_that_was_taken_back_is_not_used_again_before_an_operator_says_so(
+        first: Cluster, node: Node, tmp_path: Path) -> None:
+    _take_back(first, tmp_path)
 
     # The machine is shut down, and is there again with its notice: the drain holds.
     node.process.send_signal(signal.SIGTERM)
@@ -354,7 +367,8 @@ def test_what_cannot_join_says_why_and_changes_nothing(
         assert code != Exit.OK
         if run_dir != first.cfg.run_dir:  # nothing is left of the try
             paths = cluster_in(run_dir).paths
-            left = {path.name for path in paths.folder.glob("*") if path.is_file()} - {paths.services_lock.name}
+            locks = {paths.services_lock.name, paths.foreground_lock.name}
+            left = {path.name for path in paths.folder.glob("*") if path.is_file()} - locks
             assert not left and not cluster_in(run_dir).agents.running()
         return said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -157,6 +158,32 @@ def test_server_that_is_gone_or_silent_is_an_error_with_a_hint(paths: ClusterPat
                     logs.parts()
                 assert "elastic-rl hosts" in caught.value.hint
                 silent.close()  # then nothing listens there
+
+
+def test_host_that_sends_a_byte_now_and_then_holds_no_command_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.host.cluster_logs._ANSWER_S", 0.3)
+    ended = threading.Event()
+
+    def trickle(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nX-Slow: ")
+                while not ended.wait(0.02):  # within the headers: there is nothing that the reader of a body could see
+                    peer.sendall(b"x")
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=trickle, args=(listener,))
+        thread.start()
+        try:
+            url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+            with HostLogs(LogHost("h", registered=True, url=url), "j", "token", "") as logs:
+                for said in ("no answer within 0.3 s", "abandoned"):
+                    with pytest.raises(HostUnavailable, match=said):
+                        logs.parts()
+        finally:
+            ended.set()
+            thread.join(60)
 
 
 def test_server_of_another_cluster_is_not_believed(server: LogServer, paths: ClusterPaths, tmp_path: Path) -> None:

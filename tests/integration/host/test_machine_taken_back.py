@@ -66,7 +66,7 @@ def test_run_leaves_a_machine_that_is_taken_back_and_the_next_one_of_its_name_is
                what="the other host")
 
     # The notice: the run moves, once, and the job's event log says why.
-    notice.write_text("rack b4 is switched off")
+    notice.write_text('{"reason": "rack b4 is switched off"}')
     other.await_service(DRIVER)
     await_phase(HostPhase.LEFT)
     assert shown().preemption is not None and "rack b4 is switched off" in shown().reason
@@ -88,7 +88,7 @@ def test_run_leaves_a_machine_that_is_taken_back_and_the_next_one_of_its_name_is
     assert shown().preemption is not None
 
     # A third one, and the machine ends. Another machine gets its name.
-    notice.write_text("at last")
+    notice.write_text('{"reason": "at last"}')
     await_phase(HostPhase.LEFT)
     agent.close()
     spot.power_off()

@@ -6,16 +6,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
+import psutil
 import pytest
-from support.lab import Lab, lab_of
+from support.lab import Lab, Machine, lab_of
 from support.stub_run import put_stub_in_place
 from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.etcd.records import Engine, EngineState, PoolStatus
 
 pytestmark = pytest.mark.timeout(1200)
 SETTINGS = ("--coordinator.replicas=1", "--dcs.arena_bytes=33554432")
@@ -40,6 +41,41 @@ def wait_for_engines(lab: Lab, count: int, *, on_b: bool) -> None:
     """Returns when there are so many. Ray chooses the host by what is free there, and the run's has more on it."""
     wait_until(lambda: len(engines(lab)) == count and ("b" in engines(lab).values()) == on_b,
                what=f"{count} engines, {'some' if on_b else 'none'} of them on b")
+
+
+@full(proved_in="tests/unit/driver/test_host_selection.py tests/integration/host/test_ray_workers.py",
+      why="Ray and Serve over two hosts, once more")
+def test_engines_and_roles_are_on_hosts_with_their_labels_and_wait_where_none_has_them(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab_of("ab", f"j-{secrets.token_hex(3)}") as lab:
+        lab.start(*SETTINGS, joining=["--label=zone=b"])
+        a, b = lab.machines.values()
+        wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
+        put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
+        job = [f"--job={lab.job}", *a.location]
+        a.run("train", "--detach", *job, "--rollout.engines=2", "--sft.max_steps=0",
+              "--rollout.host_selector={zone: b}",
+              "--roles={advantages: {replicas: 2, cpus: 0.5, host_selector: {zone: b}}}")
+        wait_until(lambda: list(engines(lab).values()) == ["b", "b"], what="two engines on b")
+        wait_until(lambda: len(replicas(b)) == 2, what="two replicas on b")
+        assert not replicas(a)
+
+        a.run("drain", "b", "--within=20", "--wait", *a.location)
+        wait_until(lambda: "cordoned, drained or lost: b" in message(lab), what="the reason for which the pool waits")
+        wait_until(lambda: not engines(lab) and not replicas(b), what="the end of what was on b")
+        a.run("stop", lab.job, *a.location)
+
+
+def replicas(machine: Machine) -> list[psutil.Process]:
+    """Of the role with hosts of its own."""
+    return [p for p in machine.computes() if "ServeReplica:advantages" in " ".join(p.cmdline())]
+
+
+def message(lab: Lab) -> str:
+    """What the pool waits for."""
+    with lab.etcd() as etcd:
+        status = readable_one(etcd.get(Keys(lab.job).pool_status("rollout")), PoolStatus)
+        return status.message if status else ""
 
 
 @full(proved_in="tests/integration/host/test_ray_workers.py", why="a partition, in the place of a power cut")

@@ -304,6 +304,8 @@ def test_down_stops_the_run_with_its_report_and_up_does_not_start_it_again(
     assert not job.pid() and len(job.drivers()) == 1
 
 
+@full(proved_in="tests/integration/host/test_host_agent.py tests/integration/host/test_run_service.py",
+      why="the end of a killed owner's cluster, with a run on it")
 def test_run_of_an_owner_that_is_killed_goes_down_with_its_cluster(job: Job) -> None:
     job.paths.steps.write_text(json.dumps(_STEP) + "\n")
     owner = job.follow("train", "--with-cluster")

@@ -105,6 +105,11 @@ def test_run_is_resumed_by_the_next_allocation_unless_the_cluster_is_taken_down(
     wait_until(lambda: bool(first.run.pid) and first.run.look().phase is JobPhase.RUNNING, what="the run to go on")
     assert not first.suspended and not first.paths.suspended.exists()
 
+    # Another command for the foreground is refused, and changes nothing.
+    code, said = _run(capsys, "up", "--foreground", *options[1:])
+    assert code == Exit.USAGE and "keeps cluster lab in its foreground, process " in said
+    assert not first.taken_down and first.run.pid
+
     # A cluster that is taken down by another command ends the one in the foreground.
     first.suspend()  # as the command does it; `down` of a cluster that is suspended stops its runs for good
     assert allocation.process.wait(150) == 0 and "the cluster was taken down" in allocation.said

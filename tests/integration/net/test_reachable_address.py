@@ -42,7 +42,7 @@ def test_wildcard_bind_is_advertised_with_the_address_of_the_route_to_etcd(netwo
     url = on(host, "from elastic_rl.config import CoordinatorConfig; from elastic_rl.coordinator.api import listening; "
              f"print(listening.advertised(CoordinatorConfig(host='0.0.0.0'), 80, ['{networks.etcd_address}:2379']))")
     assert url.startswith(f"http://{in_etcd_network}.")
-    of_clients = host.address.rpartition(".")[0] + ".1"
+    of_clients = networks.client_address
     assert address_on(host, "0.0.0.0", "no-such-host.invalid:2379", f"{of_clients}:2379") == host.address
     assert address_on(host, "::", f"{of_clients}:2379") == host.address
 

@@ -451,6 +451,7 @@ def test_source_that_is_away_or_slow_when_an_actor_starts_is_waited_for(
         "    return Addition({'operand_below': 10}, seed=seed, eval_fraction=eval_fraction)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("elastic_rl.pipeline.sampling.source_reads.SHOWN_AFTER_S", 0.3)
+    monkeypatch.setattr("elastic_rl.pipeline.waits._OWN_AFTER_S", 0.3)
     job = make_job(**{"data.source": "far_source:far", "data.options": "{}"})
     try:
         job.start_actor()

@@ -16,6 +16,7 @@ import pytest
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from support import http_servers
 from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
@@ -65,7 +66,6 @@ class Router(ThreadingHTTPServer):
         """Endless prompts that are being answered."""
         self._lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), _Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def change(self, by: int) -> None:
         with self._lock:
@@ -99,9 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def router() -> Iterator[Router]:
-    with Router() as made:
+    with http_servers.serving(Router()) as made:
         yield made
-        made.shutdown()
 
 
 @pytest.fixture
@@ -165,7 +164,9 @@ class Advantages:
 
 
 def _deployed(name: str, **resources: float) -> DeploymentHandle:
-    role = serve.deployment(Advantages).options(name=name, ray_actor_options={"num_cpus": 0.1, "resources": resources})
+    role = serve.deployment(Advantages).options(
+        name=name, ray_actor_options={"num_cpus": 0.1, "resources": resources},
+        graceful_shutdown_timeout_s=0.1)  # Serve waits as long for the end of a replica that was never placed
     serve.run_many([serve.RunTarget(role.bind(), name=name, route_prefix=None)],
                    wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
     return serve.get_app_handle(name)

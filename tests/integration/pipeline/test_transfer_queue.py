@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray
 from support.actor_runs import WAIT_S
+from support.collection import skip_module_without
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.simulated_job import SimulatedJob
@@ -36,7 +37,7 @@ from elastic_rl.pipeline.flow.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.flow.queues import make_queue
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 
-pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
+skip_module_without("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
 
 
 @pytest.fixture(scope="module", autouse=True)

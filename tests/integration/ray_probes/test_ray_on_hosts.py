@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
-from support.hosts import IsolatedHost, TwoNetworks
+from support.hosts import IsolatedHost, isolated_hosts
 from support.ray_services import RayCluster, Timing, ray_cluster
 from support.tiers import full
 from support.waiting import wait_until
@@ -18,15 +19,9 @@ pytestmark = [full(proved_in="tests/integration/driver/test_parts_on_ray.py",
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[IsolatedHost, IsolatedHost]]:
-    made: list[IsolatedHost] = []
-    with TwoNetworks() as networks:
-        try:
-            made += [IsolatedHost(networks.host(name)) for name in ("head", "worker")]
-            yield made[0], made[1]
-        finally:
-            for host in made:
-                host.power_off()
+def hosts(tmp_path: Path) -> Iterator[tuple[IsolatedHost, IsolatedHost]]:
+    with isolated_hosts(("head", "worker"), tmp_path) as made:
+        yield IsolatedHost(made, "head"), IsolatedHost(made, "worker")
 
 
 @pytest.fixture

@@ -291,6 +291,8 @@ def test_status_says_what_a_run_waits_for_and_since_when() -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(1.76e9))
     assert listings.job_facts(job)["waiting for"] == f"an engine at version 7 (engines, since {clock})"
     assert listings.job_facts(job)["stage"] == "generate"
+    supervised = {"phase": "sft", "step": 0, "steps": 100, "sft_step": 7, "sft_steps": 60}
+    assert listings.job_facts({**job, "status": supervised})["step"] == "7 of at most 60 of the supervised phase"
     assert listings.eval_sets({"eval_sets": {f"s{n}": n / 10 for n in range(3)}}, 2) == "s0 0.000, s1 0.100 and 1 more"
     assert not listings.job_facts({**job, "status": {"phase": "rl"}})["waiting for"]
 

@@ -130,6 +130,7 @@ def test_reason_names_what_has_no_consequence_yet() -> None:
     assert reasons(spec=cordoned.replace(drain=Drain(within_s=60.0))) == "is to be drained"
     notice = PreemptionNotice(reason="aws: stop")
     assert reasons(preemption=notice) == "is about to be taken back: aws: stop"
+    assert "is not drained: notices drain as many" in reasons(preemption=notice, preemption_pending=True)
     assert reasons(preemption=notice, reason="drained by x: aws: stop") == "drained by x: aws: stop"
     assert reasons(preemption_problem="no answer") == "notices of preemption cannot be read: no answer"
     assert reasons(phase=None, unreadable={"/k": "no HostState: …"}) == "cannot be read: /k"

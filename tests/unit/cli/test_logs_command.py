@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ def test_part_is_followed_from_its_first_line_through_a_rotation(paths: JobPaths
     with paths.log("router-a").open("ab", buffering=0) as log:
         log.write(b"\x1b[31mred\n")
         assert following.stdout.readline() == b"\x1b[31mred\n", "a pipe gets what is written"
+        shutil.copy(paths.log("router-a"), paths.log("router-a").with_name("router-a.log.1"))
         os.truncate(log.fileno(), 0)
         log.write(b"next\n")
         assert following.stdout.readline() == b"next\n"

@@ -471,5 +471,8 @@ def test_versions_that_stay_short_of_copies_are_one_alert_that_names_what_is_awa
     assert found.message.startswith(
         "policy/5, policy/4, policy/3 and 2 more have 1 of 2 copies, for more than 120 s: there is no other node that "
         "could have one; nodes that are away: host-b; full: node-0. The loss of another node may lose them")
+    none = UnderReplication((ShortVersion("policy", 1, 0, 2, why),), since_s=100.0)
+    [found], _ = under_replication(none, 9e9, seen, 120.0, 0.9)
+    assert found.severity is Severity.ERROR and "Nobody can read them" in found.message
     assert under_replication(UnderReplication(complete=True), 9e9, seen, 120.0, 0.9) == ([], set())
     assert under_replication(UnderReplication(), 9e9, seen, 120.0, 0.9) == ([], kind), "a new leader knows nothing yet"

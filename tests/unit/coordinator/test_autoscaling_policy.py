@@ -233,6 +233,26 @@ def test_steady_load_reaches_a_number_that_stays(desired: int, load: PoolLoad) -
     assert numbers in (sorted(numbers), sorted(numbers, reverse=True))
 
 
+def test_engines_without_room_are_taken_back_and_not_requested_again_for_a_while() -> None:
+    pool = Pool()
+    pool.see_for(61, BETWEEN)
+    assert pool.see_for(30, HIGH, all_ready=True) == [8]
+    short = {"missing": "5 of 8 engines are ready", "busy": "the scale is not done", "no_room": 3}
+    assert pool.see_for(120, HIGH, **short) == [], "a host may just be joining"
+    assert pool.see_for(1, "the load is unknown, which does not matter", **short) == [5]
+    assert "no room for 3 of 4 that were added" in pool.set[-1][2]
+    assert pool.see_for(599, HIGH, all_ready=True) == [] and "had no room for more" in pool.state.message
+    assert pool.see_for(2, HIGH, all_ready=True) == [8]
+
+
+def test_engines_that_lost_their_room_later_are_not_taken_back() -> None:
+    pool = Pool()
+    pool.see_for(61, BETWEEN)
+    assert pool.see_for(30, HIGH) == [8]
+    pool.see(HIGH, all_ready=True)
+    assert pool.see_for(1000, HIGH, missing="6 of 8 engines are ready", no_room=2) == []
+
+
 # -- traces ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["recorded", "burst", "idle_trainer", "busy_trainer", "flapping", "outage"])
 def test_trace_gives_the_numbers_that_were_reviewed(name: str) -> None:

@@ -141,10 +141,11 @@ def test_global_restart_resets_the_budget_that_led_to_it() -> None:
     assert (log.pending, log.occurrences) == (RecoveryAction.NONE, [])
 
 
-@pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl")])
+@pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl"), ("sft", 5, "sft")])
 def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> None:
     later = JobStatus(phase=more, step=step + 1)
     assert policy.progress_of(JobStatus(phase=phase, step=step)) < policy.progress_of(later)
+    assert policy.progress_of(JobStatus(phase="sft", sft_step=3)) == 3, "before RL, whose step is 0 until then"
     assert policy.progress_of(JobStatus(phase="sft", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
 
 

@@ -59,7 +59,7 @@ def test_host_shows_what_its_agent_the_leader_and_operators_wrote() -> None:
         "phase_age_s": 60.5, "reason": "",
         "registered": True, "not_ready": "a process of generation 2 still ends", "unreadable": {}, "etag": '"30"',
         "preemption": {"reason": "aws: stop", "deadline_at": 9.0, "warning_s": 30.0},
-        "preemption_problem": "there is no answer",
+        "preemption_pending": False, "preemption_problem": "there is no answer",
         "spec": {"cordoned": True, "drain": {"within_s": 60.0, "incarnation": ""}, "reason": "new kernel", "by": "ann",
                  "at": 5.0},
         "services": {"driver/j": {"state": "running", "pid": 7, "generation": 3, "restarts": 0, "reason": ""}},

@@ -50,13 +50,17 @@ class Cluster:
         """How often the leader has asked for a drain."""
 
     def look(self, notice: PreemptionNotice | None = None, *, incarnation: str | None = "1", holds: bool = True,
-             has_run: bool = False, pause_s: float = 1.0) -> HostState:
-        """Two passes, the second of which sees what the first one has written."""
+             has_run: bool = False, pause_s: float = 1.0, left_s: float | None = None, may_follow: bool = True
+             ) -> HostState:
+        """Two passes, the second of which sees what the first one has written. ``left_s``: what the agent says that
+        the machine has left; None: as by a right clock."""
         self.at_s += pause_s
         for _ in range(2):
             seen = SeenHost(None if incarnation is None else Host(id="a", incarnation=incarnation),
-                            None if incarnation is None else HostStatus(registration=1, preemption=notice), self.spec,
-                            holds, has_run, NOW + self.at_s)
+                            None if incarnation is None else HostStatus(
+                                registration=1, preemption=notice, preemption_left_s=left_s if notice is None or
+                                left_s is not None else notice.left_s(NOW + self.at_s)), self.spec,
+                            holds, has_run, NOW + self.at_s, may_follow)
             before, self.state = self.state, hosts.advance(self.state, seen, self.at_s, TIMES)
             assert self.state is not None
             spec = hosts.spec_after(before, self.state, seen)
@@ -96,6 +100,58 @@ def test_notice_without_a_time_counts_from_when_it_is_read(ready: Cluster) -> No
 def test_deadline_by_a_wrong_clock_is_one_within_bounds(ready: Cluster, deadline_at: float, within_s: float) -> None:
     draining = ready.look(SPOT.replace(deadline_at=deadline_at))
     assert draining.drain_deadline_s == ready.at_s + within_s
+
+
+def test_time_that_is_left_is_a_duration_of_the_host_and_only_becomes_less(ready: Cluster) -> None:
+    """The clock of the leader's host is no part of it."""
+    draining = ready.look(SPOT.replace(deadline_at=1.0), left_s=100.0)
+    assert draining.drain_deadline_s == ready.at_s + 50.0
+    same = ready.look(SPOT.replace(deadline_at=1.0), left_s=100.0, pause_s=5.0)
+    assert same.drain_deadline_s == draining.drain_deadline_s, "a report is not written again each second"
+    late = ready.look(SPOT.replace(deadline_at=1.0), left_s=3.0)
+    assert late.drain_deadline_s == ready.at_s + 3.0, "nobody led meanwhile"
+    assert ready.asked == 1
+
+
+def test_notice_of_an_agent_of_an_older_release_goes_by_its_deadline() -> None:
+    registered, spec = Host(id="a", incarnation="1"), HostSpec()
+    notice = SPOT.replace(deadline_at=NOW + 100.0)
+    status = HostStatus(registration=1, preemption=notice)
+    state = HostState(phase=HostPhase.READY, incarnation="1", since_s=0.0)
+    after = hosts.advance(state, SeenHost(registered, status, spec, True, unix_s=NOW), 7.0, TIMES)
+    assert after is not None and after.preemption_deadline_s == 7.0 + 50.0
+    assert hosts.advance(after, SeenHost(registered, status, spec, True, unix_s=NOW + 90.0), 8.0, TIMES) == after
+    assert SeenHost(registered, status.replace(preemption=SPOT.replace(deadline_at=0.0)), spec, True, unix_s=NOW
+                    ).left_s == SPOT.warning_s
+
+
+def test_notice_that_may_not_be_followed_waits_until_it_may(ready: Cluster) -> None:
+    waiting = ready.look(SPOT, may_follow=False)
+    assert waiting.phase is HostPhase.READY and waiting.preemption_pending and ready.asked == 0
+    draining = ready.look(SPOT)
+    assert draining.phase is HostPhase.DRAINING and not draining.preemption_pending and ready.asked == 1
+    assert not ready.look(None).preemption_pending
+
+
+@given(share=st.floats(0.01, 1.0), hosts_of=st.lists(st.tuples(
+    st.sampled_from(["plain", "waits", "drained", "by ann", "gone"]), st.floats(0, 300)), max_size=12))
+def test_notices_drain_no_more_than_their_share_of_the_hosts(share: float, hosts_of: list[tuple[str, float]]) -> None:
+    seen_hosts = {}
+    for number, (kind, left_s) in enumerate(hosts_of):
+        notice = SPOT if kind in ("waits", "drained") else None
+        by = {"drained": PREEMPTION, "by ann": "ann"}.get(kind, "")
+        seen_hosts[f"h{number}"] = SeenHost(
+            None if kind == "gone" else Host(id=f"h{number}", incarnation="1"),
+            HostStatus(registration=1, preemption=notice, preemption_left_s=left_s),
+            HostSpec(drain=Drain(within_s=1.0) if by else None, by=by), holds=True)
+    states = {name: HostState(phase=HostPhase.READY, incarnation="1", since_s=0.0) for name in seen_hosts}
+    chosen = hosts.followed_now(seen_hosts, states, share)
+    kinds = [kind for kind, _ in hosts_of]
+    most = max(1, int(share * (len(kinds) - kinds.count("gone"))))
+    waiting = {name for name, seen in seen_hosts.items() if kinds[int(name[1:])] == "waits"}
+    assert chosen <= waiting
+    assert len(chosen) == min(len(waiting), max(0, most - kinds.count("drained")))
+    assert all(seen_hosts[a].left_s <= seen_hosts[b].left_s for a in chosen for b in waiting - chosen)
 
 
 def test_drain_stays_when_the_notice_is_withdrawn_until_an_operator_takes_it_back(ready: Cluster) -> None:
@@ -207,7 +263,7 @@ def _of_host(reading: ClusterReading) -> list[ClusterWrite]:
 
 
 def test_notice_its_drain_and_its_event_are_one_write() -> None:
-    [write] = _of_host(_reading(HostStatus(registration=5, preemption=SPOT)))
+    [write] = _of_host(_reading(HostStatus(registration=5, preemption=SPOT, preemption_left_s=119.6)))
     assert write.key == KEYS.host_state("a") and KEYS.host_spec("a") in {c.key for c in write.compares}
     spec_op, *events = write.also
     assert spec_op.key == KEYS.host_spec("a")
@@ -217,6 +273,27 @@ def test_notice_its_drain_and_its_event_are_one_write() -> None:
     event = Event.decode(events[0].data)
     assert (event.kind, event.subject, event.severity) == ("host.preemption", "a", Severity.WARNING)
     assert event.message == "host a is about to be taken back (aws: terminate), in 120 s: it is drained"
+
+
+def test_notices_of_all_hosts_drain_some_and_give_one_alert_about_the_others() -> None:
+    names = [f"h{number}" for number in range(6)]
+    records: dict[str, Record] = {KEYS.job_state("j"): JobState(phase=JobPhase.RUNNING, submission=1, order=1)}
+    for name in names:
+        records |= {KEYS.host(name): Host(id=name, incarnation="1"),
+                    KEYS.host_registration(name): Host(id=name, incarnation="1"),
+                    KEYS.host_status(name): HostStatus(registration=5, preemption=SOON, preemption_left_s=30.0),
+                    KEYS.host_state(name): HostState(phase=HostPhase.READY, incarnation="1", since_s=0.0)}
+    kinds = []
+    for _ in range(2):  # the second pass reads what the first one has written
+        reading = ClusterReading.of(KEYS, [KeyValue(key, record.encode(), 1, 5, 1, 0)
+                                           for key, record in records.items()], 9, 0.0, {}, unix_s=NOW)
+        for write in _of_host(reading):
+            records[write.key] = write.record
+            records |= {op.key: HostSpec.decode(op.data) for op in write.also
+                        if op.key.startswith(KEYS.host_specs_prefix())}
+            kinds += [Event.decode(op.data).kind for op in write.also if op.key.startswith(Keys("j").events_prefix())]
+    drained = [name for name in names if KEYS.host_spec(name) in records]
+    assert drained == names[:3] and kinds == ["host.preemption"] * 3 + ["host.preemption_pending"]
 
 
 def test_event_says_that_an_operator_had_the_host_drained_already() -> None:

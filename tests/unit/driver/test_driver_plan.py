@@ -1,5 +1,7 @@
 """The driver's plan: which engines are started and drained so that a pool has the desired number, and when."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +52,12 @@ def test_plan_replaces_engines_of_hosts_that_leave_before_it_drains_them(engines
     assert idle <= set(todo.drain), "they have nothing to hand over"
     if serving(staying) >= desired:
         assert {e.id for e in engines if e.leaves} <= set(todo.drain)
+
+
+@given(leaving_lists, st.integers(0, 12))
+def test_plan_drains_engines_at_once_whose_host_has_no_time_left(engines, desired):
+    hurries = [replace(e, hurries=e.leaves) for e in engines]
+    assert {e.id for e in hurries if e.leaves} <= set(plan(desired, hurries, may_start=0).drain)
 
 
 def test_plan_without_start_budget_still_drains():

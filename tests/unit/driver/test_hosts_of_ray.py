@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_rl.driver import hosts_of_ray
 from elastic_rl.driver.hosts_of_ray import HostNode, HostsOfRay, RayHosts
-from elastic_rl.etcd.cluster_records import HostPhase, HostState
+from elastic_rl.etcd.cluster_records import Host, HostPhase, HostState
 from elastic_rl.etcd.keys import ClusterKeys
 
 KEYS = ClusterKeys("lab")
@@ -40,6 +41,11 @@ class Cluster:
     def have(self, **phases: HostPhase) -> None:
         self.states = {name: HostState(phase=phase, incarnation="i", since_s=0.0) for name, phase in phases.items()}
 
+    def reads_labels(self) -> None:
+        self._hosts = HostsOfRay(None, KEYS, reads_labels=True)  # type: ignore[arg-type]
+        registered = {KEYS.host_registration("a"): Host(id="a", incarnation="i", labels={"zone": "1"})}
+        self._hosts._registrations = SimpleNamespace(read=lambda timeout_s: registered)  # type: ignore[assignment]
+
     def counts_gpus(self) -> None:
         self._hosts.counts_gpus = True
 
@@ -62,8 +68,11 @@ def test_nothing_is_placed_on_a_host_that_is_not_ready_and_ray_is_not_asked_in_e
     for phase in (HostPhase.DRAINING, HostPhase.SUSPECTED, HostPhase.LEFT):
         cluster.states["b"] = HostState(phase=phase, incarnation="i", since_s=0.0, drain_at=7.0)
         found = cluster.hosts()
+        assert not found.overdue
         assert (found.leaving, found.drains, found.closed) == ({"id-b": "b"}, {"b": 7.0}, frozenset("bcd"))
         assert found.lost == (frozenset("b") if phase is HostPhase.LEFT else frozenset())
+    cluster.states["b"] = cluster.states["b"].replace(drain_overdue=True)
+    assert cluster.hosts().overdue == frozenset("b")
     assert cluster.asked == 2, "not in each pass"
     cluster.now += hosts_of_ray._LOOK_EVERY_S
     cluster.nodes = ["a"]
@@ -79,6 +88,14 @@ def test_hosts_that_are_ready_and_have_joined_say_which_gpus_are_free(monkeypatc
     assert found.open == frozenset("ab")
     assert (found.nodes["a"], found.nodes["b"]) == (HostNode("id-a", "at-a"), HostNode("id-b", "at-b", gpus=2))
     assert found.lost == frozenset("c")
+
+
+def test_labels_of_hosts_are_read_where_somebody_selects_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.have(a=HostPhase.READY)
+    assert not cluster.hosts().labels
+    cluster.reads_labels()
+    assert cluster.hosts().labels == {"a": {"zone": "1"}}
 
 
 def test_engines_wait_for_ready_hosts_that_have_not_joined_but_for_a_few_of_many(monkeypatch: pytest.MonkeyPatch

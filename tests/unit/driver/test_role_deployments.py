@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
+from elastic_rl.config import RoleConfig
 from elastic_rl.driver import role_deployments
 from elastic_rl.driver.role_deployments import RoleDeployments
 from elastic_rl.errors import Fenced
@@ -25,13 +26,13 @@ def test_roles_are_not_deployed_by_a_driver_that_a_newer_one_has_replaced(monkey
     monkeypatch.setattr(role_deployments, "serve", SimpleNamespace(
         status=lambda: SimpleNamespace(applications={}), start=lambda **_: calls.append("start"), run_many=run_many,
         RunTarget=lambda *args, **_: args))
-    monkeypatch.setattr(RoleDeployments, "_application", lambda self, spec: spec)
+    monkeypatch.setattr(RoleDeployments, "_application", lambda self, spec, selection: spec)
 
     def require() -> None:
         if replaced:
             raise Fenced("a newer driver has begun")
 
-    roles = RoleDeployments(SimpleNamespace(), {"stub": SimpleNamespace()}, require)  # type: ignore[arg-type]
+    roles = RoleDeployments(SimpleNamespace(), {"stub": SimpleNamespace(settings=RoleConfig())}, require)  # type: ignore[arg-type]
     roles.start()
     wait_until(lambda: not roles._thread.is_alive(), what="the end of the thread")
     assert calls == ([] if replaced else ["start", "run"])

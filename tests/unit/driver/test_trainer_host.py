@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from elastic_rl.driver import trainer_host
 from elastic_rl.driver.trainer_host import TrainerHost
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.model_folder import fingerprint
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.net.addresses import LOOPBACK
 
 
@@ -55,7 +57,11 @@ def test_host_without_the_model_or_with_another_one_says_so_and_starts_no_agent(
     found = TrainerHost(ctx, 1, 2, digest).run()
     assert isinstance(found, str) and "is not there" in found
     assert spawned == []
-    assert TrainerHost(ctx, 1, 1, "").run() == 0, "on the driver's host alone the agent says what is wrong"
+    formation, tags = ctx.model_copy(update={"formation": 12}), JobPaths.of(ctx.config).file_tag
+    left, present = (Path(tempfile.mkdtemp(prefix=tags(ctx.group.name, n))) for n in ("2", "12"))
+    assert TrainerHost(formation, 1, 1, "").run() == 0, "on the driver's host alone the agent says what is wrong"
+    assert not left.exists() and present.exists(), "files of earlier formations are removed, whoever is gone"
+    present.rmdir()
 
 
 def test_model_that_the_settings_do_not_name_is_made_on_the_host_and_one_that_is_told_to_stop_is_no_failure(

@@ -144,6 +144,48 @@ def test_sample_that_was_aborted_at_its_limit_is_complete():
     assert sample.response_ids == (5, 6) and sample.finish_reason == "length"
 
 
+@pytest.mark.parametrize("last", [1, 2, 16])
+def test_aborted_sample_is_not_continued_after_an_end_token_or_an_id_that_the_model_does_not_have(last):
+    """1 is the request's end token, 2 the model's own, and 16 an id beyond its vocabulary: an engine that aborts does
+    not look at its last token."""
+    bodies = []
+    replies = [[answer([5], finish="abort")], [answer([6, last], versions=("4", "4"), finish="abort")]]
+
+    def handle(request):
+        bodies.append(json.loads(request.content)["input_ids"])
+        return httpx.Response(200, json=replies.pop(0))
+
+    client = client_over(handle, vocabulary=16, end_ids=(2,))
+    [sample] = asyncio.run(client.generate([8], Sampling(8, stop_token_ids=(1,), resume=True), 1))
+    assert (sample.response_ids, sample.finish_reason) == ((5, 6, last), "stop")
+    assert bodies == [[[8]], [[8, 5]]]
+
+
+def test_samples_of_a_request_end_with_the_one_that_fails():
+    """Two are continued; the engine refuses the one while it works at the other."""
+    both, ended = asyncio.Event(), []
+
+    async def handle(request):
+        prompts = json.loads(request.content)["input_ids"]
+        if len(prompts) == 2:
+            return httpx.Response(200, json=[answer([5], finish="abort"), answer([6], finish="abort")])
+        if prompts == [[8, 5]]:
+            await both.wait()
+            return httpx.Response(400, text="refused")
+        both.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(prompts)
+
+    async def run():
+        with pytest.raises(RequestRefused):
+            await client_over(handle).generate([8], Sampling(8, resume=True), 2)
+        assert ended == [[[8, 6]]]
+
+    asyncio.run(run())
+
+
 def test_sample_that_gets_no_further_token_fails_in_the_end():
     client = client_over(lambda _: httpx.Response(200, json=[answer([], finish="abort")]), retries=2)
     with pytest.raises(EngineFailed, match="without a further token"):

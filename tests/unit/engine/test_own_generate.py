@@ -17,6 +17,7 @@ from unittest.mock import AsyncMock
 import psutil
 import pytest
 import torch
+from support import http_servers
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -287,11 +288,8 @@ class Engine(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine_url() -> Iterator[str]:
     Engine.keys.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with http_servers.serving(ThreadingHTTPServer(("127.0.0.1", 0), Engine)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_replaced_process_has_the_key_of_a_file_that_is_gone(tmp_path: Path, engine_url: str) -> None:

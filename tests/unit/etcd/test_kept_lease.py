@@ -18,10 +18,16 @@ TTL_S = 9
 class Member:
     """The channels to an etcd of one member."""
 
-    current, endpoints, call_timeout_s = 0, ("m",), 0.5
+    current, call_timeout_s = "m", 0.5
 
     def __init__(self) -> None:
         self.closed = threading.Event()
+
+    def after(self, member: str) -> str:
+        return member
+
+    def follow_members(self) -> None:
+        pass
 
 
 class Etcd:
@@ -32,7 +38,7 @@ class Etcd:
         self.sent: list[float] = []
         self.revoked: list[int] = []
 
-    def renew(self, channels: object, lease: int, member: int, *, timeout_s: float) -> int | None:
+    def renew(self, channels: object, lease: int, member: str, *, timeout_s: float) -> int | None:
         self.sent.append(self.clock.now)
         self.clock.now += self.answer_s
         return TTL_S if self.answers else None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
+from support import http_servers
 
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.client import GenerateClient, Sampling
@@ -56,13 +56,8 @@ class _Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    server = Listener(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with http_servers.serving(Listener(("127.0.0.1", 0))) as server:
+        yield server
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_name_that_is_no_part_finds_nothing(cfg: Config, part: str) -> None:
         with pytest.raises(FileNotFoundError):
             LogFolders(cfg, job).before_last_lines(part, 1)
         with pytest.raises(FileNotFoundError):
-            LogFolders(cfg, job).read_from(part, LogPosition(1, 0), 10)
+            LogFolders(cfg, job).read_from(part, LogPosition.START, 10)
 
 
 @given(st.text(max_size=30))

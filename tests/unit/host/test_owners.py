@@ -40,6 +40,14 @@ def test_job_has_one_owner(cluster: Cluster) -> None:
     assert not cluster.paths.owner_lock.exists(), "what was refused owns nothing"
 
 
+def test_host_is_in_the_foreground_of_one_command(cluster: Cluster) -> None:
+    with (cluster.in_foreground(), pytest.raises(ConfigError, match="keeps cluster j in its foreground"),
+          cluster.in_foreground()):
+        pass
+    with cluster.in_foreground():  # the file that is left is nobody's
+        pass
+
+
 def test_owner_learns_whether_the_cluster_was_there_before(cluster: Cluster) -> None:
     with cluster.owned() as was_up:
         assert not was_up

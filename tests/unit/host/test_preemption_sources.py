@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import http_servers
 from support.waiting import wait_until
 
 from elastic_rl.errors import ConfigError
@@ -63,11 +64,9 @@ def metadata() -> Iterator[Metadata]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"metadata": made}))
     server.daemon_threads = True
     made.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield made
-    made.proceed.set()
-    server.shutdown()
-    server.server_close()
+    with http_servers.serving(server):
+        yield made
+        made.proceed.set()
 
 
 @pytest.fixture
@@ -182,6 +181,7 @@ def test_file_is_a_notice_by_being_there(tmp_path: Path) -> None:
     source = NoticeSource(str(path))
     assert source.read() is None
     for text, expected in (("", PreemptionNotice(reason="announced")), ("a\nb", PreemptionNotice(reason="announced")),
+                           ("password-of-root", PreemptionNotice(reason="announced")),
                            (ISO, PreemptionNotice(reason="announced", deadline_at=AT)), ("FALSE\n", None)):
         path.write_text(text)
         assert source.read() == expected, text
@@ -211,7 +211,9 @@ def test_path_is_kept_as_an_absolute_one(tmp_path: Path, monkeypatch: pytest.Mon
 # -- the watch ---------------------------------------------------------------------------------------------------------
 def test_watch_follows_its_source_and_an_outage_changes_nothing(metadata: Metadata) -> None:
     metadata.replies["GET /"] = 500, b""
-    watch = PreemptionWatch(NoticeSource(f"{metadata.url}/"), every_s=0.02).start()
+    now = [1000.0]
+    watch = PreemptionWatch(NoticeSource(f"{metadata.url}/"), every_s=0.02, clock=lambda: AT - 120.0,
+                            monotonic=lambda: now[0]).start()
 
     def seen() -> HostStatus:
         return watch.added_to(HostStatus(registration=1))
@@ -222,6 +224,11 @@ def test_watch_follows_its_source_and_an_outage_changes_nothing(metadata: Metada
     wait_until(lambda: seen().preemption is not None, what="the notice")
     assert not seen().preemption_problem and not seen().preemption_unknown
     noticed = seen().preemption
+    assert seen().preemption_left_s == 120.0, "by the clock of this machine, once"
+    now[0] += 59.0
+    assert seen().preemption_left_s == 120.0, "the report is not written each second"
+    now[0] += 31.0
+    assert seen().preemption_left_s == 30.0
     metadata.replies["GET /"] = 200, b"<html>"
     wait_until(lambda: bool(seen().preemption_problem), what="the outage")
     assert seen().preemption == noticed, "the machine may lose its network first"

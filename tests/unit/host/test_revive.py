@@ -27,7 +27,8 @@ class Ended:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cluster = Cluster(config.parse({"job": "j", "run_dir": str(folder), "coordinator": {"replicas": 1}}))
         self.cluster.dir.mkdir(parents=True)
-        (self.cluster.dir / "etcd" / "member").mkdir(parents=True)
+        (self.cluster.dir / "etcd" / "member" / "wal").mkdir(parents=True)
+        (self.cluster.dir / "etcd" / "member" / "wal" / "0.wal").touch()
         cluster_settings.save(self.cluster.cfg, self.cluster.paths.settings)
         self.port = free_port()
         self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{free_port()}"], "",
@@ -92,7 +93,7 @@ def test_service_that_was_taken_down_stays_down(ended: Ended, taken_down: Callab
 
 
 def test_etcd_without_its_data_is_not_started(ended: Ended) -> None:
-    (ended.cluster.dir / "etcd" / "member").rmdir()
+    shutil.rmtree(ended.cluster.dir / "etcd" / "member" / "wal")
     with pytest.raises(PreflightFailed, match="are gone"):
         ended.cluster.revive("etcd-0")
     assert ended.started == []
@@ -141,10 +142,11 @@ def test_supervisor_says_why_etcd_cannot_be_started_and_starts_it_once_it_can(en
     now, limits = [5.0], RestartLimits()
     supervisor = ServiceSupervisor(limits=limits, clock=lambda: now[0])
     monkeypatch.setattr(supervisor, "_report", lambda *_: None)
-    (ended.cluster.dir / "etcd" / "member").rmdir()
+    wal = ended.cluster.dir / "etcd" / "member" / "wal"
+    wal.rename(wal.with_name("away"))
     gone = f"the data of this cluster's etcd in {ended.cluster.dir / 'etcd'} are gone"
     assert gone in ended.tick(supervisor)["etcd-0"]
-    (ended.cluster.dir / "etcd" / "member").mkdir()
+    wal.with_name("away").rename(wal)
     now[0] += limits.longest_wait_s
     assert "etcd-0" not in ended.tick(supervisor) and [name for name, _ in ended.started] == ["etcd-0"]
 

@@ -22,6 +22,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.listening import bind, make_server
+from elastic_rl.net import http_connections
 from elastic_rl.net.http_connections import Connection, IdleConnections, Limits
 from elastic_rl.net.unread_body import UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
 
@@ -242,17 +243,21 @@ def test_bodies_that_are_not_http_leave_no_traceback(api: Api, caplog: pytest.Lo
 
 def test_failures_to_accept_are_logged_once_and_end(api: Api, monkeypatch: pytest.MonkeyPatch,
                                                     caplog: pytest.LogCaptureFixture) -> None:
-    refused = 0
+    refused, accepts = 0, socket.socket.accept
 
-    def accept(_: socket.socket) -> tuple[socket.socket, object]:
+    def accept(listener: socket.socket) -> tuple[socket.socket, object]:
         nonlocal refused
+        if listener is not api.listener:  # of another server in this process
+            return accepts(listener)
         refused += 1
         raise OSError(24, "Too many open files")
 
+    monkeypatch.setattr(http_connections, "_LOG_INTERVAL_S", float("inf"))  # however long three failures take here
+    monkeypatch.setattr(http_connections, "_ACCEPT_RETRY_S", 0.01)
     with caplog.at_level(logging.ERROR), monkeypatch.context() as patched:
         patched.setattr(socket.socket, "accept", accept)
         raw = socket.socket()
-        raw.settimeout(20)
+        raw.settimeout(60)
         raw.connect(("127.0.0.1", api.port))
         api.sockets.append(raw)
         wait_until(lambda: refused >= 3, what="failures")

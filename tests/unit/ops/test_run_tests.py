@@ -153,14 +153,16 @@ def test_full_tier_names_no_proof_that_is_not_there() -> None:
         tiers.full(proved_in="tests/unit/ops/test_run_tests.py tests/unit/test_gone.py", why="")
 
 
-def test_durations_are_summed_by_part_file_and_fixture(tmp_path: Path) -> None:
-    spans = [durations.Span("test", "tests/unit/a/test_x.py", 2.0, 1.0),
-             durations.Span("test", "tests/unit/b/test_y.py", 3.0, 2.5),
-             durations.Span("test", "tests/unit/a/test_x.py", 2.0, 1.0),
-             durations.Span("fixture", "etcd (tests)", 1.0, 0.5)]
+def test_durations_are_summed_by_process_part_file_and_fixture(tmp_path: Path) -> None:
+    spans = [durations.Span("test", "tests/unit/a/test_x.py", 2.0, 1.0, "11"),
+             durations.Span("test", "tests/unit/b/test_y.py", 3.0, 2.5, "12"),
+             durations.Span("test", "tests/unit/a/test_x.py", 2.0, 1.0, "11"),
+             durations.Span("fixture", "etcd (tests)", 1.0, 0.5, "11")]
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(asdict(span)) + "\n" for span in spans) + '{"kind": "te')
     assert durations.read(tmp_path) == spans
-    part, files, fixtures = durations.tables(spans).split("\n\n")
+    processes, part, files, fixtures = durations.tables(spans).split("\n\n")
+    assert [line.split() for line in processes.splitlines()[1:3]] == [
+        ["4.0", "2.0", "2", "11"], ["3.0", "2.5", "1", "12"]]
     assert part.splitlines()[1].split() == ["7.0", "4.5", "3", "tests/unit"]
     assert [line.split()[0] for line in files.splitlines()[1:3]] == ["4.0", "3.0"]
     assert fixtures.splitlines()[-1].split() == ["1.0", "0.5", "1", "all"]

@@ -28,7 +28,7 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, EtcdRefused, Fenced, PluginFailed, SourceFailed
 from elastic_rl.etcd.records import JobStatus
-from elastic_rl.models.arch import vocabulary_of
+from elastic_rl.models.arch import end_ids_of, vocabulary_of
 from elastic_rl.pipeline.records.reporting import step_metrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
 from elastic_rl.pipeline.sampling import filtering, reward_calls, user_calls
@@ -584,3 +584,10 @@ def test_vocabulary_is_that_of_the_model_where_its_folder_says_it(tmp_path: Path
         (tmp_path / "config.json").write_text(json.dumps(said))
         assert vocabulary_of(tmp_path) == size
     assert vocabulary_of(tmp_path / "nowhere") is None
+
+
+def test_end_tokens_of_a_model_are_those_of_both_its_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert end_ids_of(tmp_path) == (5,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5, "x"]}')
+    assert (end_ids_of(tmp_path), end_ids_of(tmp_path / "nowhere")) == ((5, 7), ())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import http_servers
 from support.waiting import wait_until
 
 from elastic_rl.data.samples import Prompt, Sample, Segment
@@ -64,7 +65,7 @@ class Service:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/score"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        http_servers.serve(self.server)
 
     @staticmethod
     def lengths(body: dict[str, Any]) -> tuple[int, bytes]:
@@ -75,8 +76,7 @@ class Service:
 def service() -> Iterator[Service]:
     made = Service()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    http_servers.close(made.server)
 
 
 def _rewards(service: Service, *texts: str, **options: Any) -> list[Reward]:

@@ -28,6 +28,10 @@ def context(folder: Path, model: dict, **values: dict) -> str:
     return str(ctx.save(folder / "context.json"))
 
 
+def test_agents_of_many_hosts_write_their_key_once_a_second_together_at_most() -> None:
+    assert agent.keep_alive_s(1) == 30 and all(hosts / agent.keep_alive_s(hosts) <= 1 for hosts in (2, 30, 31, 1000))
+
+
 @pytest.mark.parametrize(("model", "named"), [
     ({"model_type": "gpt2"}, "'gpt2'"),
     ({"model_type": "qwen3", "attention_bias": True}, "attention biases"),

@@ -64,10 +64,15 @@ def test_host_that_is_not_ready_keeps_the_workers_that_it_has_and_starts_none(ph
 
 
 @pytest.mark.parametrize("phase", [HostPhase.DRAINING, HostPhase.SUSPECTED])
-def test_host_that_is_drained_keeps_what_has_not_left_for_the_time_of_the_drain(phase: HostPhase) -> None:
+def test_host_that_is_drained_keeps_what_has_not_left_for_the_time_of_the_drain(
+        phase: HostPhase, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Host().wanted(here(phase, DRAIN)) == {"other"}
     assert Host().wanted(here(phase, DRAIN + 1)) == {"other", "gone"}, "it had left in an earlier drain"
-    assert not Host().wanted(here(phase, DRAIN, overdue=True))
+    now, host, over = 1000.0, Host(), here(phase, DRAIN, overdue=True)
+    monkeypatch.setattr(job_services.time, "monotonic", lambda: now)
+    for seconds, keeps in ((0.0, {"other"}), (9.0, {"other"}), (1.0, set[str]())):
+        now += seconds
+        assert host.wanted(over) == keeps, "engines hand their requests over when the time is over"
     assert not Host().wanted(here(HostPhase.LEFT, DRAIN))
     assert not Host(joined=()).wanted(here(HostPhase.DRAINING, DRAIN))
 

@@ -1,0 +1,81 @@
+"""How an engine that leaves ends the requests that it has, over simulated time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.engine.departure import ABORT_GRACE_S, SETTLE_S, Departure, LeaveStep
+
+LIMIT_S = 60.0
+TICK_S = 0.1
+
+
+class World:
+    """An engine with requests, each of which ends by itself after some seconds, or when it is aborted, unless it is
+    stuck. The router sends ``late`` ones, at these times, after it was told to forget the engine."""
+
+    def __init__(self, seconds: list[float], late: list[float] = [], *, stuck: int = 0) -> None:  # noqa: B006
+        self.now, self.ends, self.late, self.stuck = 0.0, list(seconds), sorted(late), stuck
+        self.kept = 0
+        """Requests whose clients got all tokens that were sampled."""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.ends) + self.stuck
+
+    def leave(self, can_hand_over: bool, *, may_abort: bool = True) -> tuple[LeaveStep, Departure]:
+        departure = Departure(self.now, LIMIT_S, may_abort=may_abort)
+        while True:
+            step = departure.step(self.now, self.in_flight, can_hand_over=can_hand_over)
+            if step in (LeaveStep.DONE, LeaveStep.GIVE_UP):
+                return step, departure
+            if step is LeaveStep.ABORT:
+                self.kept, self.ends = self.kept + len(self.ends), []
+            self.now += TICK_S
+            while self.late and self.late[0] <= self.now:
+                self.late.pop(0)
+                self.ends.append(self.now + 30.0)
+            self.kept += sum(end <= self.now for end in self.ends)
+            self.ends = [end for end in self.ends if end > self.now]
+
+
+seconds = st.lists(st.floats(0.0, 200.0), max_size=8)
+
+
+@given(seconds, st.lists(st.floats(0.0, 0.4), max_size=2), st.booleans())
+def test_no_request_in_flight_is_lost_however_long_it_would_take(ends: list[float], late: list[float],
+                                                                can_hand_over: bool) -> None:
+    world = World([e for e in ends if e > 0], late)
+    asked = world.in_flight + len(late)
+    step, _ = world.leave(can_hand_over)
+    assert step is LeaveStep.DONE and world.kept == asked and not world.late
+    assert world.now <= LIMIT_S + ABORT_GRACE_S
+
+
+@given(seconds)
+def test_engine_leaves_at_once_when_another_one_can_go_on(ends: list[float]) -> None:
+    world = World(ends)
+    world.leave(can_hand_over=True)
+    assert world.now <= SETTLE_S + 3 * TICK_S
+
+
+@given(st.lists(st.floats(0.1, LIMIT_S - 1), max_size=8))
+def test_requests_are_finished_where_nobody_can_go_on_with_them(ends: list[float]) -> None:
+    world = World(ends)
+    _, departure = world.leave(can_hand_over=False)
+    assert departure.handed_over == 0 and world.now >= max(ends, default=0.0)
+
+
+@given(seconds)
+def test_requests_of_a_server_that_lives_on_are_never_aborted(ends: list[float]) -> None:
+    world = World(ends)
+    step, departure = world.leave(can_hand_over=True, may_abort=False)
+    assert departure.handed_over == 0 and world.now <= LIMIT_S + SETTLE_S + 2 * TICK_S
+    assert (step is LeaveStep.DONE) == (not world.in_flight)
+
+
+def test_request_that_does_not_end_does_not_keep_the_engine() -> None:
+    world = World([], stuck=1)
+    step, _ = world.leave(can_hand_over=True)
+    assert step is LeaveStep.GIVE_UP and world.now >= LIMIT_S + ABORT_GRACE_S
