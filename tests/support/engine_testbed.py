@@ -231,7 +231,7 @@ class EngineTestbed:
                 yield answers
             finally:
                 over.set()
-            asking.result()
+                asking.result()  # why it does not ask any more, where the caller waits for that
 
     def expected(self, tokens: int = 8) -> list[int]:
         """What greedy decoding gives with the reference weights, by transformers."""

@@ -177,6 +177,8 @@ def test_request_in_flight_survives_an_update_and_names_both_versions(testbed: E
             return
 
 
+@full(proved_in="tests/unit/engine/test_departure.py tests/unit/engine/test_engine_client.py",
+      why="up to three engines begin and leave under requests")
 def test_drained_engine_hands_its_requests_over_with_the_tokens_that_they_have(
         testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
     testbed.wait_ready(testbed.serving_engine())
@@ -186,7 +188,7 @@ def test_drained_engine_hands_its_requests_over_with_the_tokens_that_they_have(
         scheduler, abort = scheduler_of(testbed.wait_ready(name).pid), server.abort_requests
         monkeypatch.setattr(server, "abort_requests", lambda: (abort(), aborted.set()))  # noqa: B023
         with testbed.asked_again_and_again(name, resume=True) as answers:
-            wait_until(server.in_flight, what="a request in flight", poll_s=0.005)
+            wait_until(server.in_flight, what="a request in flight", poll_s=0.005, timeout_s=60)
             with suspended(scheduler.pid):  # so that the request is still there when the engine leaves
                 testbed.runners[name].drain()
                 assert aborted.wait(PATIENCE_S)

@@ -269,7 +269,7 @@ def test_watch_survives_a_renewal_and_half_renewed_files_are_not_used(
             monkeypatch.setattr(access, "_RETIRE_S", 0.0)
             etcd.put(keys.root + "n", b"3")  # now the old channels are closed, and the watch resumes on the new ones
             with pytest.raises(ValueError, match="closed"):
-                channels[0].unary_unary("/x")(b"")
+                next(iter(channels.values())).unary_unary("/x")(b"")
             event = watch.get(30)
             assert event is not None and event.kv.value == b"3"
 
