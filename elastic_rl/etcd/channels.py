@@ -157,7 +157,8 @@ class Channels:
         """Sends one request until a member answers; only for requests that may safely arrive more than once.
 
         ``ambiguity``, given for requests whose effect matters, records attempts that may have taken effect.
-        ``budget_s``: seconds after which no further attempt is made, once each member was tried; 0: a single attempt.
+        ``budget_s``: seconds after which no further attempt is made, but at members that were not tried yet, until one
+        does not answer in time; 0: a single attempt.
         ``timeout_s``: deadline of one attempt; both
         default to the client's. After an attempt that missed its deadline the next one has twice the time, up to
         ``max_timeout_s``, and ``on_timeout`` may change the request.
@@ -192,7 +193,7 @@ class Channels:
             if self.closed.is_set():
                 raise _closed()
             tried.add(member)
-            if time.monotonic() > end and (not budget_s or tried.issuperset(self.endpoints)):
+            if time.monotonic() > end and (not budget_s or failed.timed_out or tried.issuperset(self.endpoints)):
                 raise (OutcomeUnknown if writes and ambiguity.any else EtcdUnavailable)(
                     f"no etcd member of {', '.join(self.endpoints)} answered; last error: {failed}",
                     hint=no_answer_hint(failed.details, tls=self._access.tls is not None))
