@@ -158,9 +158,8 @@ class Channels:
 
         ``ambiguity``, given for requests whose effect matters, records attempts that may have taken effect.
         ``budget_s``: seconds after which no further attempt is made, but at members that were not tried yet, until one
-        does not answer in time; 0: a single attempt.
-        ``timeout_s``: deadline of one attempt; both
-        default to the client's. After an attempt that missed its deadline the next one has twice the time, up to
+        does not answer in time; 0: a single attempt. ``timeout_s``: deadline of one attempt; both default to the
+        client's. After an attempt that missed its deadline the next one has twice the time, up to
         ``max_timeout_s``, and ``on_timeout`` may change the request.
         Raises EtcdUnavailable when the budget is spent (OutcomeUnknown where there is ambiguity), or the typed refusal
         at once.

@@ -177,13 +177,7 @@ def before_last_lines(open_part: OpenPart, lines: int) -> LogPosition:
     """Where the last lines begin, of which some may be in rotated parts. Raises FileNotFoundError where there is
     neither the log nor a part, and OSError."""
     at: LogPosition | None = None
-    for n in itertools.count():
-        try:
-            file = open_part(n)
-        except FileNotFoundError:
-            if n:
-                break
-            continue  # the log itself may be gone, and its parts not
+    for _, file in _parts(open_part):
         with file:
             if at is not None:
                 at = replace(at, older=_written_ns(file))
@@ -203,13 +197,7 @@ def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[by
     newer: list[FileIO] = []  # newest first
     found = rotated = False
     try:
-        for n in itertools.count():
-            try:
-                file = open_part(n)
-            except FileNotFoundError:
-                if n:
-                    break
-                continue  # the log itself may be gone, and its parts not
+        for n, file in _parts(open_part):
             if found := bool(n and _written_ns(file) == at.older):
                 file.close()
                 break
@@ -237,6 +225,16 @@ def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[by
     finally:
         for file in newer:
             file.close()
+
+
+def _parts(open_part: OpenPart) -> Iterator[tuple[int, FileIO]]:
+    """The log and its rotated parts, the newest first, each with its number; whoever gets a file closes it."""
+    for n in itertools.count():
+        try:
+            yield n, open_part(n)
+        except FileNotFoundError:
+            if n:
+                return  # the log itself may be gone, and its parts not
 
 
 def _resume(file: FileIO, at: LogPosition) -> tuple[int, bool]:

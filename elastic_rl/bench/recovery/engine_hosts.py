@@ -7,19 +7,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 
 import psutil
 
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
-from elastic_rl.bench.recovery import trials
-from elastic_rl.bench.recovery.host_runs import CHANGE_S, RL_RUN, HostRun, HostsTestbed, described
+from elastic_rl.bench.recovery.host_runs import CHANGE_S, RL_RUN, HostRows, HostRun, HostsTestbed, Kind
 from elastic_rl.bench.recovery.trials import Trial, follow
-from elastic_rl.bench.suite import why_of
 from elastic_rl.config import ROLLOUT_POOL
-from elastic_rl.errors import ElasticRLError
 from elastic_rl.host.service_files import ray_worker_service
 
 _HOSTS = 3
@@ -35,56 +31,31 @@ _LEFT, _ELSEWHERE = "the host has left", "the run is assigned again"
 _EPOCH, _STEP = "a new epoch has begun", "the next step is done"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    what: str
-    goal: float
-    end: str
-    stages: tuple[str, ...]
-    begin: str = "the power cut"
-
-
-KINDS: Mapping[str, _Kind] = {
-    "join": _Kind("a host is powered on, and the pool scaled up", 45.0, _ENGINE, (_READY, _RAY), "power on"),
-    "host-loss-engines": _Kind("power cut of a host with an engine", 45.0, _ALL, (_LOST,)),
-    "drain": _Kind("drain of a host with an engine", 60.0, _LEFT, (_ALL,), "the request"),
-    "join-trainer-dead": _Kind("the same as join while all ranks are killed again and again", 45.0, _ENGINE,
+ROWS = HostRows({
+    "join": Kind("a host is powered on, and the pool scaled up", 45.0, _ENGINE, (_READY, _RAY), "power on"),
+    "host-loss-engines": Kind("power cut of a host with an engine", 45.0, _ALL, (_LOST,), "the power cut"),
+    "drain": Kind("drain of a host with an engine", 60.0, _LEFT, (_ALL,), "the request"),
+    "join-trainer-dead": Kind("the same as join while all ranks are killed again and again", 45.0, _ENGINE,
                                (_READY, _RAY), "power on"),
-    "host-loss-driver": _Kind("power cut of the host of driver, Ray's head and trainer", 120.0, _STEP,
-                              (_LOST, _ELSEWHERE, _EPOCH, _ALL)),
-}
+    "host-loss-driver": Kind("power cut of the host of driver, Ray's head and trainer", 120.0, _STEP,
+                              (_LOST, _ELSEWHERE, _EPOCH, _ALL), "the power cut"),
+})
 
 
 def measure(testbed: HostsTestbed) -> Iterator[Row]:
-    options, found = testbed.options, {kind: list[Trial]() for kind in KINDS}
-    why = ""
-    try:
-        with testbed.run(_HOSTS, [*RL_RUN, f"--rollout.engines={_FEW}"], cordoned=["host-1"]) as run:
-            for _ in range(testbed.trials):
-                for kind, trial in _round(_Engines(run), options):
-                    found[kind].append(trial)
-                    options.say(f"{kind}: {described(trial)}")
-    except ElasticRLError as e:  # what was measured before counts
-        why = why_of(e)
-    for kind in _chosen(options):
-        yield from rows(kind, found[kind]) if found[kind] or not why else trials.unmeasured(
-            kind, KINDS[kind].what, why, goal=KINDS[kind].goal)
+    yield from ROWS.measured(testbed.options, _trials(testbed))
 
 
-def rows(kind: str, found: Sequence[Trial]) -> list[Row]:
-    """Pure."""
-    of = KINDS[kind]
-    return trials.rows(kind, of.what, found, (of.end,), goal=of.goal, stages=of.stages, begin=of.begin)
-
-
-def _chosen(options: Options) -> list[str]:
-    return [kind for kind in KINDS if options.selects(kind, f"{kind}-max")]
+def _trials(testbed: HostsTestbed) -> Iterator[tuple[str, Trial]]:
+    with testbed.run(_HOSTS, [*RL_RUN, f"--rollout.engines={_FEW}"], cordoned=["host-1"]) as run:
+        for _ in range(testbed.trials):
+            yield from _round(_Engines(run), testbed.options)
 
 
 def _round(engines: _Engines, options: Options) -> Iterator[tuple[str, Trial]]:
     """One trial of each chosen row. It begins and ends with few engines, which are all on the host of the driver once
     the other one is off."""
-    chosen = _chosen(options)
+    chosen = ROWS.chosen(options)
     engines.power_off_beside()
     if "join" in chosen or "host-loss-engines" in chosen:
         yield "join", engines.join()

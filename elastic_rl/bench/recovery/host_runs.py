@@ -8,18 +8,21 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
 from elastic_rl import config
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
+from elastic_rl.bench.recovery import trials
 from elastic_rl.bench.recovery.trials import Trial, holds
+from elastic_rl.bench.suite import why_of
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.coordinator.client.admin_client import AdminClient
-from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable
+from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import HostPhase
@@ -242,6 +245,42 @@ class Watched:
                 NEXT_STEP: ended - began, REDONE: float(self.redone)}
 
 
-def described(trial: Trial) -> str:
-    """A trial for who watches."""
-    return ", ".join(f"{name} {value:.1f}" for name, value in trial.items())
+@dataclass(frozen=True)
+class Kind:
+    """What one row of a run on several hosts measures."""
+
+    what: str
+    goal: float
+    end: str
+    stages: tuple[str, ...]
+    begin: str
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """The rows that one run on several hosts measures in turn."""
+
+    kinds: Mapping[str, Kind]
+
+    def chosen(self, options: Options) -> list[str]:
+        """Names of the rows that are to be measured."""
+        return [name for name in self.kinds if options.selects(name, f"{name}-max")]
+
+    def of(self, name: str, found: Sequence[Trial]) -> list[Row]:
+        """The rows of one kind from its trials. Pure."""
+        kind = self.kinds[name]
+        return trials.rows(name, kind.what, found, (kind.end,), goal=kind.goal, stages=kind.stages, begin=kind.begin)
+
+    def measured(self, options: Options, rounds: Iterable[tuple[str, Trial]]) -> Iterator[Row]:
+        """The rows of the trials that ``rounds`` gives, until it ends or an error of the project ends it: what was
+        measured before counts."""
+        found, why = {name: list[Trial]() for name in self.kinds}, ""
+        try:
+            for name, trial in rounds:
+                found[name].append(trial)
+                options.say(f"{name}: " + ", ".join(f"{part} {value:.1f}" for part, value in trial.items()))
+        except ElasticRLError as e:
+            why = why_of(e)
+        for name in self.chosen(options):
+            yield from self.of(name, found[name]) if found[name] or not why else trials.unmeasured(
+                name, self.kinds[name].what, why, goal=self.kinds[name].goal)

@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
-from elastic_rl.bench.recovery import trials
 from elastic_rl.bench.recovery.host_runs import (
     NEXT_STEP,
     SFT_RUN,
+    HostRows,
     HostRun,
     HostsTestbed,
+    Kind,
     Watched,
-    described,
     over_hosts,
 )
 from elastic_rl.bench.recovery.trials import Trial
-from elastic_rl.bench.suite import why_of
-from elastic_rl.errors import ElasticRLError
 
 _HOSTS, _FEWER = 4, 3
 """With and without the row that goes from one to four: each host takes a share of the machine."""
@@ -30,58 +27,36 @@ _WITHIN_S = 600.0
 _LOST, _FORMED, _RANKS = "the host is lost", "the group is another one", "all ranks are there"
 _MOST, _ONE = "it trains on all hosts", "it trains on one again"
 _WITHOUT = "longest time without a new step"
+_SINCE = "the last step before"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    what: str
-    goal: float
-    end: str = NEXT_STEP
-    stages: tuple[str, ...] = (_FORMED, _RANKS)
-    begin: str = "the last step before"
-
-
-KINDS: Mapping[str, _Kind] = {
-    "host-loss-trainer": _Kind("power cut of a host with a rank", 30.0, stages=(_LOST, _FORMED, _RANKS)),
-    "shrink": _Kind("drain of a host with a rank, without a step from the last one before", 15.0),
-    "grow": _Kind("return of a drained host, without a step from the last one before", 15.0),
-    "scale-1-4-1": _Kind("one host with a rank, then all, then one", 120.0, end=_ONE, stages=(_MOST,),
-                         begin="the return of the others"),
-}
+ROWS = HostRows({
+    "host-loss-trainer": Kind("power cut of a host with a rank", 30.0, NEXT_STEP, (_LOST, _FORMED, _RANKS), _SINCE),
+    "shrink": Kind("drain of a host with a rank, without a step from the last one before", 15.0, NEXT_STEP,
+                   (_FORMED, _RANKS), _SINCE),
+    "grow": Kind("return of a drained host, without a step from the last one before", 15.0, NEXT_STEP,
+                 (_FORMED, _RANKS), _SINCE),
+    "scale-1-4-1": Kind("one host with a rank, then all, then one", 120.0, _ONE, (_MOST,), "the return of the others"),
+})
 
 
 def measure(testbed: HostsTestbed) -> Iterator[Row]:
-    options, found = testbed.options, {kind: list[Trial]() for kind in KINDS}
-    why = ""
-    try:
-        hosts = _HOSTS if "scale-1-4-1" in _chosen(options) else _FEWER
-        with testbed.run(hosts, [*SFT_RUN, *over_hosts(hosts)]) as run:
-            trainer = _Trainer(run)
-            trainer.await_on(run.names)
-            for _ in range(testbed.trials):
-                for kind, trial in _round(trainer, options):
-                    found[kind].append(trial)
-                    options.say(f"{kind}: {described(trial)}")
-    except ElasticRLError as e:  # what was measured before counts
-        why = why_of(e)
-    for kind in _chosen(options):
-        yield from rows(kind, found[kind]) if found[kind] or not why else trials.unmeasured(
-            kind, KINDS[kind].what, why, goal=KINDS[kind].goal)
+    yield from ROWS.measured(testbed.options, _trials(testbed))
 
 
-def rows(kind: str, found: Sequence[Trial]) -> list[Row]:
-    """Pure."""
-    of = KINDS[kind]
-    return trials.rows(kind, of.what, found, (of.end,), goal=of.goal, stages=of.stages, begin=of.begin)
-
-
-def _chosen(options: Options) -> list[str]:
-    return [kind for kind in KINDS if options.selects(kind, f"{kind}-max")]
+def _trials(testbed: HostsTestbed) -> Iterator[tuple[str, Trial]]:
+    options = testbed.options
+    hosts = _HOSTS if "scale-1-4-1" in ROWS.chosen(options) else _FEWER
+    with testbed.run(hosts, [*SFT_RUN, *over_hosts(hosts)]) as run:
+        trainer = _Trainer(run)
+        trainer.await_on(run.names)
+        for _ in range(testbed.trials):
+            yield from _round(trainer, options)
 
 
 def _round(trainer: _Trainer, options: Options) -> Iterator[tuple[str, Trial]]:
     """One trial of each chosen row; after each the group is on all hosts."""
-    chosen, victim = _chosen(options), trainer.run.names[-1]
+    chosen, victim = ROWS.chosen(options), trainer.run.names[-1]
     if "host-loss-trainer" in chosen:
         yield "host-loss-trainer", trainer.lose(victim).trial()
         trainer.run.hosts.power_on(victim)
