@@ -71,14 +71,17 @@ def drain_engine(cluster: Target, engine: Annotated[str, typer.Argument(
 
 @api_command(engines, "register")
 def register(cluster: Target, server: Annotated[str, typer.Argument(metavar="URL", help=(
-                 "SGLang server that you run on a host of the job, as http://HOST:PORT."))],
+                 "SGLang server that you run on a host of the cluster, as http://HOST:PORT or https://HOST:PORT."))],
              pool: Annotated[str, typer.Option(help="Pool that it joins.",
                                                autocompletion=completion.pools)] = "rollout",
+             via: Annotated[str, typer.Option(metavar="HOST", autocompletion=completion.hosts, help=(
+                 "Host of the cluster that the server is on, whose checkpoint node gives it its weights. Without it: "
+                 "that of the run."))] = "",
              wait: Wait = False, timeout: Timeout = 0.0, dry_run: DryRun = False, output: Output = Format.TABLE
              ) -> None:
     """Have an external SGLang server join a pool, beyond its desired number."""
-    _change(cluster, lambda api: api.register_engine(server, pool, dry_run=dry_run), "elastic-rl engines", wait=wait,
-            timeout_s=timeout, dry_run=dry_run, output=output)
+    _change(cluster, lambda api: api.register_engine(server, pool, via=via, dry_run=dry_run), "elastic-rl engines",
+            wait=wait, timeout_s=timeout, dry_run=dry_run, output=output)
 
 
 @api_command(engines, "deregister")

@@ -142,6 +142,13 @@ def _forward_groups_of_other_modes(c: Config) -> Iterator[str]:
             yield f"{name}.enabled=true with mode={c.mode}: only a job of mode=rl has use for it; leave it out"
 
 
+def _colocated_on_hosts(c: Config) -> Iterator[str]:
+    for key in ("ranks_per_host", "min_data_parallel") if c.colocated else ():
+        if (value := getattr(c.trainer, key)) is not None:
+            yield (f"placement=colocated with trainer.{key}={value}: ranks and engines share the devices of one host, "
+                   "the run's; leave it out, or set placement=disaggregated, with which ranks may be on several hosts")
+
+
 def _colocated_forward_groups(c: Config) -> Iterator[str]:
     for name, group in c.forward_groups.items() if c.colocated else ():
         if group.enabled:
@@ -163,6 +170,13 @@ def _engines_of_pools(c: Config) -> Iterator[str]:
         if engines > c.coordinator.max_engines:
             yield (f"{key}={engines} is more than coordinator.max_engines={c.coordinator.max_engines}, the most that "
                    "a pool may be scaled to: raise the limit, or set fewer engines")
+
+
+def _updates_of_pools(c: Config) -> Iterator[str]:
+    for name, pool in c.pools.items():
+        if pool.engine.get("max_unavailable", "auto") != "auto":
+            yield (f"pools.{name}.engine.max_unavailable bounds nothing: the engines of this pool serve the weights of "
+                   "its folder, and never update; leave it out (engine.max_unavailable is for the policy's pool)")
 
 
 def _autoscaling(c: Config) -> Iterator[str]:
@@ -318,6 +332,7 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.colocated and c.rollout.host_selector,
             "placement=colocated with rollout.host_selector: the engines of the policy are where the trainer is; leave "
             "one of them out"),
+    _colocated_on_hosts,
     Refused(lambda c: c.selects_hosts and not c.cluster,
             "host_selector: only hosts of a cluster with a name have labels; set cluster, or leave it out"),
     # The critic.
@@ -346,6 +361,7 @@ CHECKS: tuple[Check, ...] = (
             "dcs.orphan_grace_s={dcs.orphan_grace_s:g} must be larger than dcs.staging_ttl_s={dcs.staging_ttl_s:g}: a "
             "node would drop chunks of a version that is committed later"),
     _engines_of_pools,
+    _updates_of_pools,
     _autoscaling,
     Refused(lambda c: c.coordinator.ports and len(c.coordinator.ports) != c.coordinator.replicas,
             "coordinator.ports={coordinator.ports} must be as many ports as coordinator.replicas="

@@ -11,7 +11,7 @@ from elastic_rl.config.section import Positive, Seconds, Section
 OWN_OPTIONS = {
     "--model-path": "", "--host": "", "--port": "", "--api-key": "", "--admin-api-key": "", "--weight-version": "",
     "--custom-weight-loader": "", "--ssl-certfile": "", "--ssl-keyfile": "", "--ssl-ca-certs": "",
-    "--dist-init-addr": "",
+    "--dist-init-addr": "", "--load-snapshot-publish-interval": "",
     "--skip-tokenizer-init": "", "--skip-server-warmup": "", "--dtype": "device.dtype", "--device": "device.type",
     "--random-seed": "seed", "--max-total-tokens": "engine.max_total_tokens",
     "--max-running-requests": "engine.max_running_requests"}
@@ -27,6 +27,9 @@ _LOG_LEVELS = ("warning", "error")
 
 
 class EngineConfig(Section):
+    cpus: Annotated[float, Field(gt=0)] = 0.1
+    """CPUs that Ray sets aside for an engine, of those that its host has, beside its GPUs. It places engines by that
+    and limits none: by default GPUs bound how many a host takes, and on a CPU engines share what there is."""
     start_timeout_s: Seconds = 600.0
     """Seconds that the start of an engine may go on without progress before the engine is replaced. A start makes
     progress while its processes use or wait for a CPU, read files, or write to their log. A pool that has fewer engines
@@ -58,7 +61,8 @@ class EngineConfig(Section):
     ``drain_timeout_s``; those that are left then are handed over. For pools that others ask than the job, whose clients
     do not go on from an answer with the finish reason ``abort``."""
     drain_timeout_s: Seconds = 60.0
-    """Seconds for which an engine that leaves may finish its requests in flight before it is stopped."""
+    """Seconds for which an engine that leaves may finish its requests in flight before it gives them back. The end of
+    its host's drain, if it comes first, ends that time."""
     release_timeout_s: Seconds = 180.0
     """Seconds within which an engine with ``placement: colocated`` must release its memory after a phase of the trainer
     begins, and take it after one of the engines begins; a slower one is replaced, unless it is starting. The time
@@ -78,14 +82,15 @@ class EngineConfig(Section):
     is kept: a shorter pause, and tokens whose attention mixes two versions. ``abort``: the engine gives back what it
     has sampled, and the rest is asked for again, of whichever engine the router chooses: none waits for an engine that
     updates slowly. ``drain``: the engine takes no new request and finishes those that it has, for up to
-    ``drain_timeout_s``, before it updates (those that are left then are retracted): a sample is of one version, and
+    ``drain_timeout_s``, before it updates (those that are left then are given back): a sample is of one version, and
     the engine idles until the longest is done. Not for samples of several turns, which would meet engines that take no
     request. With all but ``drain``, every part of a sample carries the version that made it."""
     max_unavailable: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]?%|100%)$")] = "auto"
     """Most engines of the policy's pool that pause at once to apply a version: a number, or a percentage of the pool,
-    rounded down to at least one. The others serve on with the version that they have, and each applies the newest one
-    when its turn comes. For jobs in which samples may be of an older version than the step that trains on them
-    (``train.max_staleness`` above 0): elsewhere engines of older versions have nothing to do. ``auto``: no limit."""
+    rounded down to at least one. The others serve on with the version that they have; each applies what it has staged
+    when its turn comes, and goes on to the newest version then. For jobs in which samples may be of an older version
+    than the step that trains on them (``train.max_staleness`` above 0): elsewhere engines of older versions have
+    nothing to do. ``auto``: no limit."""
     seeded_sampling: Literal["auto", "on", "off"] = "auto"
     """Whether samples are drawn by seeds that follow from the run's ``seed``, the prompt group and the sample, so that
     the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it

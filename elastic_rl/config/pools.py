@@ -56,6 +56,11 @@ class PoolSettings:
     template_date: date | None = None
     """The date of ``data.template_date``, for the chat template of its model."""
 
+    @property
+    def max_unavailable(self) -> int | str | None:
+        """``engine.max_unavailable`` of the pool, with its default; None: no limit, or the engines never update."""
+        return None if self.stream is None or self.engine.max_unavailable == "auto" else self.engine.max_unavailable
+
     def call_timeout_s(self, attempts: int) -> float:
         """Limit of a call of a role that asks the pool, in seconds: more than the role takes for so many attempts."""
         return self.engine.request_timeout_s * (attempts + 1)

@@ -19,8 +19,9 @@ class RoleConfig(Section):
     replicas: Positive = 1
     """Number of replicas. With several, the calls of the actor are shared between them, and the loss of one costs the
     calls that it had."""
-    cpus: Annotated[float, Field(ge=0)] = 0.25
-    """CPUs that Ray sets aside for a replica, by the number of CPUs that it counts."""
+    cpus: Annotated[float, Field(gt=0)] = 0.1
+    """CPUs that Ray sets aside for a replica, of those that its host has. It places replicas by that and limits none:
+    by default they mostly wait. Set what code of your own needs."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs of a replica, for code of your own in it; a share of one GPU may be set. Its engines have their own."""
     memory_bytes: Annotated[int, Field(ge=0)] = 0

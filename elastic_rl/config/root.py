@@ -154,11 +154,6 @@ class Config(Section):
                      *(role.host_selector for role in self.roles.values()))
         return any(selectors)
 
-    @property
-    def max_unavailable(self) -> int | str | None:
-        """``engine.max_unavailable``, with its default; None: no limit."""
-        return None if self.engine.max_unavailable == "auto" else self.engine.max_unavailable
-
     def autoscale_settings(self, pool: str) -> AutoscaleConfig:
         """Autoscaling of a pool as the settings have it; of one that they do not have, it is disabled."""
         if pool == ROLLOUT_POOL:

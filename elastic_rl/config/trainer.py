@@ -26,6 +26,9 @@ class TrainerConfig(Section):
     a step, its loss and its learning rate are the same with any number."""
     ranks_per_host: Positive | None = None
     """Largest number of ranks on one host. None: as many as have room; those of a CPU all have."""
+    cpus_per_rank: Annotated[float, Field(gt=0)] = 0.1
+    """CPUs that Ray sets aside for a rank, of those that its host has, beside its GPU. It places ranks by that and
+    limits none: by default GPUs bound how many a host takes."""
     expert_parallel: Positive = 1
     """Number of ranks that the experts of each layer of a mixture-of-experts model are split over; a divisor of
     ``data_parallel`` times ``context_parallel`` and of the number of experts."""

@@ -160,7 +160,8 @@ class ComputePlane:
         self._report_phase("adopting" if self._adopts else "starting")
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
         self._roles = {name: spec.of(cfg) for name, spec in ROLES.items() if spec.is_wanted(cfg)}
-        self.roles = RoleDeployments(self.ctx, self._roles, self._require, lambda: self._seen_hosts)
+        self.roles = RoleDeployments(self.ctx, self._roles, self._require, lambda: self._seen_hosts,
+                                     run_host=self._host_name)
         self._hosts_until = 0.0 if self._adopts else time.monotonic() + _HOSTS_JOIN_S
         with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
             self.reconcile()

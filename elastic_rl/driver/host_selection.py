@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from elastic_rl.config import HostSelector, selector_text
-from elastic_rl.driver.hosts_of_ray import RayHosts
+from elastic_rl.driver.hosts_of_ray import OFFERED, RayHosts
 
+_GIB = 1 << 30
 _NAMED = 3
 """Hosts that a text names."""
 
@@ -45,6 +47,64 @@ def select(selector: HostSelector, hosts: RayHosts) -> Selection:
         return Selection(among=among, waits_for=f"hosts with {wanted} are cordoned, drained or lost: {_some(matching)}")
     return Selection(among=among, waits_for=f"hosts with {wanted} have not joined the run yet: "
                      f"{_some(matching - hosts.closed)}")
+
+
+def beyond_every_host(request: Mapping[str, float], hosts: RayHosts, among: Collection[str] | None = None) -> str:
+    """Why what asks for so much of Ray's resources is never placed as the hosts are, however little runs there; empty
+    where a host offers as much, and where nothing is known of any. ``among``: names of the hosts on one of which it is
+    to be; None: on any."""
+    offers = {name: hosts.nodes[name].offers for name in (hosts.open & hosts.nodes.keys() if among is None else
+                                                          hosts.nodes.keys() & set(among)) if hosts.nodes[name].offers}
+    wanted = {name: amount for name, amount in request.items() if name in OFFERED}
+    if not offers or any(all(offer.get(name, 0.0) >= amount for name, amount in wanted.items())
+                         for offer in offers.values()):
+        return ""
+    best = sorted(offers, key=lambda host: ([-offers[host].get(name, 0.0) for name in wanted], host))
+    has = "; ".join(f"{host} has {_amounts({name: offers[host].get(name, 0.0) for name in wanted})}"
+                    for host in best[:_NAMED])
+    return f"no host offers {_amounts(wanted)}: {has}; ask for less, or add a machine that has as much"
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount / _GIB:.1f} GiB" if name == "memory" else f"{name} {amount:g}"
+                     for name, amount in amounts.items())
+
+
+@dataclass(frozen=True)
+class ExternalPlace:
+    """What becomes of an external engine, whose server stays on its host; it is served where both texts are empty."""
+
+    waits_for: str = ""
+    """Why it is not begun now; one that is served goes on."""
+    ends: str = ""
+    """Why its registration ends; one that is served is drained before."""
+    is_lost: bool = False
+    """Whether its host has ended, so that nothing there can be asked to leave."""
+
+
+def place_external(url: str, host: str, run_host: str, hosts: RayHosts) -> ExternalPlace:
+    """Whether the server at ``url`` on a host can be served from there. ``run_host``: name of the host of the driver
+    and the routers."""
+    if host in hosts.lost:
+        return ExternalPlace(ends=f"its host {host} is lost, or has left the cluster", is_lost=True)
+    if host in hosts.drains:
+        return ExternalPlace(ends=f"its host {host} is drained")
+    if host != run_host and urlsplit(url).scheme != "https":
+        return ExternalPlace(ends=f"{url} is on {host} and the routers are on {run_host}: requests, and the job's key, "
+                                  "would cross the network in the clear; start the server with a certificate of the "
+                                  "cluster and register it as https://")
+    if host in hosts.closed:
+        return ExternalPlace(waits_for=f"its host {host} is cordoned, or not ready")
+    if host == run_host:
+        return ExternalPlace()
+    if host not in hosts.open or host not in hosts.nodes:
+        return ExternalPlace(waits_for=f"its host {host} has not joined the run")
+    # The runner asks there whether the server is its own host's, and the router sends requests from elsewhere: only
+    # the address of the host in the cluster means the same server to both, which a name or that of a bridge may not.
+    if (address := hosts.nodes[host].address) != urlsplit(url).hostname:
+        return ExternalPlace(ends=f"{url} has not the address of {host} in the cluster: register the server with "
+                                  f"{address}")
+    return ExternalPlace()
 
 
 def _some(names: Collection[str]) -> str:

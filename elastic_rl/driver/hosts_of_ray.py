@@ -21,6 +21,8 @@ _LOOK_EVERY_S = 5.0
 _FEW = 0.05
 """Share of the ready hosts that nobody waits for: in a large cluster there is always one that cannot join."""
 
+OFFERED = ("CPU", "GPU", "memory")
+"""Ray's resources that a part may ask for by a setting; memory in bytes."""
 _GONE = (HostPhase.LOST, HostPhase.LEFT)
 
 
@@ -32,6 +34,8 @@ class HostNode:
     address: str
     gpus: int = 0
     """Number of GPUs that Ray has given to nobody."""
+    offers: Mapping[str, float] = field(default_factory=dict)
+    """All that it has of the resources ``OFFERED``, whoever uses it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ class HostsOfRay:
 def _nodes_of_ray(free: Mapping[str, Mapping[str, float]]) -> list[tuple[str, HostNode]]:
     """``free``: resources that Ray has given to nobody, by the node's id."""
     return [(node["NodeName"], HostNode(node["NodeID"], node["NodeManagerAddress"],
-                                        int(free.get(node["NodeID"], {}).get("GPU", 0))))
+                                        int(free.get(node["NodeID"], {}).get("GPU", 0)),
+                                        {name: amount for name, amount in node.get("Resources", {}).items()
+                                         if name in OFFERED}))
             for node in ray.nodes() if node["Alive"]]
 
 

@@ -121,6 +121,11 @@ def among_hosts(names: Collection[str]) -> str:
     return f"in({','.join(sorted(map(label_of, names)))})"
 
 
+def hosts_of(condition: str) -> frozenset[str]:
+    """The labels of the hosts that a condition of ``among_hosts`` names; of no condition, none."""
+    return frozenset(filter(None, condition.removeprefix("in(").removesuffix(")").split(",")))
+
+
 def driver_writer(ctx: RunContext, etcd: EtcdClient) -> FencedWriter:
     """The writer of the driver with this context: its token is the epoch and the generation."""
     return FencedWriter.of_driver(etcd, ctx.keys, ctx.epoch, ctx.generation)

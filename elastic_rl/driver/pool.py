@@ -13,7 +13,7 @@ from typing import Any
 from elastic_rl.config import ROLLOUT_POOL, selector_text
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ENGINE, ExternalEngines
-from elastic_rl.driver.host_selection import Selection, select
+from elastic_rl.driver.host_selection import Selection, beyond_every_host, select
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.late_engines import LateEngines
 from elastic_rl.driver.left_files import LeftFiles
@@ -61,6 +61,8 @@ class _Slot:
     ready_at: float | None = None
     """Monotonic seconds at which the driver first saw it ready."""
     draining: bool = False
+    hurried: bool = False
+    """Whether it was told that its host ends in a moment."""
     has_record: bool = False
     is_ending: bool = False
     killed_because: str = ""
@@ -92,7 +94,7 @@ class EnginePool:
         self._status: PoolStatus | None = None
         self._last_desired = self._settings.engines
         self._external = ExternalEngines(ctx, etcd, name, unroute=unroute, body=body)
-        self._selector, self._selection = dict(self._settings.host_selector), Selection()
+        self._selector, self._selection, self._hosts = dict(self._settings.host_selector), Selection(), RayHosts()
         # Other hosts have neither the GPUs that are shared nor, unless it is said which do, the folder that is served.
         self.may_spread = bool(self._selector) or (self._settings.stream is not None and not self._settings.colocated)
         """Whether its engines may be on any host of the cluster."""
@@ -150,7 +152,7 @@ class EnginePool:
         for engine_id, slot in self._slots.items():
             self._follow(engine_id, slot, records.get(engine_id))
         self._end_late(records)
-        self._selection = select(self._selector, hosts) if self.may_spread else Selection()
+        self._hosts, self._selection = hosts, select(self._selector, hosts) if self.may_spread else Selection()
         self._replace_pending(yields)
         running = [self._as_running(i, records.get(i), hosts) for i in self._slots]
         pending = [self._slots[r.id].placed for r in running if not r.placed]
@@ -161,7 +163,8 @@ class EnginePool:
         self._start(todo.start)
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
-        external = self._external.reconcile(restarts, records)
+        self._hurry(hosts)
+        external = self._external.reconcile(restarts, records, hosts)
         self._left_files.remove()
         self._write_status(running, pending, external)
         return records.values()
@@ -179,7 +182,7 @@ class EnginePool:
     @property
     def nodes(self) -> set[str]:
         """Ray's ids of the nodes on which the pool has something."""
-        return {slot.placed.node for slot in self._slots.values()}
+        return {placed.node for placed in (*(s.placed for s in self._slots.values()), *self._external.placed)}
 
     @property
     def waiting(self) -> str:
@@ -212,7 +215,7 @@ class EnginePool:
                         return
                 placed = self._placer.place(
                     self._kind, f"{engine_id}/{shared}" if shared else engine_id, self._body, self.ctx, engine_id,
-                    self.name, *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus,
+                    self.name, *(("", shared) if shared else ()), cpus=self._cfg.cpus, gpus=0 if shared else gpus,
                     any_host=self.may_spread, avoid=self._selection.avoid, among=self._selection.among or ())
             except (Fenced, EtcdUnavailable):
                 raise
@@ -262,6 +265,13 @@ class EnginePool:
         slot.draining = True
         slot.placed.ask("drain")
         slot.placed.kill_after(self._cfg.drain_timeout_s + _END_GRACE_S)
+
+    def _hurry(self, hosts: RayHosts) -> None:
+        """Has engines that leave hand their requests over now where the time of their host's drain is over."""
+        for slot in self._slots.values():
+            if slot.draining and not slot.hurried and hosts.leaving.get(slot.placed.node) in hosts.overdue:
+                slot.placed.ask("hurry")
+                slot.hurried = True
 
     def _kill(self, engine_id: str, slot: _Slot, reason: str) -> None:
         """Ends an engine without asking it, since it may hang. Its server dies with it, and the router sends its
@@ -368,9 +378,13 @@ class EnginePool:
             found.append(self._selection.waits_for)
         elif pending:
             where = f"on hosts with {selector_text(self._selector)}" if self._selector else "in the cluster"
-            found.append(f"no room {where} for engines of {room_needed(pending[:1])}: add a machine or scale in")
+            among = self._selection.among if self.may_spread else {self._external.run_host}
+            found.append(beyond_every_host(pending[0].bundle, self._hosts, among) or f"no room {where} for engines of "
+                         f"{room_needed(pending[:1])}: add a machine or scale in")
         if self._no_gpus and len(self._slots) < self._last_desired:
             found.append(self._no_gpus)
         if whole < self._last_desired and (failures := self._budget.failures(time.monotonic())):
             found.append(f"{failures} starts failed, the last: {self._start_error}")
+        if self._external.waiting:
+            found.append(self._external.waiting)
         return "; ".join(found)

@@ -15,10 +15,12 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client  # Serve has no public name for where replicas are
 from ray.serve.schema import ApplicationStatus
 
-from elastic_rl.driver.host_selection import Selection, select
+from elastic_rl.config import RoleConfig
+from elastic_rl.driver.host_selection import Selection, beyond_every_host, select
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.placement import among_hosts
 from elastic_rl.driver.plan import StartBudget
@@ -37,6 +39,8 @@ _INTERVAL_S = 1.0
 _QUIET_INTERVAL_S = 10.0
 """Interval between looks at Serve while every role runs: Serve's answer has all of its state, and is not cheap."""
 _JOIN_TIMEOUT_S = 5.0
+_END_S = 5.0
+"""Time for a replica without calls to finish to end."""
 
 
 class RoleDeployments:
@@ -44,9 +48,10 @@ class RoleDeployments:
     backoff and without end."""
 
     def __init__(self, ctx: RunContext, specs: Mapping[str, RoleSpec], require: Callable[[], None] = lambda: None,
-                 hosts: Callable[[], RayHosts] = RayHosts) -> None:
+                 hosts: Callable[[], RayHosts] = RayHosts, *, run_host: str = "") -> None:
         """``require``: called before roles are deployed; raises Fenced once a newer driver has begun. ``hosts``: those
-        of the cluster as they were read last."""
+        of the cluster as they were read last. ``run_host``: name of the driver's."""
+        self._run_host = run_host
         self._ctx, self._specs, self._require, self._hosts = ctx, specs, require, hosts
         self._spread = frozenset(name for name, spec in specs.items() if spec.settings.host_selector)
         """Roles that are not on the host of the run."""
@@ -90,7 +95,20 @@ class RoleDeployments:
         """Ends the roles."""
         self.leave()
         if ray.is_initialized():
+            self._end_calls()
             serve.shutdown()
+
+    def _end_calls(self) -> None:
+        """Kills the replicas that finish their calls: nobody waits for those, and Serve would. It is told first that it
+        ends, since it would start others in their place."""
+        client = _get_global_client(raise_if_no_controller_running=False)
+        if client is None:
+            return
+        with contextlib.suppress(RayError):  # then it has ended, or ends them with its own limit
+            ray.get(client._controller.graceful_shutdown.remote(False), timeout=_JOIN_TIMEOUT_S)
+        for name, spec in self._specs.items():
+            if spec.finishes_calls:
+                kill_replicas(name)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -113,6 +131,9 @@ class RoleDeployments:
         waiting = {name: str(role.status.value) if role.status else "it is to be deployed"
                    for name, role in roles.items() if role.status is not ApplicationStatus.RUNNING
                    and name not in faults}
+        for name in waiting:
+            among = selections[name].among if name in selections else {self._run_host}
+            waiting[name] = beyond_every_host(_request(self._specs[name].settings), hosts, among) or waiting[name]
         waiting |= {name: selection.waits_for for name, selection in selections.items() if selection.waits_for
                     and roles[name].status is not ApplicationStatus.RUNNING}
         with self._lock:
@@ -156,11 +177,22 @@ class RoleDeployments:
         return serve.deployment(class_of(spec.cls)).options(
             name=spec.name, num_replicas=settings.replicas, max_ongoing_requests=spec.max_ongoing_requests,
             health_check_period_s=1.0, health_check_timeout_s=10.0,
-            graceful_shutdown_timeout_s=5.0, ray_actor_options=options).bind(self._ctx)
+            graceful_shutdown_timeout_s=self._finish_s(spec), ray_actor_options=options).bind(self._ctx)
+
+    def _finish_s(self, spec: RoleSpec) -> float:
+        """Seconds for which a replica that moves finishes the calls that it has, while others get those that come. One
+        that is cut then is called again by the actor."""
+        return self._ctx.config.engine.request_timeout_s if spec.finishes_calls else _END_S
 
     def _set(self, faults: dict[str, str], waiting: dict[str, str]) -> None:
         with self._lock:
             self._faults, self._waiting = faults, waiting
+
+
+def _request(settings: RoleConfig) -> dict[str, float]:
+    """What a replica asks for of Ray's resources."""
+    asked = {"CPU": settings.cpus, "GPU": settings.gpus, "memory": float(settings.memory_bytes)}
+    return {name: amount for name, amount in asked.items() if amount}
 
 
 def kill_replicas(name: str) -> None:

@@ -140,7 +140,8 @@ class SharedGpus:
             return ""
         if self._holder is None:
             return "the next try to hold the shared GPUs"
-        return f"no room in the cluster: {self._holder.room}; add a machine"
+        return (f"no room on the host of the run for {self._holder.room}, which trainer and engines share: submit it "
+                "on a host with as many, set fewer ranks, or placement=disaggregated")
 
     def close(self) -> None:
         if self._holder is not None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.driver import formation
+from elastic_rl.driver.host_selection import beyond_every_host
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.left_files import LeftFiles
 from elastic_rl.driver.placement import (
@@ -115,6 +116,8 @@ class TrainerGroup:
         self.changed_at = float("-inf")
         """When something was placed or removed last, in monotonic seconds."""
         self._others_changed_at = float("-inf")
+        self._hosts = RayHosts()
+        """The hosts as the last pass had them."""
         self._times_unfit: Counter[str] = Counter()
         self._blamed: tuple[str, int] = ("", 0)
         """The host on which the last failures began, and how many there were in a row."""
@@ -155,7 +158,9 @@ class TrainerGroup:
             return self._unreadable
         match self.state:
             case GroupState.PLACING if without := [a for a in self._placed.values() if a.lacks_room()]:
-                return f"no room in the cluster: {room_needed(without)}; add a machine or scale in"
+                return beyond_every_host(without[0].bundle, self._hosts, {host for host, a in self._placed.items()
+                                                                          if a is without[0]}) or (
+                    f"no room in the cluster: {room_needed(without)}; add a machine or scale in")
             case GroupState.STOPPING:
                 return f"its agent is being stopped{f': {self._change}' if self._change else ''}"
             case GroupState.ENDED if self._shared is not None and self._shared.waiting:
@@ -211,7 +216,7 @@ class TrainerGroup:
         group without all its replicas is formed later, since hosts are joining. ``changed_at``: newest of all groups.
         Raises Fenced when the agent has ended because the epoch is over (nothing failed then), and EtcdUnavailable."""
         self._report()
-        self._others_changed_at = changed_at
+        self._others_changed_at, self._hosts = changed_at, hosts
         if self._unreadable:
             self.take_over()
             if self._unreadable:
@@ -439,7 +444,7 @@ class TrainerGroup:
             options: dict[str, Any] = {} if host == own else {"among": (host,)}
             self._placed[host] = self._placer.place(
                 self._kind, f"{self._number}/{host}", self._body, ctx, ranks, len(plan.ranks), model,
-                *((shared,) if shared else ()), cpus=float(ranks),
+                *((shared,) if shared else ()), cpus=cfg.trainer.cpus_per_rank * ranks,
                 gpus=ranks if self._on_gpus and not shared else 0, **options)
 
     def _why_not(self, hosts: RayHosts, holds: bool) -> str:

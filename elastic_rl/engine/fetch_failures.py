@@ -39,6 +39,10 @@ released."""
 _MAX_PEERS = 32
 """Engines that are asked about: the next ones in the order of the random ids. A pool of 10,000 in which all fail must
 not read itself 10,000 times."""
+_MAX_PAGES = 16
+"""Pages that are read to find them, at most: one for each further pool that is skipped."""
+_LAST = "\x7f"
+"""Comes after each character that a key of an engine has."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,33 @@ def read_evidence(etcd: EtcdClient, keys: Keys, own: Engine) -> FetchEvidence:
 
 def others_serve(etcd: EtcdClient, keys: Keys, pool: str, engine_id: str) -> bool:
     """Whether one of some other engines of the pool serves. Raises EtcdUnavailable."""
-    return any(e.pool == pool and e.id != engine_id and e.state is EngineState.READY
-               for e in _some_of_pool(etcd, keys, pool, engine_id))
+    return any(e.id != engine_id and e.state is EngineState.READY for e in _some_of_pool(etcd, keys, pool, engine_id))
 
 
 def _some_of_pool(etcd: EtcdClient, keys: Keys, pool: str, engine_id: str) -> list[Engine]:
-    prefix, key = keys.engines_of_pool(pool), keys.engine(engine_id)
-    found = etcd.page(prefix, after=key, limit=_MAX_PEERS).kvs
-    if len(found) < _MAX_PEERS:
-        found = [*found, *etcd.page(prefix, before=key, limit=_MAX_PEERS - len(found)).kvs]
-    return [engine for engine, _ in readable(found, Engine)]
+    """Up to ``_MAX_PEERS`` engines of the pool: those after this one, and then the first ones."""
+    key = keys.engine(engine_id)
+    found = _of_pool(etcd, keys, pool, _MAX_PEERS, after=key)
+    return [*found, *_of_pool(etcd, keys, pool, _MAX_PEERS - len(found), before=key)]
+
+
+def _of_pool(etcd: EtcdClient, keys: Keys, pool: str, most: int, *, after: str = "", before: str = "") -> list[Engine]:
+    """The first engines of the pool between two keys. Those of pools whose names begin with its name and a hyphen are
+    under the same prefix, and may be many: once one is met, all of its pool are skipped."""
+    prefix, found = keys.engines_of_pool(pool), list[Engine]()
+    for _ in range(_MAX_PAGES):
+        if (limit := most - len(found)) <= 0:
+            break
+        kvs = etcd.page(prefix, limit=limit, after=after, before=before).kvs
+        for engine, kv in readable(kvs, Engine):
+            other = keys.engines_of_pool(engine.pool)
+            if engine.pool == pool:
+                found.append(engine)
+            elif other.startswith(prefix) and kv.key.startswith(other):
+                after = other + _LAST
+                break
+        else:
+            if len(kvs) < limit:
+                break
+            after = kvs[-1].key
+    return found

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
-from elastic_rl.dcs.fetch.puller import HeadWatch, Pulled, Puller
-from elastic_rl.engine.departure import Departure, LeaveStep
+from elastic_rl.dcs.fetch.puller import Pulled, Puller
+from elastic_rl.engine.departure import Departure, LeaveStep, Quiet
 from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, others_serve, read_evidence
 from elastic_rl.engine.host_model import HostModel
 from elastic_rl.engine.lifecycle import EngineLifecycle
@@ -99,7 +99,7 @@ class EngineRunner:
         self._ctx, self._id, self._pool = ctx, engine_id, ctx.pool(pool)
         self._cfg, self._router_url = self._pool.engine, ctx.router_urls.get(pool, "")
         self._lifecycle = EngineLifecycle()
-        self._drain = threading.Event()
+        self._drain, self._hurry = threading.Event(), threading.Event()
         self._stop = threading.Event()
         self._etcd = ctx.connect()
         self._member = Membership(self._etcd, ctx.keys, event_kinds.ENGINE, engine_id,
@@ -112,7 +112,7 @@ class EngineRunner:
         self._holds_device = False
         self._fetch_failures = FetchFailures(self._cfg.fetch_timeout_s, min_failures=_FAILURES_TO_REPORT)
         self._retry = RetryBackoff(*_RETRY_S)
-        limit = ctx.config.max_unavailable
+        limit = self._pool.max_unavailable
         self._turn = UpdateTurn(PoolSlots(
             self._etcd, ctx.keys, pool, limit, holder=f"{engine_id}/{self._member.incarnation}",
             lease=lambda: self._member.lease)) if limit is not None else None
@@ -128,8 +128,8 @@ class EngineRunner:
         self._access, paths = engine_access(ctx.config), JobPaths.of(ctx.config)
         self._model = HostModel(ctx, self._pool)
         self._server: EngineServer = ExternalServer(
-            external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None,
-            key=self._access.key
+            external_url, str(self._model.folder), cfg=self._cfg, updates=self._pool.stream is not None,
+            access=self._access
         ) if external_url else SGLangServer(
             str(self._model.folder), cfg=self._cfg, has_weights=self._model.has_weights, device=ctx.config.device,
             host=ctx.host, log=paths.log(f"engine-{engine_id}"), deterministic=ctx.config.deterministic,
@@ -150,6 +150,10 @@ class EngineRunner:
         deleted."""
         self._drain.set()
 
+    def hurry(self) -> None:
+        """Has an engine that leaves give its requests back now: its host ends in a moment."""
+        self._hurry.set()
+
     def stop(self) -> None:
         """Makes ``run`` end at once, with or without requests in flight."""
         self._stop.set()
@@ -161,8 +165,7 @@ class EngineRunner:
             self._write_soon()
             self._member.start()
             self._before_launch()
-            if not self._external:
-                self._await_model()
+            self._await_model()
             self._server.start(wait_while=lambda: not self._leaving)
             self._lifecycle = self._lifecycle.up()
             self._monitor.start()
@@ -173,7 +176,7 @@ class EngineRunner:
                 self._follow(self._pool.stream)
             self._leave()
         except EngineFailed as e:
-            self._fail(e.message)
+            self._fail(str(e))
         except Fenced as e:  # the record, and perhaps this external server, belong to a newer epoch
             log.warning("engine %s ends: %s", self._id, e)
             self._unroute()
@@ -263,12 +266,12 @@ class EngineRunner:
                         if (newer := heads.get(_TICK_S)) is not None:
                             target = newer
                             self._retry.try_now()
-                    elif (left := self._sync(puller, target, heads)) is target:
+                    elif self._sync(puller, target):
+                        target = None
+                        self._retry.reset()
+                    else:
                         self._retry.failed(time.monotonic())
                         target = puller.head(stream)  # the version that failed may have been released meanwhile
-                    else:
-                        target = left
-                        self._retry.reset()
                 except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine serves on
                     log.warning("engine %s: %s", self._id, e)
                     self._stop.wait(_TICK_S)  # etcd may refuse at once, without using up a retry budget
@@ -285,17 +288,17 @@ class EngineRunner:
         suspected = self._monitor.health.state is not Health.HEALTHY
         return "waiting for an answer of the server" if suspected else "follow"
 
-    def _sync(self, puller: Puller, target: Version, heads: HeadWatch) -> Version | None:
-        """Brings the engine to the version. Returns what is still to be applied: None; the version when it could not be
-        fetched, and the engine is unchanged; or a newer one that came while others updated."""
+    def _sync(self, puller: Puller, target: Version) -> bool:
+        """Brings the engine to the version, unless it has a newer one or is to leave. False when the version could not
+        be fetched, and the engine is unchanged."""
         if not self._lifecycle.accepts(target.number):
-            return None
+            return True
         try:
-            return self._update(puller, target, heads)
+            return self._update(puller, target)
         finally:
             self._end_turn()
 
-    def _update(self, puller: Puller, target: Version, heads: HeadWatch) -> Version | None:
+    def _update(self, puller: Puller, target: Version) -> bool:
         """See ``_sync``."""
         began = time.monotonic()
         try:
@@ -305,16 +308,18 @@ class EngineRunner:
                     update, pulled = held.enter_context(self._staged(puller, target))
                 if self._turn is not None and self._lifecycle.state is EngineState.READY:
                     waits_since = time.monotonic()
-                    if (newer := self._await_turn(self._turn, heads)) is not None or self._leaving:
-                        return newer
+                    if not self._await_turn(self._turn):
+                        return True
                     began += time.monotonic() - waits_since
                     if "reference" in update.request:  # the node may have ended during the wait
                         pulled.confirm()
                 if self._cfg.pause_mode == "drain" and self._lifecycle.state is EngineState.READY:
                     self._pause_requests()
+                    if self._leaving:
+                        return True
                 begun = self._lifecycle.begin(target.number)
                 if not self._write(begun):  # before the first byte changes
-                    return None             # the engine is to leave the pool
+                    return True             # the engine is to leave the pool
                 self._lifecycle = begun
                 self._member.progress(self._lifecycle.version, "apply")
                 paused_at = time.monotonic()
@@ -324,7 +329,7 @@ class EngineRunner:
                 self._checksum = " ".join(update.checksums)
         except FETCH_ERRORS as e:
             self._on_fetch_failed(target, e)
-            return target
+            return False
         self._pull_apply_s = time.monotonic() - began
         if self._fetch_failures.count >= _FAILURES_TO_REPORT:
             self._record.emit(event_kinds.ENGINE_FETCH_RECOVERED, f"engine {self._id} has version {target.number} now",
@@ -334,11 +339,11 @@ class EngineRunner:
         self._before_routing()
         if not self._join_router():
             self._write()
-        return None
+        return True
 
-    def _await_turn(self, turn: UpdateTurn, heads: HeadWatch) -> Version | None:
-        """Returns None when the engine may pause, or is to leave, and a newer version as soon as there is one. Without
-        etcd it waits on, so that what is staged is kept. Raises EngineFailed and Fenced."""
+    def _await_turn(self, turn: UpdateTurn) -> bool:
+        """Returns when the engine may pause, and with false when it is to leave. What is staged is kept meanwhile, also
+        when newer versions come and while etcd is away. Raises EngineFailed and Fenced."""
         begun, retry = False, RetryBackoff(*_TURN_RETRY_S)
         self._awaits_turn = True
         try:
@@ -349,10 +354,9 @@ class EngineRunner:
                         turn.begin()
                         begun = True
                     if turn.take(time.monotonic()):
-                        break
-                    if (newer := heads.get(_TURN_S)) is not None:
-                        return newer
+                        return True
                     retry.reset()
+                    self._stop.wait(_TURN_S)
                 except EtcdUnavailable as e:
                     log.warning("engine %s has a version staged, and waits for etcd to take its turn to update: %s",
                                 self._id, e)
@@ -360,7 +364,7 @@ class EngineRunner:
                     self._stop.wait(retry.left_s(time.monotonic()))
         finally:
             self._awaits_turn = False
-        return None
+        return False
 
     @property
     def _is_away(self) -> bool:
@@ -473,10 +477,13 @@ class EngineRunner:
         """Takes the engine out of the router for good, and ends the requests that it has: other engines go on with
         them, or they are finished here within a limit (``departure``), also while etcd is away or the server does not
         answer. Returns how many were handed over. Raises EngineFailed for a server that has ended, and Fenced."""
+        departure = Departure(time.monotonic(), self._cfg.drain_timeout_s, may_abort=not self._external)
+        if self._hurry.is_set():
+            departure.hurry(time.monotonic())
         self._lifecycle = self._lifecycle.drain()
         self._write_soon()
-        self._unroute()
-        departure = Departure(time.monotonic(), self._cfg.drain_timeout_s, may_abort=not self._external)
+        # A router that does not answer must not take the time in which the requests are handed over.
+        self._unroute(min(_ROUTER_TIMEOUT_S, max(_ROUTE_TRY_S, departure.left_s(time.monotonic()) / 2)))
         look_at, others, in_flight = 0.0, False, 1
         while not self._stop.is_set():
             self._member.progress(self._lifecycle.newest, "waiting for the last request")
@@ -487,11 +494,14 @@ class EngineRunner:
                 self._require_server(e)
                 is_known, in_flight = False, max(1, in_flight)  # there may be some
             now, handed_over = time.monotonic(), departure.handed_over
-            if (in_flight or self._unwritten) and now >= look_at:
+            if self._hurry.is_set():
+                departure.hurry(now)
+            if (in_flight or self._unwritten) and now >= look_at and departure.left_s(now):
                 look_at = now + _LOOK_FOR_OTHERS_S
                 if self._unwritten:  # the driver adds an engine to the router that its record calls ready
                     self._write_soon()
                 others = self._hands_over and self._others_serve()
+                now = time.monotonic()  # without etcd a look takes long
             step = departure.step(now, in_flight, can_hand_over=others and is_known)
             if step is LeaveStep.ABORT:
                 try:
@@ -535,15 +545,21 @@ class EngineRunner:
         self._lifecycle = self._lifecycle.unrouted()
         self._write()
         self._unroute()
-        if not self._await_idle(self._cfg.drain_timeout_s, self._stop.is_set):
-            log.warning("engine %s updates with requests in flight, which go on afterwards: they took longer than "
+        if not self._await_idle(self._cfg.drain_timeout_s, lambda: self._leaving, settles=True):
+            log.warning("engine %s updates with requests in flight, and gives them back: they took longer than "
                         "engine.drain_timeout_s=%g", self._id, self._cfg.drain_timeout_s)
 
-    def _await_idle(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
-        """Whether the requests in flight ended within this time, or the wait for them is over. Raises EngineFailed."""
+    def _await_idle(self, limit_s: float, is_over: Callable[[], bool], *, settles: bool = False) -> bool:
+        """Whether the requests in flight ended within this time, or the wait for them is over. ``settles``: the router
+        may have sent one just before it forgot the engine. Raises EngineFailed."""
+        quiet = Quiet()
+
         def is_idle() -> bool:
             self._member.progress(self._lifecycle.newest, "waiting for the last request")
-            return is_over() or self._server.in_flight() == 0
+            if is_over():
+                return True
+            in_flight = self._server.in_flight()
+            return quiet.observe(time.monotonic(), in_flight) if settles else not in_flight
 
         try:
             wait_until(is_idle, timeout_s=limit_s, what="the last request of the engine", poll_s=0.1)
@@ -583,12 +599,12 @@ class EngineRunner:
         self._monitor.close()  # what answers no probe from here on is not frozen
         self._holds_device &= not self._server.stop()
 
-    def _unroute(self) -> None:
+    def _unroute(self, timeout_s: float = _ROUTER_TIMEOUT_S) -> None:
         """Removes the server from the router, unless another runner has taken the same external server over."""
         if not self._router_url or (self._external and self._record.superseded()):
             return
         try:
-            RouterClient(self._router_url, access=self._access).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
+            RouterClient(self._router_url, access=self._access).remove(self._server.url, timeout_s=timeout_s)
         except (RouterUnavailable, DeadlineExceeded) as e:  # a router that is down routes nothing
             log.warning("engine %s could not be removed from the router: %s", self._id, e)
 

@@ -3,7 +3,9 @@ before it pauses, and frees it afterwards.
 
 Nobody lists the slots or the engines: an engine that finds a slot taken tries another one, at random, a little later.
 So a version costs each engine a few reads, however large its pool is, and no process has to be there to hand out turns.
-An engine that ends loses its slot with its lease. Who waits applies, when its turn comes, the newest version there is.
+An engine that ends loses its slot with its lease. Who waits keeps the version that it has staged, applies it when its
+turn comes, and goes on to the newest one then: an engine that staged anew for each version that comes meanwhile would
+never apply one where versions come faster than turns.
 
 A slot bounds how much of the pool is away; what an engine may serve does not depend on it. Where etcd has lost a lease
 for a while one engine more may pause.
@@ -42,7 +44,8 @@ class Slots(Protocol):
         """Number of them."""
 
     def claim(self, slot: int) -> bool:
-        """Whether the engine has the slot now: it was free, or the engine's already. Of what this raises, it may be."""
+        """Whether the engine has the slot now: it was free, or the engine's already. Where this raises an error,
+        the engine may have it."""
 
     def free(self, slot: int) -> None:
         """Frees it, if it is the engine's."""
@@ -80,10 +83,11 @@ class UpdateTurn:
         return self._is_sure
 
     def release(self) -> None:
-        """Others may pause. Of what this raises the slot may still be taken: call it again."""
+        """Others may pause. Where this raises an error the slot may still be taken: call it again."""
+        self._is_sure = False  # first: where ``free`` raises an error the slot may be another engine's by now
         if self._slot is not None:
             self._slots.free(self._slot)
-            self._slot, self._is_sure = None, False
+            self._slot = None
 
 
 class PoolSlots:

@@ -302,8 +302,13 @@ class ExternalEngine(Record):
     """Id that the engine has in the pool."""
     pool: str
     url: str
+    host: str = ""
+    """Name of the host of the cluster that the server is on, whose checkpoint node its engine reads; empty until a
+    driver has seen the registration, which it binds to its own host."""
     by: str = ""
     at: float = 0.0
+    waits_for: str = ""
+    """Why it is not served now, as the driver says; empty where it is."""
     ended: str = ""
     """Why it left the pool; empty while it is registered."""
     ended_at: float = 0.0

@@ -771,19 +771,15 @@ class Cluster:
             if why := etcd_member.advice(etcd.members()):
                 self._say(f"warning: {why}")
 
-    def keep_member(self) -> None:
-        """Has etcd know this host's member of it as it is, and this host know the members of etcd: they come and go
-        with hosts. Nothing while another command starts or stops the cluster. Raises ConfigError, EtcdUnavailable and
-        OSError."""
-        info = self._info()
-        if info is None or self.cfg.etcd.endpoints:
-            return
+    def keep_member(self, etcd: EtcdClient) -> None:
+        """Has the cluster's own etcd know this host's member of it as it is, and this host know the members of etcd:
+        they come and go with hosts. Nothing while another command starts or stops the cluster. Raises ConfigError,
+        EtcdUnavailable and OSError."""
         own = EtcdMember.of(self.paths) if self._has_member else None  # before the members, which may be others then
-        with self.etcd(info, retry_budget_s=_READ_BUDGET_S) as etcd:
-            members = etcd.members()
-            is_member = own is None or etcd_member.keep(
-                etcd, own, own.peer_url(self.host), members, votes=self.etcd_healthy(own.endpoint) and
-                etcd_member.may_vote(own, time.time(), self.cfg.etcd.follow_members_s))
+        members = etcd.members()
+        is_member = own is None or etcd_member.keep(
+            etcd, own, own.peer_url(self.host), members, votes=self.etcd_healthy(own.endpoint) and
+            etcd_member.may_vote(own, time.time(), self.cfg.etcd.follow_members_s))
         endpoints = etcd_member.endpoints_of(members)
         with contextlib.suppress(DeadlineExceeded), self._locked(0.0):
             if (info := self._info()) is None:

@@ -22,6 +22,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
 from elastic_rl.host import etcd_server, model_folder
 from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.machine_resources import usable_cpus
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.addresses import require_port_free
 
@@ -105,7 +106,7 @@ def _devices(cfg: Config) -> Iterable[Finding]:
         yield Finding("devices", Verdict.WARNING, "nvidia-smi is installed but torch sees no CUDA device",
                       "run `nvidia-smi`; if it lists a GPU, remove .venv and run `bash ops/setup.sh`")
     else:
-        yield Finding("devices", Verdict.OK, f"CPU, {len(os.sched_getaffinity(0))} cores")
+        yield Finding("devices", Verdict.OK, f"CPU, {usable_cpus()} cores")
 
 
 def _memory(cfg: Config) -> Iterable[Finding]:

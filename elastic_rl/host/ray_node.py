@@ -23,6 +23,7 @@ from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.compute_services import ComputeService
 from elastic_rl.host.job_secrets import engine_tls, ray_token_file
+from elastic_rl.host.machine_resources import usable_cpus, usable_memory_bytes
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net.addresses import free_port
@@ -36,9 +37,6 @@ HOST_LABEL = "host"
 _MAX_LABEL = 63
 _UNBOUNDED = 1_000_000
 """Of ``RUN_HOST``: more than there are parts of a run."""
-_LOGICAL_CPUS = 256
-"""Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine can run
-them."""
 _OBJECT_STORE_BYTES = 80 << 20
 _PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port")
 """Ports that have a constant default, which all nodes of a machine would want."""
@@ -176,7 +174,8 @@ class RayNode(ComputeService):
                     "--include-dashboard=false", "--no-monitor", "--disable-usage-stats"]
         else:
             offered = json.dumps(dict.fromkeys(self._kind.resources, _UNBOUNDED))
-            role = [f"--address={self.url}", f"--num-cpus={_LOGICAL_CPUS}", f"--resources={offered}",
+            role = [f"--address={self.url}", f"--num-cpus={usable_cpus()}",
+                    f"--memory={max(0, usable_memory_bytes() - _OBJECT_STORE_BYTES)}", f"--resources={offered}",
                     "--min-worker-port=0", "--max-worker-port=0"]
         ports = _HEAD_PORTS if self._kind.head else _PORTS
         name = f"head@{self._host}" if self._kind.head else self._host  # a name that no host can have

@@ -16,6 +16,6 @@ ROLES: dict[str, RoleSpec] = {
         RoleSpec("teacher", "elastic_rl.roles.teacher:TeacherRole",
                  lambda cfg: cfg.uses_engines and cfg.uses_trainer and cfg.algorithm.teacher is not None,
                  max_ongoing_requests=64),
-        RoleSpec("actor", "elastic_rl.roles.actor:ActorRole"),
+        RoleSpec("actor", "elastic_rl.roles.actor:ActorRole", finishes_calls=False),
     )
 }

@@ -19,6 +19,9 @@ class RoleSpec:
     """Whether a job of these settings needs the role."""
     max_ongoing_requests: int = 8
     """Of one replica."""
+    finishes_calls: bool = True
+    """Whether a replica that ends finishes the calls that it has first. The actor has none that does not go on where
+    another replica takes the job over."""
     settings: RoleConfig = RoleConfig()
     """Its replicas, and the resources and hosts of each."""
 

@@ -26,7 +26,7 @@ from elastic_rl.host.agent.singletons import Singletons
 from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.preemption import NoticeSource
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
-from support import forked
+from support import forked, killed_at
 from support.waiting import wait_until
 
 KEYS = ClusterKeys()
@@ -55,6 +55,7 @@ def work_of(endpoints: Sequence[str], folder: Path, name: str, limits: HostTimes
 
 def main() -> None:
     endpoints, folder, name, ttl_s = sys.argv[1:]
+    killed_at.install()
     work_of(endpoints.split(","), Path(folder), name, times(float(ttl_s))).start()
     signal.pause()
 
@@ -74,10 +75,11 @@ class HostUnderTest:
         self.works.append(work_of(self.etcd.endpoints, self.folder, self.name, times(self.ttl_s), notices).start())
         return self.works[-1]
 
-    def start_process(self) -> subprocess.Popen[bytes]:
-        """An agent as a process that can be killed."""
-        self.agents.append(forked.spawn("support.host_agents", ",".join(self.etcd.endpoints), str(self.folder),
-                                        self.name, str(self.ttl_s), log=self.folder / "agent.log"))
+    def start_process(self, *points: killed_at.Point) -> subprocess.Popen[bytes]:
+        """An agent as a process that can be killed. ``points``: at which it is."""
+        self.agents.append(forked.spawn(
+            "support.host_agents", ",".join(self.etcd.endpoints), str(self.folder), self.name, str(self.ttl_s),
+            log=self.folder / "agent.log", env=killed_at.environment(points)))
         return self.agents[-1]
 
     def kill_agents(self) -> None:

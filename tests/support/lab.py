@@ -42,24 +42,38 @@ class Machine:
         assert not done.returncode, (arguments, done.stdout, done.stderr)
         return done.stdout
 
-    def join(self, file: Path, *options: str) -> None:
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Starts a command of `elastic-rl` on the machine, which says nothing."""
+        self._commands.append(subprocess.Popen(
+            [*self._host.inside, *processes.python("elastic_rl.cli.main", *arguments)], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL))
+        return self._commands[-1]
+
+    def shell(self, script: str) -> list[str]:
+        """The lines that a script of the shell on the machine prints."""
+        return subprocess.run([*self._host.inside, "sh", "-c", script], check=True, capture_output=True, text=True,
+                              timeout=60).stdout.splitlines()
+
+    def join(self, file: Path, *options: str, env: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         """Starts `elastic-rl node` there."""
         with (self.folder.parent / f"{self.name}.log").open("ab") as log:
             self._commands.append(subprocess.Popen(
                 [*self._host.inside, *processes.python(
                     "elastic_rl.cli.main", "node", f"--join={file}", f"--name={self.name}",
-                    f"--address={self.address}", f"--run_dir={self.folder}", *options)], stdout=log, stderr=log))
+                    f"--address={self.address}", f"--run_dir={self.folder}", *options)], env={**os.environ, **env},
+                stdout=log, stderr=log))
+        return self._commands[-1]
 
     def runs(self) -> list[psutil.Process]:
         """Processes of runs there, the stubs of their drivers included."""
-        return self._with("run_launcher", "run_service", "stub_driver")
+        return self.running("run_launcher", "run_service", "stub_driver")
 
     def computes(self) -> list[psutil.Process]:
         """Processes there of Ray, engines and ranks."""
-        return self._with("raylet", "gcs_server", "ray::", "elastic_rl.engine", "torchrun")
+        return self.running("raylet", "gcs_server", "ray::", "elastic_rl.engine", "torchrun")
 
-    def _with(self, *names: str) -> list[psutil.Process]:
-        """Those there with one of the names in their command line."""
+    def running(self, *names: str) -> list[psutil.Process]:
+        """The processes there with one of the names in their command line."""
         return [p for p in self._host.processes() if any(
             name in part for name in names for part in _command_line(p))]
 
@@ -70,6 +84,10 @@ class Machine:
 
     def processes(self) -> list[psutil.Process]:
         return self._host.processes()
+
+    def path(self, path: str) -> Path:
+        """A path of the machine that is not in its folder, such as in its /tmp; while the machine is on."""
+        return Path(f"/proc/{self.processes()[0].pid}/root{path}")
 
     def power_off(self) -> None:
         self._host.power_off()
@@ -148,6 +166,11 @@ class Lab:
         return any(found["services"].get(name, {}).get("state") == "running"
                    and found["services"][name]["generation"] == held["generation"]
                    for name, held in found.get("assignments", {}).items())
+
+    def votes(self) -> dict[str, bool]:
+        """The members of etcd that have started, and whether each has a vote."""
+        with self.etcd() as etcd:
+            return {member.name: not member.is_learner for member in etcd.members() if member.name}
 
     def nodes(self) -> set[str]:
         prefix = Keys(self.job).dcs_nodes_prefix()

@@ -46,6 +46,7 @@ class StubEngine:
     def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "", gpus: str = ""
                  ) -> None:
         self._ctx, self._id, self._pool, self._gpus = context_here(ctx), engine_id, pool, gpus
+        self._external_url = external_url
         self._leave = threading.Event()
 
     def run(self) -> None:
@@ -57,7 +58,8 @@ class StubEngine:
             with Membership(etcd, self._ctx.keys, "engine", self._id, ttl_s=30, epoch=self._ctx.epoch) as member:
                 record = Engine(id=self._id, pool=self._pool, state=EngineState.READY, epoch=self._ctx.epoch,
                                 incarnation=member.incarnation, pid=os.getpid(), version=1, layout=self._gpus,
-                                host=host, url=f"http://{host}:{server.server_port}")
+                                host=host, url=self._external_url or f"http://{host}:{server.server_port}",
+                                external=bool(self._external_url))
                 written = False
                 while not written:
                     try:

@@ -23,10 +23,11 @@ if "elastic_rl.run_service" in sys.orig_argv:
 so: a run that the host agent has started must have that environment too."""
 
 
-def put_stub_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch, *, with_plane: bool = False) -> None:
+def put_stub_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch, *, with_plane: bool = False,
+                      behaviour: str = "hangs-until-finished") -> None:
     """Has the runs that this process submits from here on start the stub. ``folder``: an empty one for the means.
-    ``with_plane``: the driver with stubs for what it runs, instead."""
+    ``with_plane``: the driver with stubs for what it runs, instead. ``behaviour``: of the stub."""
     (site := folder / "site").mkdir()
-    stub = ["-m", "support.plane_driver"] if with_plane else [str(_STUB), "hangs-until-finished"]
+    stub = ["-m", "support.plane_driver"] if with_plane else [str(_STUB), behaviour]
     (site / "sitecustomize.py").write_text(f"COMMAND = {[sys.executable, *stub]!r}\n{_SITE}")
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ['PYTHONPATH']}")

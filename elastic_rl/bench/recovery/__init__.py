@@ -9,6 +9,7 @@ from elastic_rl.bench.suite import Suite
 
 _SERVICES = ("etcd", "coordinator", "dcs")
 _PARTS = ("driver", "router", "rank", "engine", "ray-head", "raylet", "role")
+_OF_TRAINER = ("host-loss-trainer", "shrink", "grow", "scale-1-4-1")
 
 
 def _with_max(*rows: str) -> tuple[str, ...]:
@@ -20,7 +21,7 @@ SUITE = Suite(__name__, {
     "services": _with_max(*(f"service-kill-{service}" for service in _SERVICES)),
     "agent": _with_max("agent-kill"),
     "run_parts": _with_max(*(f"{part}-kill" for part in _PARTS), "global-restart"),
-    "trainer_hosts": _with_max("host-loss-trainer", "shrink", "grow", "scale-1-4-1"),
+    "trainer_hosts": (*_with_max(*_OF_TRAINER), *(f"{row}-redone" for row in _OF_TRAINER)),
     "engine_hosts": _with_max("join", "host-loss-engines", "drain", "join-trainer-dead", "host-loss-driver"),
 })
 _ON_HOSTS = ("trainer_hosts", "engine_hosts")

@@ -16,6 +16,7 @@ from elastic_rl.bench.options import Options
 from elastic_rl.bench.recovery.host_runs import CHANGE_S, RL_RUN, HostRows, HostRun, HostsTestbed, Kind
 from elastic_rl.bench.recovery.trials import Trial, follow
 from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.etcd.cluster_records import HostPhase
 from elastic_rl.host.service_files import ray_worker_service
 
 _HOSTS = 3
@@ -104,18 +105,26 @@ class _Engines:
         self.await_working()
 
     def join(self) -> Trial:
-        """Powers the other host on, and scales up once it has a worker of Ray: an engine goes where most is free."""
+        """Powers the other host on, and scales up once it has a worker of Ray. Meanwhile the driver's host is cordoned:
+        the engine would be there before Ray knows of the worker."""
         self.run.say(f"{self.beside} joins")
         began = time.monotonic()
         self.run.hosts.power_on(self.beside)
         ready = follow({_READY: lambda: self.run.phase(self.beside) == "ready",
                         _RAY: lambda: self.run.has_services(self.beside, self._worker)}, (_READY, _RAY),
                        timeout_s=CHANGE_S)
+        self._cordon_driver(True)
         started = time.monotonic()
         self.run.api.scale(ROLLOUT_POOL, _MANY)
         served = follow({_ENGINE: lambda: self.run.engines_on(self.beside)}, (_ENGINE,), timeout_s=CHANGE_S)
+        self._cordon_driver(False)
         on_s = started - began - max(ready.values())  # a command that powers a host on waits until it is known
         return {**{name: on_s + at for name, at in ready.items()}, _ENGINE: started - began + served[_ENGINE]}
+
+    def _cordon_driver(self, cordoned: bool) -> None:
+        self.run.api.change_host(self.driver, {"cordoned": cordoned})
+        self.run.await_that(lambda: (self.run.phase(self.driver) == HostPhase.CORDONED) is cordoned,
+                            f"the cordon of {self.driver}" if cordoned else f"the end of the cordon of {self.driver}")
 
     def lose(self) -> Trial:
         self.await_working(_MANY)

@@ -213,6 +213,7 @@ class HostRun:
 # -- arithmetic, pure -------------------------------------------------------------------------------------------------
 NEXT_STEP = "the next new step is done"
 REDONE = "steps redone"
+_REDONE = "… steps that were done once more"
 
 
 @dataclass
@@ -254,6 +255,8 @@ class Kind:
     end: str
     stages: tuple[str, ...]
     begin: str
+    redoes: bool = False
+    """Whether steps may be done once more, which the row's ``-redone`` counts."""
 
 
 @dataclass(frozen=True)
@@ -264,12 +267,17 @@ class HostRows:
 
     def chosen(self, options: Options) -> list[str]:
         """Names of the rows that are to be measured."""
-        return [name for name in self.kinds if options.selects(name, f"{name}-max")]
+        return [name for name in self.kinds if options.selects(name, f"{name}-max", f"{name}-redone")]
 
     def of(self, name: str, found: Sequence[Trial]) -> list[Row]:
         """The rows of one kind from its trials. Pure."""
         kind = self.kinds[name]
-        return trials.rows(name, kind.what, found, (kind.end,), goal=kind.goal, stages=kind.stages, begin=kind.begin)
+        timed = [{part: value for part, value in trial.items() if part != REDONE} for trial in found]
+        measured = trials.rows(name, kind.what, timed, (kind.end,), goal=kind.goal, stages=kind.stages,
+                               begin=kind.begin)
+        if kind.redoes:
+            measured.append(Row.of(f"{name}-redone", _REDONE, [trial[REDONE] for trial in found], "steps"))
+        return measured
 
     def measured(self, options: Options, rounds: Iterable[tuple[str, Trial]]) -> Iterator[Row]:
         """The rows of the trials that ``rounds`` gives, until it ends or an error of the project ends it: what was
@@ -282,5 +290,9 @@ class HostRows:
         except ElasticRLError as e:
             why = why_of(e)
         for name in self.chosen(options):
-            yield from self.of(name, found[name]) if found[name] or not why else trials.unmeasured(
-                name, self.kinds[name].what, why, goal=self.kinds[name].goal)
+            if found[name] or not why:
+                yield from self.of(name, found[name])
+                continue
+            yield from trials.unmeasured(name, self.kinds[name].what, why, goal=self.kinds[name].goal)
+            if self.kinds[name].redoes:
+                yield Row.unmeasured(f"{name}-redone", _REDONE, why, unit="steps")

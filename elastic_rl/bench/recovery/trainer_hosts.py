@@ -10,6 +10,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.recovery.host_runs import (
     NEXT_STEP,
+    REDONE,
     SFT_RUN,
     HostRows,
     HostRun,
@@ -31,12 +32,14 @@ _SINCE = "the last step before"
 
 
 ROWS = HostRows({
-    "host-loss-trainer": Kind("power cut of a host with a rank", 30.0, NEXT_STEP, (_LOST, _FORMED, _RANKS), _SINCE),
+    "host-loss-trainer": Kind("power cut of a host with a rank", 30.0, NEXT_STEP, (_LOST, _FORMED, _RANKS), _SINCE,
+                              redoes=True),
     "shrink": Kind("drain of a host with a rank, without a step from the last one before", 15.0, NEXT_STEP,
-                   (_FORMED, _RANKS), _SINCE),
+                   (_FORMED, _RANKS), _SINCE, redoes=True),
     "grow": Kind("return of a drained host, without a step from the last one before", 15.0, NEXT_STEP,
-                 (_FORMED, _RANKS), _SINCE),
-    "scale-1-4-1": Kind("one host with a rank, then all, then one", 120.0, _ONE, (_MOST,), "the return of the others"),
+                 (_FORMED, _RANKS), _SINCE, redoes=True),
+    "scale-1-4-1": Kind("one host with a rank, then all, then one", 120.0, _ONE, (_MOST,), "the return of the others",
+                        redoes=True),
 })
 
 
@@ -74,7 +77,7 @@ def _round(trainer: _Trainer, options: Options) -> Iterator[tuple[str, Trial]]:
         one = time.monotonic() - began
         parts = [grown.trial(), shrunk.trial()]
         yield "scale-1-4-1", {_MOST: most, _ONE: one, _WITHOUT: max(part[NEXT_STEP] for part in parts),
-                              "steps redone": float(grown.redone + shrunk.redone)}
+                              REDONE: float(grown.redone + shrunk.redone)}
         trainer.take_back(others)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Body, FastAPI, Request, Response
 
-from elastic_rl.coordinator import autoscalers, etags, pools, problems
+from elastic_rl.coordinator import autoscalers, etags, pools
 from elastic_rl.coordinator.api import pages, route_docs
 from elastic_rl.coordinator.api.context import JobContext, JobCtx, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
@@ -97,7 +97,7 @@ def register_engine(request: Request, ctx: JobCtx, body: Annotated[NewExternalEn
                     idempotency_key: Key = None) -> Response:
     """It gets the newest version and, once that is verified, requests. Its server is never stopped."""
     return carry_out(request, ctx, body, idempotency_key, lambda claim: _created(ctx, ctx.operations.register(
-        body.url, body.pool, by=caller_of(request).name, dry_run=dry_run, claim=claim)), dry_run=dry_run)
+        body.url, body.pool, host=body.via, by=caller_of(request).name, dry_run=dry_run, claim=claim)), dry_run=dry_run)
 
 
 def deregister_engine(request: Request, ctx: JobCtx, engine_id: Name, dry_run: DryRun = False,
@@ -106,9 +106,7 @@ def deregister_engine(request: Request, ctx: JobCtx, engine_id: Name, dry_run: D
     409 for an engine of our own."""
     def change(claim: Claim | None) -> Created:
         found = ctx.replica.etcd.get(ctx.keys.engine(engine_id))
-        if found is None:
-            raise problems.not_found("engine", engine_id)
-        if not Engine.decode(found.value).external:
+        if found is not None and not Engine.decode(found.value).external:
             raise Problem(409, Kind.CONFLICT, "The engine is not external",
                           f"engine {engine_id} was started by its pool: drain it, or scale the pool")
         return _created(ctx, ctx.operations.drain(engine_id, by=caller_of(request).name, dry_run=dry_run, claim=claim))

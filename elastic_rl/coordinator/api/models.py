@@ -73,9 +73,12 @@ class HostChange(Body):
 
 class NewExternalEngine(Body):
     url: StrictStr = Field(min_length=1, max_length=300, examples=["http://10.0.0.9:30000"])
-    """URL of an SGLang server on a host of the job, as ``http://HOST:PORT``."""
+    """URL of an SGLang server on a host of the cluster, as ``http://HOST:PORT`` or ``https://HOST:PORT``."""
     pool: StrictStr = Field(default="rollout", min_length=1, max_length=200)
     """The pool that it joins. It does not count towards the pool's desired number."""
+    via: StrictStr = Field(default="", max_length=100, examples=["gpu-7"])
+    """Name of the host of the cluster that it is on, whose checkpoint node gives it its weights; empty: the host of
+    the run."""
 
 
 class NewRestart(Body):

@@ -205,9 +205,10 @@ class AdminClient:
     def drain_engine(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
         return self._begin(f"engines/{_part(engine_id)}/drain", {"replace": replace}, dry_run)
 
-    def register_engine(self, url: str, pool: str, *, dry_run: bool = False) -> dict[str, Any]:
-        """Has an SGLang server that this cluster did not start join a pool."""
-        return self._begin("engines", {"url": url, "pool": pool}, dry_run)
+    def register_engine(self, url: str, pool: str, *, via: str = "", dry_run: bool = False) -> dict[str, Any]:
+        """Has an SGLang server that this cluster did not start join a pool. ``via``: name of its host; empty: that of
+        the run."""
+        return self._begin("engines", {"url": url, "pool": pool, **({"via": via} if via else {})}, dry_run)
 
     def deregister_engine(self, engine_id: str, *, dry_run: bool = False) -> dict[str, Any]:
         """Has an external engine leave its pool."""

@@ -22,7 +22,7 @@ from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import (
     Engine,
@@ -111,45 +111,54 @@ class OperationService:
 
         def draft() -> Draft:
             writes = WriteSet()
-            found, engine = self._engine(engine_id)
-            if not engine.state.stays:
-                raise Problem(409, "conflict", "The engine cannot be drained",
-                              f"engine {engine_id} is {engine.state} already")
-            writes.put(found.key, found.mod_revision,
-                       engine.replace(state=EngineState.DRAINING, updated_at=self._clock()))
-            if engine.external:
-                registration = external_engines.registration_of(self._etcd, self._keys, engine)
-                if registration is not None:
-                    writes.delete(registration.key, registration.mod_revision)
-            elif not replace:
-                self._shrink(engine.pool, writes)
-            cfg, replaced = self._engine_config(engine.pool), replace and not engine.external
+            registration = external_engines.registration_of(self._etcd, self._keys, engine_id)
+            if registration is not None and self._etcd.get(self._keys.engine(engine_id)) is None:
+                pool, external = _decode(registration, ExternalEngine).pool, True  # it waits for its host
+                writes.require(Compare.absent(self._keys.engine(engine_id)))
+            else:
+                found, engine = self._engine(engine_id)
+                if not engine.state.stays:
+                    raise Problem(409, "conflict", "The engine cannot be drained",
+                                  f"engine {engine_id} is {engine.state} already")
+                writes.put(found.key, found.mod_revision,
+                           engine.replace(state=EngineState.DRAINING, updated_at=self._clock()))
+                pool, external = engine.pool, engine.external
+            if registration is not None:
+                writes.delete(registration.key, registration.mod_revision)
+            elif not replace and not external:
+                self._shrink(pool, writes)
+            cfg, replaced = self._engine_config(pool), replace and not external
             op = self._operation(OperationKind.DRAIN, engine_target(engine_id), by, cfg.drain_timeout_s +
-                                 (cfg.start_timeout_s if replaced else _ENGINE_GRACE_S), pool=engine.pool,
-                                 replace=replaced)
-            return op, writes, self._event(op, engine_id, f"engine {engine_id} leaves pool {engine.pool}, by {by}" +
+                                 (cfg.start_timeout_s if replaced else _ENGINE_GRACE_S), pool=pool, replace=replaced)
+            return op, writes, self._event(op, engine_id, f"engine {engine_id} leaves pool {pool}, by {by}" +
                                            ("" if replaced else "; it is not replaced"))
 
         return self._begin(draft, dry_run, claim)
 
-    def register(self, url: str, pool: str, *, by: str, dry_run: bool = False,
+    def register(self, url: str, pool: str, *, host: str = "", by: str, dry_run: bool = False,
                  claim: IdempotencyClaim | None = None) -> Operation:
-        """Registers a server that someone else runs as an engine of a pool, beyond the pool's desired number. Raises
-        problems: 422 for what is no URL of a server; 404 for the pool; 409 for a server that is registered already."""
+        """Registers a server that someone else runs as an engine of a pool, beyond the pool's desired number. ``host``:
+        name of the host that it is on; empty: that of the run. Raises problems: 422 for what is no URL of a server; 404
+        for the pool and the host; 409 for a server that is registered already, and for a host that takes nothing more.
+        """
         url = external_engines.normalized_url(url)
 
         def draft() -> Draft:
             writes = WriteSet()
             if self._etcd.get(self._keys.pool_spec(pool)) is None:
                 raise not_found("pool", pool)
+            if host:
+                external_engines.require_open_host(self._etcd, ClusterKeys(self._cfg.cluster_name), host)
             found = external_engines.free_registration(self._etcd, self._keys, url, self._cfg.coordinator.max_engines)
             engine_id = f"{pool}-external-{secrets.token_hex(3)}"
             writes.put(self._keys.external_engine(url), _revision(found),
-                       ExternalEngine(engine=engine_id, pool=pool, url=url, by=by, at=self._clock()))
+                       ExternalEngine(engine=engine_id, pool=pool, url=url, host=host, by=by, at=self._clock()))
             op = self._operation(OperationKind.REGISTER, engine_target(engine_id), by,
-                                 self._engine_config(pool).start_timeout_s, pool=pool, url=url)
+                                 self._engine_config(pool).start_timeout_s, pool=pool, url=url,
+                                 **({"host": host} if host else {}))
+            where = f" on host {host}" if host else ""
             return op.replace(total=2), writes, self._event(
-                op, engine_id, f"{url} joins pool {pool} as engine {engine_id}, by {by}", url=url)
+                op, engine_id, f"{url}{where} joins pool {pool} as engine {engine_id}, by {by}", url=url)
 
         return self._begin(draft, dry_run, claim)
 

@@ -124,7 +124,8 @@ def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     if ended:
         return _end(op, OperationState.FAILED, snapshot.now, error=ended)
     if engine is None or engine.state is EngineState.STARTING:
-        message = f"probing {registration.url}" if engine else "waiting for the driver of the run"
+        message = f"probing {registration.url}" if engine else (
+            registration.waits_for or "waiting for the driver of the run")
         return op.replace(phase="probing", total=2, message=message)
     if engine.state is not EngineState.READY:
         message = f"applying version {engine.applying}" if engine.applying else "fetching the newest version"

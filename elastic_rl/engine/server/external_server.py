@@ -38,18 +38,21 @@ class ExternalServer(EngineServer):
     """Recognises a restart of the server by its version: a restarted server has the weights of its folder, and does not
     report the version that was applied to it."""
 
-    def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig, updates: bool = True, key: str = "") -> None:
-        """``updates``: whether it is to get versions; if not, it serves the weights that it was started with. ``key``:
-        the key of the job; a server that asks for none takes it too."""
+    _pause_of_drain = "retract"  # what it has in flight may be others', who do not know the finish reason abort
+
+    def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig, updates: bool = True,
+                 access: EngineAccess = EngineAccess()) -> None:
+        """``updates``: whether it is to get versions; if not, it serves the weights that it was started with.
+        ``access``: the key of the job, which a server that asks for none takes too, and the cluster's authority."""
         # Its schedulers have no stagers, since they lack the secret: weights are loaded in the pause.
-        super().__init__(cfg, secret=stager.new_secret(), access=EngineAccess(key),
+        super().__init__(cfg, secret=stager.new_secret(), access=access,
                          log_hint="see the log of the server, which someone else runs")
         self._url, self._model_dir = url.rstrip("/"), model_dir
-        self._updates = updates
+        self._updates, self._authority = updates, access.authority
         self._ranks, self._dtype = 1, ""
         self._applied: int | None = None
         """Version that the server has to report; None before the first update, and during one."""
-        self._refused = 0
+        self._refused, self._no_answer = 0, ""
         self._probe_at = 0.0
 
     @property
@@ -74,12 +77,17 @@ class ExternalServer(EngineServer):
         host = urlsplit(self._url).hostname or ""
         if not is_local_address(host):
             raise EngineFailed(f"{host} is not an address of {socket.gethostname()}: a server reads weights from the "
-                               "shared memory of its host, so it must run on the host of its engine")
+                               "shared memory of its host, so its engine runs there",
+                               hint="register it with `--via HOST`, the host of the cluster that it is on")
+        if self._url.startswith("https:") and not self._authority:
+            raise EngineFailed(f"{self._url} cannot be checked: this cluster is on loopback and has no authority",
+                               hint="register it as http://, or make the cluster with `elastic-rl up --address`")
         try:
             wait_until(lambda: self._model_info() is not None, timeout_s=_START_TIMEOUT_S,
                        what=f"an answer of {self._url}", alive=wait_while)
         except DeadlineExceeded as e:
-            raise EngineFailed(f"no SGLang server answers at {self._url}/model_info", hint=e.hint) from e
+            raise EngineFailed(f"no SGLang server answers at {self._url}/model_info{self._no_answer}", hint=e.hint
+                               ) from e
         try:
             architectures = json.loads((Path(self._model_dir) / "config.json").read_text()).get("architectures")
         except (OSError, ValueError, AttributeError) as e:
@@ -146,8 +154,9 @@ class ExternalServer(EngineServer):
         try:
             reply = self._probe.http.get(f"{self._url}/model_info", timeout=_PROBE_TIMEOUT_S)
             info = reply.json() if reply.is_success else None
-        except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
+        except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as e:
             self._refused += 1
+            self._no_answer = f" ({describe(e)})"  # such as a certificate of another authority
             return None
         except (httpx.HTTPError, ValueError):
             return None

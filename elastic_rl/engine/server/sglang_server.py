@@ -91,6 +91,9 @@ class StagingSession:
 class EngineServer(ABC):
     """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
+    _pause_of_drain = "abort"
+    """SGLang's pause for ``engine.pause_mode=drain``, once requests have been given their time."""
+
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, access: EngineAccess = EngineAccess(),
                  hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
         """``secret``: the secret of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found;
@@ -197,11 +200,12 @@ class EngineServer(ABC):
 
         With ``engine.pause_mode=retract`` requests in flight return to the queue: the tokens that they have stay with
         the old version, their KV cache is computed again under the new one, and the answer says where the version
-        changed. With ``abort`` they are answered with the tokens that they have. With ``drain`` there should be none.
-        Raises EngineFailed; the weights may then be torn, and the engine must not serve again.
+        changed. With ``abort`` they are answered with the tokens that they have, and so are those that are left, or
+        have come late, with ``drain``: one that went on would be of two versions. Raises EngineFailed;
+        the weights may then be torn, and the engine must not serve again.
         """
         mode = self._cfg.pause_mode
-        self._call("POST", "/pause_generation", {"mode": "retract" if mode == "drain" else mode})
+        self._call("POST", "/pause_generation", {"mode": self._pause_of_drain if mode == "drain" else mode})
         self._call("POST", "/begin_weight_update", {})
         # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
         # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
@@ -358,6 +362,9 @@ class SGLangServer(EngineServer):
                 *(("--ssl-certfile", str(self._tls.cert), "--ssl-keyfile", str(self._tls.key)) if self._tls else ()),
                 *(("--weight-version", str(self._folder_version)) if self._folder_version else ()),
                 "--skip-tokenizer-init",   # token ids in, token ids out
+                # It tells its load after so many steps, by default 15. Until then an engine with requests seems to have
+                # none, and would end, or update, under them.
+                "--load-snapshot-publish-interval", "1",
                 "--skip-server-warmup", "--sleep-on-idle"]  # without the latter an idle scheduler spins a core
         if not cuda:
             args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",

@@ -20,13 +20,15 @@ from contextlib import contextmanager
 
 from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
+from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
 from elastic_rl.host.agent.job_services import JobServices
 from elastic_rl.host.agent.log_server import LogServer
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
 from elastic_rl.host.agent.supervisor import ServiceSupervisor
+from elastic_rl.host.agent.upkeep import Upkeep
 from elastic_rl.host.file_lock import taken
 from elastic_rl.host.local_cluster import AGENTS, Cluster
 from elastic_rl.runtime.waiting import ProgressLimit
@@ -35,10 +37,8 @@ from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
-_CERTIFY_EVERY_S = 10.0
-"""The certificate of the host is looked at so often: it may expire, and its files may be damaged or gone."""
-_MEMBER_EVERY_S = 10.0
-"""This host's member of etcd, and what the host knows of the others, is looked at so often."""
+_ETCD_BUDGET_S = 1.0
+"""Longest time in which a pass waits for etcd."""
 _LOGS_RETRY_S = 10.0
 """Pause between two starts of the server of the logs."""
 _PASS_S = 0.5
@@ -75,8 +75,13 @@ class HostAgent:
         self._supervisor = ServiceSupervisor()
         self._rotation: LogRotation | None = None
         self._stopping = False
-        self._certify_at, self._certify_error = 0.0, ""
-        self._member_at, self._member_error = 0.0, ""
+        # It may expire, and its files may be damaged or gone.
+        self._certificate = Upkeep(lambda: self._cluster.renew_certificate(),
+                                   "the certificate of this host cannot be renewed")
+        self._member = Upkeep(self._keep_member, "this host's member of etcd cannot be kept")
+        self._etcd: EtcdClient | None = None
+        """For the list of etcd's members."""
+        self._etcd_endpoints: list[str] = []
         self._status: AgentStatus | None = None
         self._work_of = work_of
         self._work: AssignedWork | None = None
@@ -130,6 +135,7 @@ class HostAgent:
                     log.exception("a pass of the agent failed")
             _await_end(pids)
         self._close_work()
+        self._close_etcd()
         if self._logs is not None:
             self._logs.close()
         if self._rotation is not None:
@@ -146,10 +152,10 @@ class HostAgent:
         except ConfigError as e:
             info, error = None, str(e)
         if info is not None:
-            error = error or self._certify()
+            error = error or self._certificate.look()
         services = self._supervisor.supervise(self._cluster, info, _other(self._name))
         if info is not None:
-            error = error or self._keep_member()
+            error = error or self._member.look()
         status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), services=services,
                              error=error or self._waits_for(info))
         before = self._status
@@ -207,35 +213,24 @@ class HostAgent:
                 part.close()
         self._job_services = self._work = None
 
-    def _certify(self) -> str:
-        """Keeps the certificate of this host good. Returns why it cannot be renewed."""
-        if time.monotonic() >= self._certify_at:
-            before = self._certify_error
-            try:
-                if not self._cluster.renew_certificate():
-                    return before
-                self._certify_error = ""
-            except (ElasticRLError, OSError) as e:  # it may be valid for months yet
-                self._certify_error = f"the certificate of this host cannot be renewed: {e}"
-                if self._certify_error != before:
-                    log.error("%s", self._certify_error)
-            self._certify_at = time.monotonic() + _CERTIFY_EVERY_S
-        return self._certify_error
+    def _keep_member(self) -> bool:
+        """Keeps what etcd knows of this host's member, and this host of the others, right. Raises ElasticRLError and
+        OSError."""
+        info = ClusterInfo.load(self._cluster.paths.info)
+        if info is None or self._cluster.cfg.etcd.endpoints:
+            return True
+        if self._etcd is not None and set(self._etcd_endpoints).isdisjoint(info.etcd_endpoints):
+            self._close_etcd()
+        if self._etcd is None:
+            self._etcd = self._cluster.etcd(info, retry_budget_s=_ETCD_BUDGET_S)
+        self._etcd_endpoints = info.etcd_endpoints
+        self._cluster.keep_member(self._etcd)
+        return True
 
-    def _keep_member(self) -> str:
-        """Keeps what etcd knows of this host's member, and this host of the others, right. Returns why it cannot."""
-        if time.monotonic() >= self._member_at:
-            before, self._member_error = self._member_error, ""
-            try:
-                self._cluster.keep_member()
-            except EtcdUnavailable:  # the next time
-                self._member_error = before
-            except (ElasticRLError, OSError) as e:
-                self._member_error = f"this host's member of etcd cannot be kept: {e}"
-                if self._member_error != before:
-                    log.error("%s", self._member_error)
-            self._member_at = time.monotonic() + _MEMBER_EVERY_S
-        return self._member_error
+    def _close_etcd(self) -> None:
+        if self._etcd is not None:
+            self._etcd.close()
+        self._etcd = None
 
     def _read_settings(self) -> str:
         """Reads the cluster's settings if they have changed. Returns why they cannot be used: those before then hold.
@@ -256,6 +251,7 @@ class HostAgent:
             log.error("the settings of the cluster cannot be used: %s", e)
             self._settings_error = str(e)
             return self._settings_error
+        self._close_etcd()  # how it is reached may have changed
         if self._rotation is not None:
             self._rotation.close()
         self._rotation = LogRotation(self._cluster.paths.logs, self._cluster.cfg.telemetry)

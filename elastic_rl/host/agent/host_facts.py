@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from pydantic import ValidationError
 
 import elastic_rl
@@ -17,6 +15,7 @@ from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.record import Record
 from elastic_rl.host.local_cluster import SHM
 from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.machine_resources import usable_cpus, usable_memory_bytes
 from elastic_rl.runtime.files import replace_file
 
 
@@ -39,8 +38,8 @@ class HostResources(NamedTuple):
     def of_this_host(cls, devices: Path = Path("/dev")) -> HostResources:
         """``devices``: folder of the device files, of which the driver of NVIDIA has one a GPU (a container sees only
         its own)."""
-        return cls(len(os.sched_getaffinity(0)), len(list(devices.glob("nvidia[0-9]*"))),
-                   psutil.virtual_memory().total, shutil.disk_usage(SHM).total)
+        return cls(usable_cpus(), len(list(devices.glob("nvidia[0-9]*"))), usable_memory_bytes(),
+                   shutil.disk_usage(SHM).total)
 
 
 def host_record(host: LocalHost, incarnation: str, *, log_port: int = 0, run_dir: str = "") -> Host:

@@ -22,10 +22,13 @@ from elastic_rl.coordinator.api.app import APP
 from elastic_rl.coordinator.api_paths import OF_JOB, job_path
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import Op
+from elastic_rl.etcd.cluster_records import HostPhase, HostState
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import (
     Engine,
     EngineState,
     Event,
+    ExternalEngine,
     Member,
     Operation,
     OperationKind,
@@ -284,11 +287,36 @@ def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, a
     assert (first.json()["kind"], first.json()["params"]["url"]) == ("register", f"http://{pool}:30000")
     problem(api.post("engines", json=body), 409, "conflict")
     problem(api.post("engines", json={**body, "pool": "none"}), 404, "not-found")
-    for wrong in ({}, {"url": "moon"}, {"url": "https://a:1"}, {"url": 1}, {**body, "x": 1}):
+    for wrong in ({}, {"url": "moon"}, {"url": "ftp://a:1"}, {"url": 1}, {**body, "via": 1}, {**body, "x": 1}):
         problem(api.post("engines", json=wrong), 422, "invalid")
     assert api.delete(first.headers["location"]).json()["state"] == "cancelled"
     assert cluster.etcd.get(cluster.keys.external_engine(f"http://{pool}:30000")) is None
     assert api.post("engines", json=body).status_code == 202
+
+
+def test_external_engine_is_registered_via_a_host_that_takes_more(cluster: ApiCluster, api: httpx.Client, pool: str
+                                                                 ) -> None:
+    hosts, url = ClusterKeys(cluster.keys.job), "https://10.0.0.9:30000"
+    for phase in (HostPhase.READY, HostPhase.CORDONED, HostPhase.DRAINING, HostPhase.LOST, HostPhase.LEFT):
+        cluster.etcd.put(hosts.host_state(f"{pool}-{phase}"), HostState(
+            phase=phase, incarnation="1", since_s=0.0).encode())
+
+    def register(host: str) -> httpx.Response:
+        return api.post("engines", json={"url": url, "pool": pool, "via": f"{pool}-{host}"})
+
+    problem(register("none"), 404, "not-found")
+    for phase in ("cordoned", "draining", "lost", "left"):
+        assert f"{pool}-{phase}" in problem(register(phase), 409, "conflict")["detail"]
+    registered = register("ready").json()
+    assert registered["params"]["host"] == f"{pool}-ready"
+    found = ExternalEngine.decode(cluster.etcd.get(cluster.keys.external_engine(url)).value)
+    assert found.host == f"{pool}-ready"
+
+    # Its host has not joined the run: nothing serves it yet, and it can leave.
+    left = api.delete(f"engines/{found.engine}")
+    assert left.status_code == 202 and left.json()["kind"] == "drain"
+    assert cluster.etcd.get(cluster.keys.external_engine(url)) is None
+    problem(api.delete(f"engines/{found.engine}"), 404, "not-found")
 
 
 def test_server_is_registered_once_under_any_spelling(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:

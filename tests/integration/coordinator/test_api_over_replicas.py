@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +27,7 @@ from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, Not
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
 from elastic_rl.etcd.keys import ClusterKeys
-from elastic_rl.etcd.records import Engine, EngineState, Leader, Member
+from elastic_rl.etcd.records import Engine, EngineState, Leader, Member, OperationState
 from elastic_rl.net import http_client
 
 Build = Callable[..., ApiCluster]
@@ -80,6 +82,41 @@ def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(buil
         assert reader.next().event == "change"
         elected = reader.until(lambda f: f.data["kind"] == "job" and f.data["object"]["leader"])
         assert elected.data["object"]["leader"]["replica"] == new and all(f.event == "change" for f in reader.seen)
+
+
+def test_last_of_racing_scales_holds_and_every_other_one_is_told_so(build: Build) -> None:
+    """Clients of all replicas scale one pool at once: each without a condition, and each with that of the same ETag."""
+    cluster = build("a", "b", "c")
+    pool = "pools/rollout"
+    cluster.replicas.leader()
+    with contextlib.ExitStack() as held:
+        apis = [held.enter_context(cluster.client(name)) for name in "abc" for _ in range(2)]
+        read = wait_until(lambda: apis[0].get(pool).headers.get("etag"), what="the pool")
+
+        def scale(n: int, at_once: threading.Barrier) -> list[httpx.Response]:
+            at_once.wait(60)
+            conditions = ({"If-Match": read}, {}) if n % 2 else ({}, {"If-Match": read})
+            return [apis[n].post(f"{pool}/scale", json={"desired": 3 + 2 * n + i}, headers=headers)
+                    for i, headers in enumerate(conditions)]
+
+        at_once = threading.Barrier(len(apis))
+        with ThreadPoolExecutor(len(apis)) as clients:
+            answers = [answer for future in [clients.submit(scale, n, at_once) for n in range(len(apis))]
+                       for answer in future.result()]
+        refused = [answer for answer in answers if answer.status_code != 202]
+        for answer in refused:
+            problem(answer, 412, "precondition-failed")
+        assert len(answers) - len(refused) in (6, 7) and len(refused) in (5, 6), "one reader of the ETag may be first"
+
+        ended = wait_until(lambda: (found := {op.id: op for op in cluster.operations("rollout")}) and sum(
+            op.state is OperationState.RUNNING for op in found.values()) == 1 and found, what="the end of all but one")
+        assert ended.keys() == {answer.json()["id"] for answer in answers if answer not in refused}
+        holds, = [op for op in ended.values() if op.state is OperationState.RUNNING]
+        begun = cluster.etcd.range(cluster.keys.operations_prefix())[0]
+        assert max(begun, key=lambda kv: kv.create_revision).key == cluster.keys.operation(holds.id)
+        assert holds.params["desired"] == apis[-1].get(pool).json()["desired"]
+        assert all(op.state is OperationState.CANCELLED and "superseded" in op.error
+                   for op in ended.values() if op is not holds)
 
 
 class _Sink(BaseHTTPRequestHandler):

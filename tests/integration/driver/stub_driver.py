@@ -4,7 +4,8 @@ registers, and then does nothing.
 BEHAVIOUR: ``works`` ends when its epoch is over, as the driver does, or when the job has finished; ``hangs`` ends only
 by a signal; ``crashes`` ends by itself before it begins an epoch, ``crashes-later`` after it, and before it registers.
 ``hangs-until-finished`` is for whole runs, in which other tests than those of a take-over need a driver: it begins an
-epoch, starts nothing, and ends when the job has finished; etcd may be away meanwhile.
+epoch, starts nothing, and ends when the job has finished; etcd may be away meanwhile. ``writes-until-finished`` also
+writes as a driver, without end, and goes on when it is refused (``support.driver_writes``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 
 import psutil
+from support.driver_writes import Writer
 
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import fencing
@@ -56,6 +58,14 @@ if __name__ == "__main__":
         starts.write(f"{args.id}\n")
     if args.behaviour == "crashes":
         sys.exit(1)
+    if args.behaviour == "writes-until-finished":
+        writer = Writer(ctx, args.id)
+        while True:
+            writer.write()
+            with contextlib.suppress(EtcdUnavailable):
+                if status(ctx, writer.etcd) == "finished":
+                    sys.exit(0)
+            time.sleep(0.1)
     with ctx.connect() as etcd:
         if args.behaviour == "hangs-until-finished":
             fencing.raise_epoch(etcd, ctx.keys, holder=args.id)

@@ -13,6 +13,7 @@ from elastic_rl import config
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.driver import external_engines, pool
 from elastic_rl.driver.external_engines import ExternalEngines
+from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -56,13 +57,13 @@ def test_runner_of_an_external_engine_that_hangs_is_killed_once_its_time_is_over
     url, unrouted = "http://a:1", list[str]()
     engines = ExternalEngines(ctx, etcd, ROLLOUT_POOL, unroute=unrouted.append)
     etcd.put(keys.external_engine(url), ExternalEngine(engine="x0", pool=ROLLOUT_POOL, url=url).encode())
-    engines.reconcile({}, {})
+    engines.reconcile({}, {}, RayHosts())
     [hung] = StandInActor.made
     etcd.delete(keys.external_engine(url))
     for _ in range(3):
-        engines.reconcile({}, {})
+        engines.reconcile({}, {}, RayHosts())
         assert not hung.is_removed and not unrouted
     assert hung.asked == ["drain"] and hung.grace_s == 77.0 + external_engines._END_GRACE_S
     hung.grace_is_over = True
-    engines.reconcile({}, {})
+    engines.reconcile({}, {}, RayHosts())
     assert hung.is_removed and unrouted == [url] and not engines.placed

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver.external_engines import ExternalEngines
-from elastic_rl.driver.hosts_of_ray import RayHosts
+from elastic_rl.driver.hosts_of_ray import HostNode, RayHosts
 from elastic_rl.driver.placement import Placer, stop_all, told_to_stop
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
@@ -46,6 +47,7 @@ from elastic_rl.net.addresses import LOOPBACK
 pytestmark = pytest.mark.usefixtures("on_ray")
 POOL = "rollout"
 CPUS, GPUS, RANKS = 5, 4, 2
+ONE_CPU_EACH = {"engine": {"cpus": 1}, "trainer": {"cpus_per_rank": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ class PoolOfTwo:
 @pytest.fixture
 def two(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[PoolOfTwo]:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"},
-                        "rollout": {"engines": 2}})
+                        "rollout": {"engines": 2}, **ONE_CPU_EACH})
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
                      epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
     JobPaths.of(cfg).private.mkdir(parents=True)
@@ -297,6 +299,7 @@ class ExternalOnes:
     def __init__(self, ctx: RunContext, etcd: EtcdClient) -> None:
         self.ctx, self.etcd, self.keys = ctx, etcd, ctx.keys
         self.unrouted: list[str] = []
+        self.hosts = RayHosts()
         self.driver = self._driver()
 
     def _driver(self, body: type = StubEngine) -> ExternalEngines:
@@ -314,20 +317,24 @@ class ExternalOnes:
         self.driver = self._driver()
         assert list(self.driver.take_over(self.records())) == ["x0"]
 
-    def register(self, engine: str, url: str) -> None:
-        self.etcd.put(self.keys.external_engine(url), ExternalEngine(engine=engine, pool=POOL, url=url).encode())
+    def register(self, engine: str, url: str, host: str = "") -> None:
+        self.etcd.put(self.keys.external_engine(url),
+                      ExternalEngine(engine=engine, pool=POOL, url=url, host=host).encode())
+
+    def registration(self, url: str) -> ExternalEngine:
+        return ExternalEngine.decode(self.etcd.get(self.keys.external_engine(url)).value)
 
     def records(self) -> dict[str, Engine]:
         return {e.id: e for e, _ in readable(self.etcd.range(self.keys.engines_prefix())[0], Engine)}
 
     def until(self, check: Callable[[int], object], what: str) -> Any:
         """Passes until ``check`` of the number of ready engines."""
-        return wait_until(lambda: check(self.driver.reconcile({}, self.records())), what=what, poll_s=0.1)
+        return wait_until(lambda: check(self.driver.reconcile({}, self.records(), self.hosts)), what=what, poll_s=0.1)
 
     def until_ended(self, url: str) -> str:
         """Why the registration has ended, once it has."""
         def reason(_: int) -> str:
-            return ExternalEngine.decode(self.etcd.get(self.keys.external_engine(url)).value).ended
+            return self.registration(url).ended
 
         return str(self.until(reason, f"the end of the engine at {url}"))
 
@@ -341,7 +348,7 @@ class ExternalOnes:
 
 @pytest.fixture
 def external(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[ExternalOnes]:
-    cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}})
+    cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}, **ONE_CPU_EACH})
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
                      epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
     JobPaths.of(cfg).private.mkdir(parents=True)
@@ -385,12 +392,53 @@ def test_external_engine_is_served_by_one_driver_after_the_other_until_it_ends(e
     assert external.kinds("x2") == ["engine.starting", "engine.removed"] and external.records() == {}
 
 
+def test_external_engine_stays_on_its_host_and_leaves_with_it(external: ExternalOnes) -> None:
+    """The host of the run is the only node of this Ray."""
+    here = external.driver.run_host
+    external.register("x0", "http://a:1")
+    external.until(lambda ready: ready == 1, "an engine on the host of the run")
+    assert external.registration("http://a:1").host == here
+
+    # It goes on while nothing more is placed there; what is not begun waits. When the host is emptied, both leave.
+    external.hosts = RayHosts(closed=frozenset({here}))
+    external.register("x1", "http://a:2")
+    external.until(lambda ready: ready == 1 and "cordoned" in external.registration("http://a:2").waits_for, "the wait")
+    assert "x1" in external.driver.waiting and "x0" not in external.driver.waiting
+    external.hosts = RayHosts(closed=frozenset({here}), drains={here: 1.0})
+    assert external.until_ended("http://a:1") == external.until_ended("http://a:2") == f"its host {here} is drained"
+    assert external.records() == {} and external.driver.waiting == ""
+    assert external.kinds("x0") == ["engine.starting", "engine.removed"] and external.kinds("x1") == ["engine.removed"]
+
+    # Its host is lost while it is served, and the next driver is elsewhere.
+    external.hosts = RayHosts()
+    external.register("x2", "http://a:1")
+    external.until(lambda ready: ready == 1, "the engine that was registered again")
+    external.hosts = RayHosts(closed=frozenset({here}), lost=frozenset({here}))
+    assert "is lost" in external.until_ended("http://a:1")
+    assert external.kinds("x2") == ["engine.starting", "engine.dead", "engine.removed"] and external.records() == {}
+    external.hosts = RayHosts()
+    external.register("x3", "http://a:1")
+    external.until(lambda ready: ready == 1, "the engine that was registered once more")
+    external.begin_epoch()
+    external.driver.run_host, external.hosts = "elsewhere", RayHosts(lost=frozenset({here}))
+    assert "is lost" in external.until_ended("http://a:1") and not external.driver.placed
+
+    # One on another host waits until that has joined, and then for room on it.
+    url = "https://10.0.0.2:1"
+    external.register("x4", url, host="b")
+    external.until(lambda _: "not joined" in external.registration(url).waits_for, "the wait for the host")
+    external.hosts = RayHosts(open=frozenset("b"), nodes={"b": HostNode("node-b", "10.0.0.2")})
+    external.until(lambda _: "no room" in external.registration(url).waits_for, "the wait for room")
+    external.hosts = replace(external.hosts, drains={"b": 1.0})
+    assert "b is drained" in external.until_ended(url) and not external.driver.placed
+
+
 def test_replaced_driver_deregisters_no_external_engine_that_the_newer_one_serves(external: ExternalOnes) -> None:
     external.register("x0", "http://a:1")
     fencing.begin_driver(external.etcd, external.keys, external.ctx.epoch, "newer")
     with Membership(external.etcd, external.keys, "engine", "x0", ttl_s=30, epoch=external.ctx.epoch).start():
         with pytest.raises(Fenced):
-            external.driver.reconcile({}, {})
+            external.driver.reconcile({}, {}, RayHosts())
         assert members(external.etcd, external.keys, "engine")
 
 
@@ -403,7 +451,7 @@ def make_group(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path
     made: list[TrainerGroup] = []
 
     def make(body: type) -> TrainerGroup:
-        cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}})
+        cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"}, **ONE_CPU_EACH})
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job,
                          model_dir=str(tmp_path / "none"), host=LOOPBACK,
                          epoch=fencing.raise_epoch(etcd, keys, holder="test").number)

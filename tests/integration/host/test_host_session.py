@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from support import killed_at
 from support.etcd_server import EtcdServers
 from support.host_agents import KEYS, Hosts, command_of, times
+from support.killed_at import Point
 from support.waiting import wait_until
 
 from elastic_rl import config
@@ -28,6 +32,7 @@ from elastic_rl.runtime.clock import boottime_s
 from elastic_rl.runtime.process import runs
 
 DRIVER, OTHER = driver_of("j"), driver_of("k")
+_SINGLETONS = "elastic_rl.host.agent.singletons:Singletons"
 
 def parent(said: Path) -> list[str]:
     """Command of a process that says in a file when it starts and ends, and has a child that leads another session."""
@@ -163,6 +168,25 @@ def test_killed_agent_is_followed_by_one_that_adopts_what_runs(host: Hosts, tmp_
     assert starts.read_text().split() == [str(generation)] * 2
 
 
+@pytest.mark.parametrize("point", [
+    partial(killed_at.before, f"{_SINGLETONS}._start"), partial(killed_at.after, "elastic_rl.host.processes:spawn"),
+    partial(killed_at.after, f"{_SINGLETONS}._start")],
+    ids=["before-it-starts-it", "before-it-has-noted-it", "before-it-reports-it"])
+def test_take_over_that_is_killed_is_finished_by_the_next_agent_and_starts_one_process(
+        host: Hosts, tmp_path: Path, point: Callable[[Path], Point]) -> None:
+    h, starts, kill = host(), tmp_path / "starts", point(tmp_path)
+    agent = h.start_process(kill)
+    before = h.registration().mod_revision
+    generation = h.assign(DRIVER, "bash", "-c", f"echo GENERATION $$ >> {starts}; exec sleep 600")
+    assert agent.wait(60) == -signal.SIGKILL and kill.reached
+    status = h.status()
+    assert status is None or DRIVER not in status.services or status.services[DRIVER].state is not RunState.RUNNING
+    h.start_process()
+    registered = h.registration(after=before).mod_revision
+    service = h.await_service(DRIVER, generation=generation, registration=registered)
+    assert starts.read_text().split() == [str(generation), str(service.pid)] and lives(service.pid)
+
+
 def test_older_generation_ends_with_all_that_it_has_started_before_the_next_one_starts(
         host: Hosts, tmp_path: Path) -> None:
     h, said = host(), tmp_path / "said"
@@ -216,6 +240,25 @@ def test_released_singleton_ends_and_its_host_says_at_which_revision(own_etcd: E
 
 
 # -- without etcd ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("point", [
+    partial(killed_at.before, f"{_SINGLETONS}._end_all"), partial(killed_at.after, f"{_SINGLETONS}._end_all")],
+    ids=["before-it-ends-it", "before-it-reports-its-end"])
+def test_release_that_is_killed_is_finished_by_the_next_agent(
+        own_etcd: EtcdClient, host: Hosts, tmp_path: Path, point: Callable[[Path], Point]) -> None:
+    h, kill = host(), point(tmp_path)
+    agent = h.start_process(kill)
+    h.assign(DRIVER)
+    pid = h.await_service(DRIVER).pid
+    released = own_etcd.put(KEYS.assignment(DRIVER), b"{}")
+    assert agent.wait(60) == -signal.SIGKILL and kill.reached
+    status = h.status()
+    assert status is None or DRIVER in status.services, "the end of what it held was not reported yet"
+    h.start_process()
+    wait_until(lambda: (s := h.status()) and s.observed_revision >= released and not s.services and not s.not_ready,
+               what="the report of the release")
+    assert not lives(pid) and h.files.all() == []
+
+
 def test_host_without_its_lease_ends_its_singletons_and_starts_them_under_the_next_one(
         own_servers: EtcdServers, host: Hosts, tmp_path: Path) -> None:
     h = host(ttl_s=3.0)

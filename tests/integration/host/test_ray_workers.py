@@ -13,10 +13,11 @@ from support.stub_run import put_stub_in_place
 from support.tiers import full
 from support.waiting import wait_until
 
+from elastic_rl.coordinator.client.admin_client import RequestRefused
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, PoolStatus
+from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolStatus
 
 pytestmark = pytest.mark.timeout(1200)
 SETTINGS = ("--coordinator.replicas=1", "--dcs.arena_bytes=33554432")
@@ -98,6 +99,55 @@ def test_host_that_was_cut_off_comes_back_without_what_it_had(lab: Lab, monkeypa
     wait_for_engines(lab, 4, on_b=True)
     a.run("stop", lab.job, *a.location)
     wait_until(lambda: not b.computes() and not a.computes(), what="the end of Ray on both")
+
+
+@full(proved_in="tests/integration/driver/test_parts_on_ray.py tests/unit/driver/test_host_selection.py",
+      why="an external engine on another host than that of the run")
+def test_external_engine_is_on_the_host_that_is_named_until_that_is_drained_or_lost(
+        lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = lab.machines.values()
+    wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
+    put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
+    job = [f"--job={lab.job}", *a.location]
+    a.run("train", "--detach", *job, "--rollout.engines=1", "--sft.max_steps=0")
+    wait_until(b.computes, what="the worker of Ray on b")
+    api = lab.api()
+
+    def register(port: int) -> str:
+        url = f"https://{b.address}:{port}"
+        a.run("engines", "register", url, "--via=b", "--wait", *job)
+        return url
+
+    drained = register(1)
+    [engine] = [e for e in records(lab) if e.external]
+    assert (engine.host, engine.url) == (b.address, drained)
+    a.run("drain", "b", "--within=300", "--wait", *a.location)
+    assert registration(lab, drained).ended == "its host b is drained"
+    assert not [e for e in records(lab) if e.external]
+    for host, status in (("b", 409), ("c", 404)):
+        with pytest.raises(RequestRefused) as refused:
+            api.register_engine(drained, "rollout", via=host)
+        assert refused.value.status == status
+
+    a.run("uncordon", "b", *a.location)
+    wait_until(lambda: lab.phase("b") == "ready", what="the return of b")
+    lost = register(2)
+    b.power_off()
+    wait_until(lambda: registration(lab, lost).ended, what="the end of the registration")
+    assert not [e for e in records(lab) if e.external]
+    a.run("stop", lab.job, *a.location)
+
+
+def registration(lab: Lab, url: str) -> ExternalEngine:
+    with lab.etcd() as etcd:
+        found = readable_one(etcd.get(Keys(lab.job).external_engine(url)), ExternalEngine)
+        assert found is not None
+        return found
+
+
+def records(lab: Lab) -> list[Engine]:
+    with lab.etcd() as etcd:
+        return [e for e, _ in readable(etcd.range(Keys(lab.job).engines_prefix())[0], Engine)]
 
 
 def test_engines_are_on_every_host_and_leave_the_one_that_is_lost_drained_or_cordoned(

@@ -1,6 +1,6 @@
 """A trainer group with two agents, as on two hosts: the ranks of both make one group, which re-forms when one dies, and
-ends when another formation begins, with another number of replicas. Real ranks, etcd and DCS node; the agents share
-this machine."""
+ends when another formation begins, on other hosts or with another number of replicas. Real ranks, etcd and DCS node;
+the agents share this machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from elastic_rl.etcd.records import Formation, FormationHost
 from elastic_rl.host.processes import stop
 from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
+from elastic_rl.trainer.service.client import TrainerStatus
 
-OTHER = "127.0.0.3"
-"""Address of the second host: loopback has many."""
+OTHER, THIRD = "127.0.0.3", "127.0.0.4"
+"""Addresses of further hosts: loopback has many."""
 
 
 class Formations:
@@ -52,11 +53,18 @@ class Formations:
         self.agents = [spawn_agent(context, f"--hosts={size}", "--ranks=1", f"--address={address}",
                                    log=group.folder / f"agent-{self.number}-{address}.log") for address in addresses]
 
+    def instead(self, before: TrainerStatus, *addresses: str) -> TrainerStatus:
+        """Begins the next formation, which ends the one that answered ``before``. Returns once it is ready."""
+        old = self.agents
+        self.form(*addresses)
+        assert [agent.wait(60) for agent in old] == [FENCED_EXIT] * len(old)
+        return self.group.ready(after=before.group)
+
 
 @pytest.fixture
 def formations(etcd_servers: EtcdServers, tmp_path: Path) -> Iterator[Formations]:
     with elastic_group(etcd_servers.endpoints, tmp_path, {
-            "sft": {"max_steps": 20, "state_every_steps": 1},
+            "deterministic": True, "sft": {"max_steps": 20, "state_every_steps": 1},
             # A rank that is lost must be noticed long before a collective times out.
             "trainer": {"tensor_parallel": 1, "data_parallel": 2, "collective_timeout_s": 250.0,
                         "start_timeout_s": 260.0}}, starts=False) as group:
@@ -96,11 +104,17 @@ def test_ranks_of_two_hosts_are_one_group_that_reforms_and_that_the_next_formati
     loss = group.client.update("sft", 4, batch)["loss"]
     wait_until(lambda: reads.head(group.etcd, group.keys, "trainer_state").meta["step"] == 4, what="the state")
 
-    old = formations.agents
-    formations.form(LOOPBACK)
-    assert [agent.wait(60) for agent in old] == [FENCED_EXIT] * 2
-    third = group.ready(after=second.group)
-    assert third.step == 4 and len(third.share_urls) == 1
+    # On other hosts the same number of replicas does the step again, bit for bit.
+    third = formations.instead(second, LOOPBACK, THIRD)
+    assert third.step == 4 and {url.rpartition(":")[0] for url in third.share_urls} == {
+        f"http://{LOOPBACK}", f"http://{THIRD}"}
+    group.client.load(_version_at(group, 3), "sft", 4)
+    torch.testing.assert_close(group.client.forward_logprobs(batch)["logprobs"], before, rtol=0.0, atol=0.0)
+    assert group.client.update("sft", 4, batch)["loss"] == loss
+
+    # With fewer replicas it is the same to rounding.
+    fourth = formations.instead(third, LOOPBACK)
+    assert fourth.step == 4 and len(fourth.share_urls) == 1
     group.client.load(_version_at(group, 3), "sft", 4)
     torch.testing.assert_close(group.client.forward_logprobs(batch)["logprobs"], before, rtol=1e-4, atol=1e-5)
     assert group.client.update("sft", 4, batch)["loss"] == pytest.approx(loss, rel=1e-4)

@@ -131,7 +131,7 @@ def test_each_listed_row_is_measured() -> None:
         "run_parts": [row for name, kind in run_parts.KINDS.items()
                       for row in run_parts.rows(name, [{kind.end: 1.0, run_parts.STEP: 2.0}])],
         "trainer_hosts": [row for name, of in trainer_hosts.ROWS.kinds.items()
-                          for row in trainer_hosts.ROWS.of(name, [{of.end: 1.0}])],
+                          for row in trainer_hosts.ROWS.of(name, [{of.end: 1.0, REDONE: 2.0}])],
         "engine_hosts": [row for name, to in engine_hosts.ROWS.kinds.items()
                          for row in engine_hosts.ROWS.of(name, [{to.end: 1.0}])]}.items()}
     assert {module: sorted(rows) for module, rows in recovery.SUITE.rows.items()} == {
@@ -143,6 +143,7 @@ def test_longest_time_without_a_new_step_counts_steps_that_are_done_again_as_non
     for now, step in ((0.0, 10), (1.0, 11), (2.0, 12), (3.0, 12), (5.0, 0), (7.0, 11), (8.0, 12), (9.0, 13), (9.5, 14)):
         watched.add(now, step)
     assert watched.trial() == {"early": 0.0, "formed": 2.0, "ranks": 5.0, NEXT_STEP: 7.0, REDONE: 1.0}
-    row, _ = trainer_hosts.ROWS.of("shrink", [{"the group is another one": 2.0, "all ranks are there": 17.0,
-                                            NEXT_STEP: 20.0, REDONE: 0.0}])
+    row, _, redone = trainer_hosts.ROWS.of("shrink", [{"the group is another one": 2.0, "all ranks are there": 17.0,
+                                                     NEXT_STEP: 20.0, REDONE: 3.0}])
+    assert (redone.value, redone.unit) == (3.0, "steps") and REDONE not in row.alternatives
     assert row.met is False and "15.0 of 20.0 s from “the group is another one” to “all ranks are there”" in row.name

@@ -14,6 +14,8 @@ from elastic_rl.job import check as job_check
     ({"train": {"max_staleness": 1}}, "train.max_staleness=1"),
     ({"train": {"schedule": "fully_async"}}, "train.schedule=fully_async"),
     ({"algorithm": {"name": "ppo"}}, "with a critic"),
+    ({"cluster": "lab", "trainer": {"ranks_per_host": 4}}, "trainer.ranks_per_host=4: ranks and engines share"),
+    ({"cluster": "lab", "trainer": {"min_data_parallel": 1}}, "trainer.min_data_parallel=1: ranks and engines share"),
     ({"mode": "eval"}, "mode=eval"),
     ({"mode": "sft", "sft": {"max_steps": 4}}, "mode=sft"),
     ({"engine": {"release_timeout_s": 10.0}}, "engine.release_timeout_s=10"),

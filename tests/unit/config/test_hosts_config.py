@@ -34,7 +34,8 @@ def test_selector_reaches_the_pool_and_the_role() -> None:
     ({"cluster": "lab", "rollout": {"host_selector": {"a b": "c"}}}, "rollout.host_selector"),
     ({"roles": {"actor": {"replicas": 2}}}, "roles"),
     ({"engine": {"max_unavailable": "0%"}}, "max_unavailable"), ({"engine": {"max_unavailable": 0}}, "max_unavailable"),
-    ({"engine": {"max_unavailable": "many"}}, "max_unavailable")])
+    ({"engine": {"max_unavailable": "many"}}, "max_unavailable"),
+    ({"pools": {"judge": {"model": "/judge", "engine": {"max_unavailable": 2}}}}, "bounds nothing")])
 def test_what_cannot_be_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config.parse(settings)
@@ -43,7 +44,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(("given", "limit"), [("auto", None), (3, 3), ("50%", "50%")])
 def test_engines_update_all_at_once_unless_a_limit_is_set(given: int | str, limit: int | str | None) -> None:
     cfg = config.parse({"train": {"max_staleness": 2}, "engine": {"max_unavailable": given}})
-    assert cfg.max_unavailable == limit
+    assert cfg.pool_settings("")["rollout"].max_unavailable == limit
 
 
 def test_labels_of_a_host_are_replaced_kept_or_removed() -> None:

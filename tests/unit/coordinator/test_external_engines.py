@@ -17,6 +17,7 @@ MODEL, SERVER = {"architectures": QWEN}, {"custom_weight_loader": [LOADER], "tp_
 def test_url_of_a_server_is_normalized(url: str) -> None:
     assert normalized_url(url) == "http://host:30000"
     assert normalized_url("http://[::1]:30000/") == "http://[::1]:30000"
+    assert normalized_url("HTTPS://10.0.0.9:30000/") == "https://10.0.0.9:30000"
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]"])
@@ -42,13 +43,13 @@ def test_other_spellings_of_an_address_are_refused(host: str) -> None:
     ("http://127.0.0.1:1", "http://localhost:1", True), ("http://127.0.0.1:1", "http://127.0.0.7:1", True),
     ("http://127.0.0.1:1", "http://[::1]:1", True), ("http://127.0.0.1:1", "http://127.0.0.1:2", False),
     ("http://10.0.0.1:1", "http://[::ffff:10.0.0.1]:1", True), ("http://10.0.0.1:1", "http://10.0.0.2:1", False),
-    ("http://Host:1", "http://host:1", True)])
+    ("http://Host:1", "http://host:1", True), ("http://10.0.0.1:1", "https://10.0.0.1:1", True)])
 def test_urls_of_one_server_are_recognized(one: str, other: str, same: bool) -> None:
     assert (server_of(one) == server_of(other)) is same
 
 
 @pytest.mark.parametrize("url", [
-    "", "host:30000", "https://host:30000", "ftp://host:1", "http://host", "http://:30000", "http://host:0",
+    "", "host:30000", "ftp://host:1", "http://host", "http://:30000", "http://host:0",
     "http://host:99999", "http://host:x", "http://me:pass@host:1", "http://host:1/path", "http://host:1?x=1",
     "http://host:1#x", "http://[::1:30000", "http://h\u00f6st:1", "http://ho\nst:1"])
 def test_invalid_server_url_is_refused(url: str) -> None:

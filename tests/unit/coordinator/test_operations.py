@@ -55,9 +55,10 @@ def register() -> Operation:
                      params={"pool": POOL, "url": URL})
 
 
-def registering(now: float, state: EngineState | None = None, ended: str = "", **more: object) -> ClusterSnapshot:
+def registering(now: float, state: EngineState | None = None, ended: str = "", waits_for: str = "", **more: object
+                ) -> ClusterSnapshot:
     """A snapshot with the registration of ``register`` and its engine, once that has a record."""
-    request = ExternalEngine(engine="a0", pool=POOL, url=URL, ended=ended)
+    request = ExternalEngine(engine="a0", pool=POOL, url=URL, ended=ended, waits_for=waits_for)
     there = [Engine(id="a0", pool=POOL, state=state, epoch=1, url=URL, external=True, **more)] if state else []
     return ClusterSnapshot("j", now=now, leader_time=now, external_engines={"a0": request},
                            engines={e.id: e for e in there})
@@ -202,6 +203,8 @@ def test_withdrawn_request_cancels_its_restart() -> None:
 def test_registration_is_probed_and_synced_until_the_engine_is_ready() -> None:
     op = advance(register(), registering(1.0))
     assert op.phase == "probing" and "driver" in op.message
+    op = advance(op, registering(1.5, waits_for="its host b has not joined the run"))
+    assert op.phase == "probing" and op.message == "its host b has not joined the run"
     op = advance(op, registering(2.0, EngineState.STARTING))
     assert op.phase == "probing" and URL in op.message
     op = advance(op, registering(3.0, EngineState.SYNCING))

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
+from elastic_rl import config
 from elastic_rl.config import RoleConfig
 from elastic_rl.driver import role_deployments
 from elastic_rl.driver.role_deployments import RoleDeployments
 from elastic_rl.errors import Fenced
+from elastic_rl.roles.registry import ROLES
+
+
+def test_replica_that_moves_has_the_time_of_a_request_for_its_calls() -> None:
+    ctx: Any = SimpleNamespace(config=config.parse({"engine": {"request_timeout_s": 45.0, "drain_timeout_s": 45.0}}))
+    roles = RoleDeployments(ctx, {})
+    assert {name: roles._finish_s(spec) for name, spec in ROLES.items()} == {
+        **dict.fromkeys(("rollout", "advantages", "genrm", "teacher"), 45.0), "actor": 5.0}
 
 
 @pytest.mark.parametrize("replaced", [False, True])

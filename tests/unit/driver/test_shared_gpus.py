@@ -63,7 +63,7 @@ class Machine:
 def test_holder_that_ends_before_it_answers_is_replaced() -> None:
     machine = Machine()
     machine.passes()
-    assert len(machine.holders) == 1 and "GPU 2" in machine.shared.waiting
+    assert len(machine.holders) == 1 and "no room on the host of the run for GPU 2" in machine.shared.waiting
     machine.holders[0].reason = "killed"
     machine.passes()
     assert machine.holders[0].removed and len(machine.holders) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.engine.departure import ABORT_GRACE_S, SETTLE_S, Departure, LeaveStep
+from elastic_rl.engine.departure import ABORT_GRACE_S, SETTLE_S, Departure, LeaveStep, Quiet
 
 LIMIT_S = 60.0
 TICK_S = 0.1
@@ -24,9 +24,13 @@ class World:
     def in_flight(self) -> int:
         return len(self.ends) + self.stuck
 
-    def leave(self, can_hand_over: bool, *, may_abort: bool = True) -> tuple[LeaveStep, Departure]:
+    def leave(self, can_hand_over: bool, *, may_abort: bool = True, hurry_at: float = float("inf")
+              ) -> tuple[LeaveStep, Departure]:
+        """``hurry_at``: when the time of the host's drain is over."""
         departure = Departure(self.now, LIMIT_S, may_abort=may_abort)
         while True:
+            if self.now >= hurry_at:
+                departure.hurry(self.now)
             step = departure.step(self.now, self.in_flight, can_hand_over=can_hand_over)
             if step in (LeaveStep.DONE, LeaveStep.GIVE_UP):
                 return step, departure
@@ -65,6 +69,30 @@ def test_requests_are_finished_where_nobody_can_go_on_with_them(ends: list[float
     world = World(ends)
     _, departure = world.leave(can_hand_over=False)
     assert departure.handed_over == 0 and world.now >= max(ends, default=0.0)
+
+
+@given(seconds, st.booleans(), st.floats(0.0, 2 * LIMIT_S))
+def test_engine_hands_over_as_soon_as_its_host_ends_or_its_own_limit_is_over(
+        ends: list[float], can_hand_over: bool, hurry_at: float) -> None:
+    world = World([e for e in ends if e > 0])
+    asked = world.in_flight
+    step, _ = world.leave(can_hand_over, hurry_at=hurry_at)
+    assert step is LeaveStep.DONE and world.kept == asked
+    assert world.now <= min(hurry_at, LIMIT_S) + SETTLE_S + 4 * TICK_S
+
+
+def test_request_that_does_not_end_keeps_a_host_that_ends_for_the_grace_only() -> None:
+    world = World([], stuck=1)
+    step, _ = world.leave(can_hand_over=False, hurry_at=5.0)
+    assert step is LeaveStep.GIVE_UP and world.now <= 5.0 + ABORT_GRACE_S + 2 * TICK_S
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_engine_is_quiet_once_every_look_of_a_while_found_nothing(looks: list[bool]) -> None:
+    quiet = Quiet()
+    for number, busy in enumerate(looks):
+        if quiet.observe(number * TICK_S, int(busy)):
+            assert not any(looks[max(0, number - int(SETTLE_S / TICK_S) + 1):number + 1])
 
 
 @given(seconds)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_rl.engine.fetch_failures import FetchFailures
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import EngineFailed, EtcdUnavailable
+from elastic_rl.etcd.records import EngineState
 
 
 class Flaky:
@@ -34,7 +37,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = EngineRunner.__new__(EngineRunner)
     made._id, made._router_url, made._external, made._unwritten = "a", "", False, False
     made._lifecycle = EngineLifecycle().up().begin(1).verified(1).routed()
-    made._drain, made._stop = threading.Event(), threading.Event()
+    made._drain, made._hurry, made._stop = threading.Event(), threading.Event(), threading.Event()
     made._member = SimpleNamespace(progress=lambda *_: None)
     made._cfg = SimpleNamespace(drain_timeout_s=60.0, drain_mode="hand_over")
     made._ctx = SimpleNamespace(config=SimpleNamespace(deterministic=False))
@@ -93,9 +96,100 @@ class OneSlot:
 def test_engine_waits_for_its_turn_through_an_outage_of_etcd(runner: Any) -> None:
     slots = OneSlot()
     runner._look_after = Flaky([no_etcd()], None)
-    heads = SimpleNamespace(get=Flaky([no_etcd()], None))
-    assert runner._await_turn(UpdateTurn(slots), heads) is None  # type: ignore[arg-type]
+    assert runner._await_turn(UpdateTurn(slots))  # type: ignore[arg-type]
     assert slots.claim.calls == 4 and not runner._awaits_turn
+
+
+@pytest.fixture
+def updating(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One whose updates are staged and applied at once; ``staged`` and ``applied``: the versions."""
+    monkeypatch.setattr("elastic_rl.engine.runner._TURN_S", 0.001)
+    runner.applied, runner.staged = list[int](), list[int]()
+
+    @contextlib.contextmanager
+    def staged(puller: Any, target: Any) -> Any:
+        runner.staged.append(target.number)
+        yield SimpleNamespace(request={}, checksums=["sum"]), None
+
+    runner._staged, runner._look_after, runner._write = staged, Flaky([], None), Flaky([], True)
+    runner._join_router, runner._fetch_failures = Flaky([], True), FetchFailures(1.0, min_failures=1)
+    runner._cfg.pause_mode = "retract"
+    runner._monitor = SimpleNamespace(paused=contextlib.nullcontext)
+    runner._server = SimpleNamespace(apply=lambda update, version: runner.applied.append(version))
+    return runner
+
+
+def version(number: int) -> Any:
+    return SimpleNamespace(number=number, meta={})
+
+
+def test_engine_applies_what_it_has_staged_however_fast_versions_come(updating: Any) -> None:
+    slots = OneSlot()
+    slots.count, slots.claim = Flaky([], 1), Flaky([], False, False, False, True)
+    updating._turn = UpdateTurn(slots)  # type: ignore[arg-type]
+    assert updating._sync(None, version(2))
+    assert (updating.staged, updating.applied, updating._lifecycle.version) == ([2], [2], 2)
+    assert slots.free.calls == 1
+
+
+def test_engine_without_etcd_pauses_not_before_it_has_its_turn_and_serves_until_then(updating: Any) -> None:
+    slots, away = OneSlot(), 20
+    slots.count = Flaky([], 1)
+
+    def claim(slot: int) -> bool:
+        nonlocal away
+        assert not updating.applied and updating._lifecycle.state is EngineState.READY
+        if away:
+            away -= 1
+            raise no_etcd()
+        return True
+
+    slots.claim = claim  # type: ignore[assignment]
+    updating._turn = UpdateTurn(slots)  # type: ignore[arg-type]
+    assert updating._sync(None, version(2))
+    assert not away and updating.applied == [2]
+
+
+def test_engine_that_is_to_leave_while_it_waits_for_its_turn_applies_nothing(updating: Any) -> None:
+    slots = OneSlot()
+    slots.count, slots.claim = Flaky([], 1), Flaky([], False)
+    updating._look_after = lambda: slots.claim.calls and updating._drain.set()
+    updating._turn = UpdateTurn(slots)  # type: ignore[arg-type]
+    assert updating._sync(None, version(2))
+    assert not updating.applied and not updating._lifecycle.applying
+
+
+def test_engine_that_is_to_leave_while_it_finishes_requests_for_an_update_does_not_finish_them_all_first(
+        updating: Any) -> None:
+    updating._turn, updating._cfg.pause_mode = None, "drain"
+    looks = 0
+
+    def in_flight() -> int:
+        nonlocal looks
+        looks += 1
+        assert looks < 20, "it still waits for its requests"
+        updating._drain.set()
+        return 1
+
+    updating._server.in_flight = in_flight
+    assert updating._sync(None, version(2))
+    assert not updating.applied
+
+
+class BusyServer(FlakyServer):
+    """Whose requests end by an abort alone."""
+
+    def __init__(self) -> None:
+        self.requests, self.failures = 2, set[str]()
+
+
+def test_engine_whose_host_ends_hands_over_at_once_also_where_no_other_serves(
+        runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.engine.departure.SETTLE_S", 0.0)
+    runner._server, runner._write, runner._others_serve = BusyServer(), Flaky([], True), lambda: False
+    runner._cfg.drain_timeout_s = 3600.0
+    runner.hurry()
+    assert runner._finish_requests() == 2
 
 
 def test_turn_lasts_until_the_router_has_the_engine_again_or_it_leaves(runner: Any) -> None:

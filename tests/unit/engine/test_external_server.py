@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import ssl
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
 import httpx
 import pytest
+from support import http_servers
 
 from elastic_rl.config import EngineConfig
 from elastic_rl.engine.server import external_server
 from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.errors import EngineFailed
+from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.net.cluster_secret import ClusterSecret
+from elastic_rl.net.engine_key import EngineAccess
+from elastic_rl.net.tls import TlsFolder
 
 
 class Foreign:
@@ -63,6 +75,48 @@ def test_server_with_another_key_is_started_with_a_key_file() -> None:
         server.in_flight()
     hint = refused.value.hint
     assert "ELASTIC_RL_ENGINE_KEY_FILE=" in hint and "elastic-rl restart job" in hint and "--api-key" not in hint
+
+
+class ModelInfo(BaseHTTPRequestHandler):
+    """Says what it serves, and nothing else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"architectures": ["Other"]}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def certified(folder: Path) -> TlsFolder:
+    """A certificate for loopback, of an authority that no system trusts."""
+    folder.mkdir()
+    LocalHost(name="a").certify(paths := ClusterPaths(folder), "lab", ClusterSecret.generate())
+    return paths.tls
+
+
+def test_server_with_tls_needs_a_certificate_of_the_clusters_authority(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Own"]}')
+    tls, foreign = certified(tmp_path / "own"), certified(tmp_path / "foreign")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.cert, tls.key)
+    listener = ThreadingHTTPServer((LOOPBACK, 0), ModelInfo)
+    listener.socket = context.wrap_socket(listener.socket, server_side=True)
+
+    def refusal(authority: str) -> str:
+        server = ExternalServer(f"https://{LOOPBACK}:{listener.server_port}", str(tmp_path), cfg=EngineConfig(),
+                                access=EngineAccess(authority=authority))
+        with pytest.raises(EngineFailed) as refused, contextlib.closing(server):
+            server.start()
+        return str(refused.value)
+
+    with http_servers.serving(listener):
+        assert "not a ['Own']" in refusal(str(tls.ca)), "it was asked"
+        monkeypatch.setattr(external_server, "_START_TIMEOUT_S", 0.5)
+        assert "CERTIFICATE_VERIFY_FAILED" in refusal(str(foreign.ca))
+        assert "has no authority" in refusal("")
 
 
 def test_server_that_refuses_connections_is_dead_a_slow_one_is_not() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_rl.engine import fetch_failures
@@ -76,6 +76,24 @@ class Etcd:
                  if k.startswith(prefix) and k > after and (not before or k < before)][:limit]
         self.read += len(found)
         return type("Page", (), {"kvs": found})
+
+
+SOME = st.sampled_from([0, 1, 40, 700])
+
+
+@settings(max_examples=30, deadline=None)
+@given(SOME, SOME, st.sets(st.sampled_from(["000001", "fffff1"])), st.sampled_from(["000000", "0fffff", "ffffff"]))
+@example(700, 0, {"fffff1"}, "0fffff")
+def test_engines_of_a_pool_with_a_longer_name_are_not_its_neighbours(before, between, own, at) -> None:
+    """However many there are: they have keys among those of the pool."""
+    keys = Keys("job")
+    there = [engine(f"a-b-{i:06x}", 5, pool="a-b") for i in range(before)] + [
+        engine(f"a-b-c-{i:06x}", 5, pool="a-b-c") for i in range(between)] + [
+        engine(f"a-{name}", 5, pool="a") for name in own]
+    etcd = Etcd([(keys.engine(e.id), e.encode()) for e in there])
+    assert fetch_failures.others_serve(etcd, keys, "a", f"a-{at}") == bool(own)
+    found = fetch_failures.read_evidence(etcd, keys, engine(f"a-{at}", 4, pool="a"))
+    assert (found.peers, found.ahead) == (len(own), len(own))
 
 
 @given(st.integers(0, 100), st.integers(0, 99))

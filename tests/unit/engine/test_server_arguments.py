@@ -28,6 +28,16 @@ def test_memory_saver_is_on_where_device_memory_is_shared_on_a_gpu(tmp_path: Pat
     assert "--enable-memory-saver" not in server.arguments(cuda=False), "there is nothing to save on a CPU"
 
 
+def test_server_tells_its_load_of_each_step_and_nobody_else_says_how_often(tmp_path: Path) -> None:
+    """An engine without requests, by its load, ends, or changes its weights."""
+    server = SGLangServer("model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log",
+                          seed=1, tag="args")
+    arguments = server.arguments(cuda=True)
+    assert arguments[arguments.index("--load-snapshot-publish-interval") + 1] == "1"
+    with pytest.raises(ConfigError, match="load-snapshot-publish-interval is set by the engine itself"):
+        config.parse({"engine": {"extra_args": ["--load-snapshot-publish-interval=40"]}})
+
+
 def test_only_http_with_tls_is_open_to_others_of_an_engine_that_they_reach(tmp_path: Path) -> None:
     def arguments(host: str, tls: TlsFolder | None) -> list[str]:
         return SGLangServer("model", host=host, cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1,

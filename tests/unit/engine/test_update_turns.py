@@ -100,7 +100,9 @@ def run(engines: int, slots: int, seed: int, *, heads: list[float], apply_s: flo
         head = sum(at <= now for at in heads)
         for engine in pool:
             engine.tick(now, head, apply_s)
-        most = max(most, sum(e.busy_until > now for e in pool))
+        paused = [number for number, e in enumerate(pool) if e.busy_until > now]
+        assert set(paused) <= set(store.holders.values()), "an engine paused without a slot"
+        most = max(most, len(paused))
         if all(e.version == len(heads) for e in pool) and not store.holders:
             return store, pool, now, most
         now += TICK_S
@@ -113,6 +115,26 @@ def test_no_more_engines_pause_at_once_than_there_are_slots_and_none_is_left(eng
                                                                             lossy: float) -> None:
     _, _, _, most = run(engines, slots, seed, heads=[0.0, 5.0], lossy=lossy)
     assert most <= slots
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 8), st.integers(0, 2**32))
+def test_engine_whose_slot_may_be_free_already_pauses_only_once_it_has_one_again(engines: int, seed: int) -> None:
+    """Half of the answers are lost, and versions come so fast that the next one is there before a slot is free."""
+    run(engines, 1, seed, heads=[0.2 * number for number in range(60)], apply_s=0.1, lossy=0.5)
+
+
+def test_nobody_pauses_while_etcd_is_away() -> None:
+    store = Store(1, random.Random(0), lossy=1.0)
+    turn = UpdateTurn(OwnSlots(store, 0), random.Random(0))
+    turn.begin()
+    for tick in range(100):
+        with pytest.raises(EtcdUnavailable):
+            turn.take(tick * TICK_S)
+    store.lossy = 0.0
+    assert turn.take(100 * TICK_S) and list(store.holders.values()) == [0]
+    turn.release()
+    assert not store.holders
 
 
 def test_engines_that_wait_skip_to_the_newest_version() -> None:

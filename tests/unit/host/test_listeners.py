@@ -147,7 +147,7 @@ def test_start_of_an_engine_on_a_taken_port_ends_its_process(
 
 
 def test_external_engine_may_be_of_another_user(foreign: Listener) -> None:
-    server = ExternalServer(foreign.url, "model", cfg=EngineConfig(), key=KEY)
+    server = ExternalServer(foreign.url, "model", cfg=EngineConfig(), access=EngineAccess(KEY))
     assert server._model_info() == {"workers": []} and foreign.asked == [f"Bearer {KEY}"]
     server.close()
 
