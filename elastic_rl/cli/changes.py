@@ -71,7 +71,7 @@ def drain_engine(cluster: Target, engine: Annotated[str, typer.Argument(
 
 @api_command(engines, "register")
 def register(cluster: Target, server: Annotated[str, typer.Argument(metavar="URL", help=(
-                 "SGLang server that you run on a host of the cluster, as http://HOST:PORT or https://HOST:PORT."))],
+                 "SGLang server that you run on a host of the cluster, as http://ADDRESS:PORT or https://ADDRESS:PORT."))],
              pool: Annotated[str, typer.Option(help="Pool that it joins.",
                                                autocompletion=completion.pools)] = "rollout",
              via: Annotated[str, typer.Option(metavar="HOST", autocompletion=completion.hosts, help=(

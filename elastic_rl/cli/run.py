@@ -61,6 +61,9 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
        hosts: Annotated[int, typer.Option(min=0, max=200, metavar="N", show_default=False, help=(
            "So many hosts in namespaces of this machine, host-1 to host-N, to try several hosts out; needs root. "
            "0: as many as before."))] = 0,
+       insecure_network: Annotated[bool, typer.Option("--insecure-network", help=(
+           "All users and hosts that reach the hosts of this cluster are trusted: jobs may use what talks without a "
+           "password between hosts (train.queue=transfer_queue)."))] = False,
        foreground: Annotated[bool, typer.Option("--foreground", help=(
            "Stay until SIGTERM or Ctrl-C, which then suspends the cluster: the next `up` resumes its runs."))] = False,
        ) -> None:
@@ -75,6 +78,8 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
     With --hosts they share this machine, and nothing else: `test-hosts` powers them off and cuts them off."""
     from elastic_rl.host.joined_host import JoinedHost
     from elastic_rl.host.local_cluster import SAVE_GRACE_S
+    if insecure_network:
+        ctx.args.append("--coordinator.insecure_network=true")
     cluster, names_job = cluster_to_start(ctx, file, say=_say)
     if hosts or test_hosts.hosts_of(cluster).are_beside:
         if names_job or address or name or label or preemption_notice or foreground:

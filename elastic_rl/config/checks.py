@@ -501,7 +501,8 @@ READERS = (
     Readers("train", ("queue_units", "queue_call_timeout_s"), lambda c: c.uses_transfer_queue,
             "train.schedule=fully_async with train.queue=transfer_queue"),
     Readers("trainer", ("min_data_parallel", "ranks_per_host"), lambda c: c.ranks_may_spread,
-            "a cluster with a name (--cluster), without placement=colocated and train.queue=transfer_queue"),
+            "a cluster with a name (--cluster), without placement=colocated, and with train.queue=transfer_queue only "
+            "where the operator has said `up --insecure-network`"),
     Readers("rollout", ("environment_options", "max_turns", "max_turn_tokens"), lambda c: c.rollout.environment,
             "rollout.environment"),
     Readers("critic", _all_but_enabled(CriticConfig), lambda c: c.uses_critic,

@@ -18,6 +18,10 @@ class CoordinatorConfig(Section):
     address where that has one (``up --address``)."""
     ports: list[Annotated[int, Field(ge=1, le=65535)]] = []
     """Port of each replica's admin API, one a replica. Empty: free ports are chosen."""
+    insecure_network: bool = False
+    """Whether jobs of a cluster with a name may use what talks without a password or TLS between hosts: TransferQueue
+    (``train.queue``), whose sockets take pickles, so that whoever reaches them can run code as the user of the jobs.
+    Only for hosts whose network and users are all trusted. ``up --insecure-network`` sets it."""
     parallel_jobs: Positive = 1
     """How many runs of jobs a cluster with a name has at once. Further ones are queued, and start in the order of their
     submission."""

@@ -172,9 +172,11 @@ class Config(Section):
 
     @property
     def ranks_may_spread(self) -> bool:
-        """Whether the ranks of a trainer group may be on any host of the cluster. Other hosts have neither the GPUs
-        that trainer and engines share nor TransferQueue's actors, which talk without a password."""
-        return bool(self.cluster) and not self.colocated and not self.uses_transfer_queue
+        """Whether the ranks of a trainer group may be on any host of the cluster. Other hosts do not have the GPUs that
+        trainer and engines share, and reach TransferQueue's actors, which talk without a password, only where the
+        operator has said that the network is trusted."""
+        return bool(self.cluster) and not self.colocated and (
+            self.coordinator.insecure_network or not self.uses_transfer_queue)
 
     @property
     def cluster_name(self) -> str:

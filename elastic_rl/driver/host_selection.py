@@ -90,20 +90,21 @@ def place_external(url: str, host: str, run_host: str, hosts: RayHosts) -> Exter
     if host in hosts.drains:
         return ExternalPlace(ends=f"its host {host} is drained")
     if host != run_host and urlsplit(url).scheme != "https":
-        return ExternalPlace(ends=f"{url} is on {host} and the routers are on {run_host}: requests, and the job's key, "
-                                  "would cross the network in the clear; start the server with a certificate of the "
-                                  "cluster and register it as https://")
+        return ExternalPlace(waits_for=f"{url} is on {host} and the routers are on {run_host}: requests, and the job's "
+                                       "key, would cross the network in the clear; start the server with a certificate "
+                                       "of the cluster and register it as https://")
     if host in hosts.closed:
         return ExternalPlace(waits_for=f"its host {host} is cordoned, or not ready")
     if host == run_host:
         return ExternalPlace()
     if host not in hosts.open or host not in hosts.nodes:
         return ExternalPlace(waits_for=f"its host {host} has not joined the run")
+    # The run may be on the host again, so what the routers cannot reach from elsewhere waits, and does not end.
     # The runner asks there whether the server is its own host's, and the router sends requests from elsewhere: only
     # the address of the host in the cluster means the same server to both, which a name or that of a bridge may not.
     if (address := hosts.nodes[host].address) != urlsplit(url).hostname:
-        return ExternalPlace(ends=f"{url} has not the address of {host} in the cluster: register the server with "
-                                  f"{address}")
+        return ExternalPlace(waits_for=f"{url} has not the address of {host} in the cluster: register the server with "
+                                       f"{address}, or have the run on {host}")
     return ExternalPlace()
 
 

@@ -32,6 +32,8 @@ class DeployedRole:
 
 
 ABSENT = DeployedRole(None)
+_STOPPING = "STOPPING"
+"""State of a replica that Serve ends. One that never had a place stays so until its time to finish calls is over."""
 
 
 def deployed_role(name: str, details: Mapping[str, Any]) -> DeployedRole:
@@ -39,9 +41,11 @@ def deployed_role(name: str, details: Mapping[str, Any]) -> DeployedRole:
     deployment = details.get("deployments", {}).get(name, {})
     options = deployment.get("deployment_config", {}).get("ray_actor_options") or {}
     condition = str((options.get("label_selector") or {}).get(HOST_LABEL, ""))
-    nodes = [replica.get("node_id") for replica in deployment.get("replicas", ())]
+    replicas = deployment.get("replicas", ())
+    nodes = [replica.get("node_id") for replica in replicas]
+    without_room = any(not replica.get("node_id") for replica in replicas if replica.get("state") != _STOPPING)
     return DeployedRole(ApplicationStatus(details["status"]), str(details.get("message", "")), hosts_of(condition),
-                        lacks_room=not all(nodes), nodes=frozenset(node for node in nodes if node))
+                        lacks_room=without_room, nodes=frozenset(node for node in nodes if node))
 
 
 def is_due(role: DeployedRole, selection: Selection | None, leaving: Collection[str]) -> bool:

@@ -56,7 +56,7 @@ class Departure:
         """``limit_s``: how long requests may be finished here. ``may_abort``: false for a server that may serve others,
         too, and lives on: what it has in flight may be theirs."""
         self._abort_at, self._may_abort = now + limit_s, may_abort
-        self._abort_again_at = float("-inf")
+        self._has_aborted, self._abort_again_at = False, float("-inf")
         self._quiet = Quiet()
         self.handed_over = 0
         """Requests that were in flight when they were aborted, at most at once."""
@@ -76,12 +76,15 @@ class Departure:
             return LeaveStep.DONE
         if not in_flight:
             return LeaveStep.WAIT
-        if now >= self._abort_at + (ABORT_GRACE_S if self._may_abort else 0.0):
-            return LeaveStep.GIVE_UP
+        is_over = now >= self._abort_at
         if not self._may_abort:
+            return LeaveStep.GIVE_UP if is_over else LeaveStep.WAIT
+        if is_over and not self._has_aborted:  # what came before this step may have taken longer than the grace
+            self._abort_at = now
+        if now >= self._abort_at + ABORT_GRACE_S:
+            return LeaveStep.GIVE_UP
+        if now < self._abort_again_at or not (can_hand_over or is_over):
             return LeaveStep.WAIT
-        if now < self._abort_again_at or not (can_hand_over or now >= self._abort_at):
-            return LeaveStep.WAIT
-        self._abort_again_at = now + _ABORT_AGAIN_S
+        self._has_aborted, self._abort_again_at = True, now + _ABORT_AGAIN_S
         self.handed_over = max(self.handed_over, in_flight)
         return LeaveStep.ABORT

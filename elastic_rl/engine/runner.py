@@ -87,6 +87,10 @@ class ReportedLoad:
         return ReportedLoad(load.running, load.waiting, None if usage is None else round(20 * usage) / 20, known=True)
 
 
+class _Leaves(Exception):
+    """The engine is to leave in the middle of a pull, which may take minutes."""
+
+
 class EngineRunner:
     """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Independent of Ray.
 
@@ -327,6 +331,8 @@ class EngineRunner:
                     self._server.apply(update, target.number)
                 self._pause_s = time.monotonic() - paused_at
                 self._checksum = " ".join(update.checksums)
+        except _Leaves:
+            return True
         except FETCH_ERRORS as e:
             self._on_fetch_failed(target, e)
             return False
@@ -412,6 +418,8 @@ class EngineRunner:
         with self._server.stage() as session:
 
             def on_part(part: dict[str, Any]) -> None:
+                if self._leaving:
+                    raise _Leaves
                 self._member.progress(self._lifecycle.version, phase)
                 session.add(part)
 

@@ -52,6 +52,8 @@ within 15 seconds, a constant of Ray's; and the kernel shares the CPU between se
 _RAY = {**RAY_PRIORITY, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
         # What runs on Ray goes on without its head, however long that is away. By default it ends after a minute.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 86400),
+        # A replica of a role that hangs is killed; one that moves has its time to finish calls, which may be long.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # A token or an address of another cluster of the user's would count instead of the job's. Whoever starts a
         # node, or connects, sets RAY_AUTH_TOKEN_PATH to the file of its epoch.
         "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None, "RAY_ADDRESS": None}

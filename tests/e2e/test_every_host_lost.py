@@ -81,6 +81,9 @@ def end(lab: Lab) -> None:
 
 
 def test_run_survives_the_loss_of_the_first_host(lab: Lab) -> None:
+    """The third host has a member of etcd and a coordinator alone; the run is on the two others, and then on one."""
+    lab.first.run("cordon", "c", *lab.first.location)
+    wait_for(lambda: lab.phase("c") == "cordoned", "the cordon of c")
     begin(lab, 2)
     lose(lab, lab.first)
     end(lab)

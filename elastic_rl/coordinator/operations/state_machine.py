@@ -128,7 +128,9 @@ def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
             registration.waits_for or "waiting for the driver of the run")
         return op.replace(phase="probing", total=2, message=message)
     if engine.state is not EngineState.READY:
-        message = f"applying version {engine.applying}" if engine.applying else "fetching the newest version"
+        message = (f"applying version {engine.applying}" if engine.applying else
+                   f"version {engine.version} is verified; the router, on the host of the run, does not reach "
+                   f"{registration.url} yet" if engine.version else "fetching the newest version")
         return op.replace(phase="syncing", done=1, total=2, message=message)
     return _end(op.replace(phase="ready", done=2, total=2), OperationState.SUCCEEDED, snapshot.now, engine=engine_id,
                 version=engine.version, message=f"engine {engine_id} serves version {engine.version}")

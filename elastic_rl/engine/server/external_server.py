@@ -15,7 +15,7 @@ import psutil
 
 from elastic_rl.config import EngineConfig
 from elastic_rl.engine.client import to_version
-from elastic_rl.engine.server.sglang_server import EngineServer, StagedUpdate
+from elastic_rl.engine.server.sglang_server import OTHER_KEY_HINT, EngineServer, StagedUpdate
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
@@ -86,7 +86,7 @@ class ExternalServer(EngineServer):
             wait_until(lambda: self._model_info() is not None, timeout_s=_START_TIMEOUT_S,
                        what=f"an answer of {self._url}", alive=wait_while)
         except DeadlineExceeded as e:
-            raise EngineFailed(f"no SGLang server answers at {self._url}/model_info{self._no_answer}", hint=e.hint
+            raise EngineFailed(f"no SGLang server answers at {self._url}/model_info ({self._no_answer})", hint=e.hint
                                ) from e
         try:
             architectures = json.loads((Path(self._model_dir) / "config.json").read_text()).get("architectures")
@@ -156,11 +156,14 @@ class ExternalServer(EngineServer):
             info = reply.json() if reply.is_success else None
         except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError) as e:
             self._refused += 1
-            self._no_answer = f" ({describe(e)})"  # such as a certificate of another authority
+            self._no_answer = describe(e)  # such as a certificate of another authority
             return None
-        except (httpx.HTTPError, ValueError):
+        except (httpx.HTTPError, ValueError) as e:
+            self._no_answer = describe(e)
             return None
-        self._refused = 0
+        self._refused, self._no_answer = 0, f"it answers {reply.status_code}, and nothing that tells its model"
+        if reply.status_code == httpx.codes.UNAUTHORIZED:
+            self._no_answer += f"; {OTHER_KEY_HINT}"
         return info if isinstance(info, dict) else None
 
 

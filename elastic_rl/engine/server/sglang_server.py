@@ -54,8 +54,9 @@ _START_LOOK_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0
 _KILLED_S = 60.0
 """A killed process is gone at once, but for one that waits for a device or for a CPU."""
-_OTHER_KEY = (f"{OTHER_KEY}; an external one is to be started with `{KEY_FILE_ENV}=…/cluster/engine.key python -m "
-              "elastic_rl.engine.sglang.launch …`")
+OTHER_KEY_HINT = (f"{OTHER_KEY}; an external one is to be started with `{KEY_FILE_ENV}=…/cluster/engine.key python -m "
+                  "elastic_rl.engine.sglang.launch …`")
+"""What an operator does about a server that refuses the job's key."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class EngineServer(ABC):
                                hint=self._log_hint) from e
         if not reply.is_success:
             raise EngineFailed(f"engine {self.url} refused {path}: {reply.status_code} {reply.text[:300]}",
-                               hint=_OTHER_KEY if reply.status_code == httpx.codes.UNAUTHORIZED else "")
+                               hint=OTHER_KEY_HINT if reply.status_code == httpx.codes.UNAUTHORIZED else "")
         try:
             answer = reply.json()
         except json.JSONDecodeError:

@@ -223,7 +223,7 @@ class HostAgent:
             self._close_etcd()
         if self._etcd is None:
             self._etcd = self._cluster.etcd(info, retry_budget_s=_ETCD_BUDGET_S)
-        self._etcd_endpoints = info.etcd_endpoints
+            self._etcd_endpoints = info.etcd_endpoints
         self._cluster.keep_member(self._etcd)
         return True
 

@@ -7,9 +7,9 @@ are lost, which the flow has generated again. While they live, only the client i
 again: all that repeats is safe, since a row is written and dropped by its key. Its own ``init`` is not used, since it
 names the actors for the whole cluster and keeps one queue in each process.
 
-Trust: its sockets take pickles from whoever connects, without a password. Where the run is on one host they are bound
-to its loopback address; else to that by which Ray knows each host, which must be in a network that only the cluster
-reaches. What is written and read is bytes of numbers and JSON for each sample (``data.queue.row_client``).
+Trust: its sockets take pickles from whoever connects, without a password. They are bound to the loopback address of the
+host of the run; where its ranks may be on others (``coordinator.insecure_network``), to the host's address in the
+cluster. What is written and read is bytes of numbers and JSON for each sample (``data.queue.row_client``).
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ class TransferQueueQueue:
 
     is_local = False
 
-    def __init__(self, capacity: int, *, units: int, call_s: float, host: str = "") -> None:
+    def __init__(self, capacity: int, *, units: int, call_s: float, host: str) -> None:
         """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. ``host``: the address that
-        all actors bind, where the cluster is one host; "": each that of its host, as Ray knows it. Nothing is started
-        before the first group. Raises ConfigError where the package is missing."""
+        all actors bind. Nothing is started before the first group. Raises ConfigError where the package is missing."""
         if importlib.util.find_spec("transfer_queue") is None:
             raise ConfigError("train.queue=transfer_queue needs the package TransferQueue",
                               hint="install 'elastic-rl[transfer-queue]' on every host, or set train.queue to embedded")
@@ -280,8 +279,6 @@ class TransferQueueQueue:
 def _bound(actor_class: Any, host: str) -> Any:
     """The actor class, with sockets at this address. Ray knows no host by a loopback address, so the package's own
     choice would be open to the network even where all else of the cluster is not."""
-    if not host:
-        return actor_class
     import ray
 
     class Bound(actor_class.__ray_metadata__.modified_class):  # type: ignore[misc]

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, Protocol
 
 from elastic_rl.errors import Conflict, GroupsLost, TrainerFailed
-from elastic_rl.host.address import own_address
+from elastic_rl.host.address import host_address, own_address
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
@@ -53,7 +53,8 @@ class RlStages(TrainerStages):
             return InlineGeneration(limits, self._rollouts, term.write_lease)
         return self._waits.retry("plugin", lambda: BackgroundGeneration(
             term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
-            lambda loss: term.events.queue_replaced(len(loss.groups), loss.why), own_address()))
+            lambda loss: term.events.queue_replaced(len(loss.groups), loss.why),
+            host_address(term.cfg) if term.cfg.ranks_may_spread else own_address()))
 
     def _perform(self, effect: schedule.Effect) -> Any:
         match effect:

@@ -40,6 +40,10 @@ from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 skip_module_without("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
 
 
+ADDRESS = "127.0.0.3"
+"""An address that neither the package nor Ray would choose."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
     start_ray(2)
@@ -50,7 +54,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def shared_queue(ray_cluster: None) -> Iterator[TransferQueueQueue]:
     """Its actors start once: that takes longer than a test."""
-    made = TransferQueueQueue(4, units=2, call_s=20.0, host="127.0.0.1")
+    made = TransferQueueQueue(4, units=2, call_s=20.0, host=ADDRESS)
     yield made
     made.close()
 
@@ -207,7 +211,7 @@ def test_another_process_reads_samples_by_the_address_of_the_queue(queue: Transf
     assert answer.stdout.splitlines()[-1] == f"False {[((1, 2), (0, 1, 2, 1, 2), (7,))] * 2}"
 
 
-def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:
+def test_actors_listen_at_the_address_of_the_queue_only(queue: TransferQueueQueue) -> None:
     """Its sockets take pickles from whoever connects; Ray knows the host by its address in the network."""
     queue.put(_group(0))
     assert queue._actors is not None and not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback
@@ -217,7 +221,7 @@ def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(que
     listening = [c.laddr for pid in pids for c in psutil.Process(pid).net_connections("inet")
                  if c.status == psutil.CONN_LISTEN and c.laddr.port in zmq_ports]
     assert len(zmq_ports) >= 3 and {at.port for at in listening} == zmq_ports
-    assert {at.ip for at in listening} == {"127.0.0.1"}
+    assert {at.ip for at in listening} == {ADDRESS}
 
 
 @parametrize("killed", [0, 1], by_default=0, ids=["controller", "storage"],

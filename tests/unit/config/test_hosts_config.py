@@ -52,3 +52,15 @@ def test_labels_of_a_host_are_replaced_kept_or_removed() -> None:
     assert _labels(None) is None and _labels([""]) == {}
     with pytest.raises(ConfigError, match="no label"):
         _labels(["zone"])
+
+
+QUEUE = {"train": {"schedule": "fully_async", "queue": "transfer_queue"}}
+TRUSTED = {"coordinator": {"insecure_network": True}}
+
+
+@pytest.mark.parametrize(("settings", "spread"), [
+    ({}, True), (QUEUE, False), ({**QUEUE, **TRUSTED}, True), ({"placement": "colocated", **TRUSTED}, False)])
+def test_ranks_leave_the_host_of_an_open_queue_only_where_the_network_is_trusted(settings: dict[str, Any], spread: bool
+                                                                                 ) -> None:
+    assert config.parse({"cluster": "lab", **settings}).ranks_may_spread is spread
+    assert not config.parse(settings).ranks_may_spread, "a cluster of the job's own has one host"

@@ -107,14 +107,15 @@ def test_external_engine_ends_with_its_host(run_host: str) -> None:
 @pytest.mark.parametrize("url", [INSIDE, "http://10.0.0.9:1"])
 def test_external_engine_elsewhere_than_the_routers_needs_tls(url: str) -> None:
     place = place_external(url, "b", "a", JOINED)
-    assert "in the clear" in place.ends and "https://" in place.ends and not place.is_lost
+    assert "in the clear" in place.waits_for and "https://" in place.waits_for and not place.ends
+    assert place_external(url, "b", "b", JOINED) == ExternalPlace(), "the run is on the host again"
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "https://[::1]:1", "https://172.17.0.1:1", "https://b:1",
                                  "https://10.0.0.8:1"])
 def test_external_engine_elsewhere_than_the_routers_has_the_address_of_its_host(url: str) -> None:
     place = place_external(url, "b", "a", JOINED)
-    assert "register the server with 10.0.0.9" in place.ends and not place.is_lost
+    assert "register the server with 10.0.0.9" in place.waits_for and not place.ends
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------
@@ -163,6 +164,8 @@ def test_hosts_of_a_role_are_read_from_the_details_of_serve() -> None:
         "deployment_config": {"ray_actor_options": {"label_selector": {"host": "in(b,c)"}}},
         "replicas": [{"node_id": "node-b"}, {"node_id": None}]}}}
     assert deployed_role("genrm", details) == replace(RUNS, lacks_room=True)
+    details["deployments"]["genrm"]["replicas"][1]["state"] = "STOPPING"
+    assert deployed_role("genrm", details) == RUNS, "it needs no place any more"
     details["deployments"]["genrm"]["replicas"].pop()
     assert deployed_role("genrm", details) == RUNS
     assert deployed_role("genrm", {"status": "DEPLOYING"}) == DeployedRole(ApplicationStatus.DEPLOYING)

@@ -87,6 +87,18 @@ def test_request_that_does_not_end_keeps_a_host_that_ends_for_the_grace_only() -
     assert step is LeaveStep.GIVE_UP and world.now <= 5.0 + ABORT_GRACE_S + 2 * TICK_S
 
 
+@given(st.floats(0.1, 10 * LIMIT_S), st.booleans(), st.booleans())
+def test_engine_gives_no_request_up_before_it_was_aborted(blocked_s: float, hurries: bool, can_hand_over: bool) -> None:
+    """The router or etcd holds a look up for longer than the limit and the grace."""
+    departure = Departure(0.0, LIMIT_S)
+    if hurries:
+        departure.hurry(0.0)
+    elif blocked_s < LIMIT_S:
+        blocked_s += LIMIT_S
+    assert departure.step(blocked_s, 2, can_hand_over=can_hand_over) is LeaveStep.ABORT
+    assert departure.step(blocked_s + ABORT_GRACE_S + 0.1, 1, can_hand_over=can_hand_over) is LeaveStep.GIVE_UP
+
+
 @given(st.lists(st.booleans(), max_size=60))
 def test_engine_is_quiet_once_every_look_of_a_while_found_nothing(looks: list[bool]) -> None:
     quiet = Quiet()

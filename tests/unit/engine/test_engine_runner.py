@@ -104,6 +104,7 @@ def test_engine_waits_for_its_turn_through_an_outage_of_etcd(runner: Any) -> Non
 def updating(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose updates are staged and applied at once; ``staged`` and ``applied``: the versions."""
     monkeypatch.setattr("elastic_rl.engine.runner._TURN_S", 0.001)
+    runner._turn = None
     runner.applied, runner.staged = list[int](), list[int]()
 
     @contextlib.contextmanager
@@ -130,6 +131,24 @@ def test_engine_applies_what_it_has_staged_however_fast_versions_come(updating: 
     assert updating._sync(None, version(2))
     assert (updating.staged, updating.applied, updating._lifecycle.version) == ([2], [2], 2)
     assert slots.free.calls == 1
+
+
+@pytest.mark.parametrize("leave", ["_drain", "_stop"])
+def test_engine_that_is_to_leave_ends_its_pull(updating: Any, leave: str) -> None:
+    parts = list[int]()
+
+    @contextlib.contextmanager
+    def pull(stream: str, number: int, *, on_part: Any) -> Any:
+        on_part(1)
+        getattr(updating, leave).set()
+        on_part(2)
+        yield pytest.fail("it pulls on")
+
+    updating._staged = EngineRunner._staged.__get__(updating)
+    updating._server.stage = lambda: contextlib.nullcontext(SimpleNamespace(add=parts.append))
+    target = SimpleNamespace(number=2, meta={}, stream="policy")
+    assert updating._sync(SimpleNamespace(pull=pull), target), "nothing has failed"
+    assert parts == [1] and updating.applied == [] and updating._lifecycle.version == 1
 
 
 def test_engine_without_etcd_pauses_not_before_it_has_its_turn_and_serves_until_then(updating: Any) -> None:

@@ -77,6 +77,25 @@ def test_server_with_another_key_is_started_with_a_key_file() -> None:
     assert "ELASTIC_RL_ENGINE_KEY_FILE=" in hint and "elastic-rl restart job" in hint and "--api-key" not in hint
 
 
+@pytest.mark.parametrize(("answer", "says"), [
+    (httpx.Response(401, text="Unauthorized"), "answers 401.*ELASTIC_RL_ENGINE_KEY_FILE="),
+    (httpx.Response(404), "answers 404"), (httpx.Response(200, text="<html>"), "JSON"),
+    (httpx.ReadTimeout("slow"), "slow")])
+def test_server_that_says_nothing_of_its_model_is_refused_with_what_it_answers(
+        answer: httpx.Response | Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_server, "_START_TIMEOUT_S", 0.1)
+    foreign = Foreign()
+
+    def reply(_: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    foreign.server._probe.http = httpx.Client(transport=httpx.MockTransport(reply))
+    with pytest.raises(EngineFailed, match=says):
+        foreign.server.start()
+
+
 class ModelInfo(BaseHTTPRequestHandler):
     """Says what it serves, and nothing else."""
 

@@ -142,7 +142,7 @@ def test_numbers_that_are_no_token_or_log_prob_are_refused() -> None:
 @pytest.mark.parametrize("value", [b"x", {1, 2}, datetime.date(2026, 1, 1)], ids=str)
 def test_metadata_that_is_no_json_is_no_fault_of_the_queue(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_queue.importlib.util, "find_spec", lambda name: object())
-    queue = transfer_queue.TransferQueueQueue(2, units=1, call_s=1.0)
+    queue = transfer_queue.TransferQueueQueue(2, units=1, call_s=1.0, host=LOOPBACK)
     with pytest.raises(PluginFailed, match="metadata"):
         queue.put(replace(_GROUP, prompt=Prompt((1,), metadata={"own": value})))
     queue.close()
@@ -177,7 +177,7 @@ def test_hanging_start_of_actors_is_repeated_a_bounded_number_of_times(monkeypat
             closed.append(self)
 
     monkeypatch.setattr(transfer_queue, "_Actors", Hanging)
-    queue = TransferQueueQueue(4, units=1, call_s=1.0)
+    queue = TransferQueueQueue(4, units=1, call_s=1.0, host=LOOPBACK)
     group = Group(0, Prompt((1,)), (Sample((Segment((2,), (-0.5,), version=1),)),))
     for _ in range(transfer_queue._MAX_LEFT):
         with pytest.raises(QueueUnavailable, match="the actors of TransferQueue start"):

@@ -15,6 +15,7 @@ from elastic_rl.data.queue.row_client import decode_row
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
+from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
@@ -166,7 +167,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> TransferQueueQueue:
     monkeypatch.setattr(transfer_queue, "_Actors", Actors)
     monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", 60.0)
     monkeypatch.setattr(transfer_queue.importlib.util, "find_spec", lambda name: object())
-    return TransferQueueQueue(3, units=1, call_s=1.0)
+    return TransferQueueQueue(3, units=1, call_s=1.0, host=LOOPBACK)
 
 
 def test_data_that_could_not_be_dropped_is_dropped_with_the_next(queue: TransferQueueQueue) -> None:
