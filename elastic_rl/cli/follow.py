@@ -83,9 +83,10 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     # The file grows on the host that has the run alone, which may be another one, now or later.
     elsewhere = cluster.named and not cluster.host.is_local
     past, identity, offset = _past(cluster, etcd) if elsewhere or not paths.steps.exists() else ([], "", None)
+    records = RecordReader(etcd, Keys(cfg.job), identity, offset) if elsewhere else None
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
-                    started_at=reading.submitted_at or None, skip_past=attached, faults_path=paths.faults, past=past,
-                    records=RecordReader(etcd, Keys(cfg.job), identity, offset) if elsewhere else None)
+                    started_at=reading.submitted_at or None, faults_path=paths.faults, past=past, records=records,
+                    skip_past=attached or elsewhere and offset is None)
     try:
         return _await_end(cluster, view)
     finally:
@@ -95,7 +96,7 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
 
 def _past(cluster: Cluster, etcd: EtcdClient) -> tuple[list[Record], str, int | None]:
     """The newest records of a job by etcd and the checkpoint service, the identity of its history and the offset up to
-    which they are of it. No records, and None, where they cannot be had: the view goes on without."""
+    which they are of it. No records, and None, where they cannot be had now."""
     from elastic_rl.etcd.keys import Keys
     from elastic_rl.host.job_secrets import dcs_security
     from elastic_rl.pipeline.records.history_reader import HistoryReader

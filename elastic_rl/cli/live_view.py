@@ -331,8 +331,9 @@ class LiveView:
         self._console = console or RunConsole()
         self._interval_s, self._next = interval_s, 0.0
         self._started_at = time.time() if started_at is None else started_at
-        self._awaits_file = bool(self._past)
-        self._skips, self._doing = skip_past or self._awaits_file, ""
+        # Records of before may come later than the first refresh, from a file that is made or an etcd that is away.
+        self._awaits_past = bool(self._past) or (skip_past and records is not None)
+        self._skips, self._doing = skip_past or self._awaits_past, ""
         self._printed: deque[str] = deque(maxlen=_MAX_SEEN)
         self._outages: dict[str, str] = {}
         """What this process waited for at the last refresh, for the plain lines."""
@@ -365,7 +366,7 @@ class LiveView:
         cluster = self._reader.latest()
         if not self.state.steps and cluster.status is not None:
             self.state.steps = cluster.status.steps  # it follows from the data
-        past: Record | None = None
+        past, found = None, self._tail.found
         while new := self._next_records():
             for record in new:
                 self.state.add(record)
@@ -379,7 +380,7 @@ class LiveView:
             return
         if past is not None:
             self._print(plain_line(past, self.state.steps))
-        self._skips = self._awaits_file and not self._tail.found
+        self._skips = self._awaits_past and not found
         self._print_wait(cluster.status)
         self._print_outages({**({"etcd": _outage(cluster)} if cluster.error else {}),
                              **{name: f"{name} {why}" for name, why in self._waiting.items()}})

@@ -30,7 +30,7 @@ TAIL_BYTES = 4 << 20
 BLOCK_BYTES = 512 << 10
 """Most bytes that go into one transaction; etcd takes requests of 1.5 MiB."""
 _GAP_ROOM = 256
-"""Bytes kept free for the record that says that others are left out."""
+"""Bytes kept free for the records that say that others are left out."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ def record_line(kind: str, **fields: Any) -> bytes:
     return json.dumps({"kind": kind, **fields}).encode() + b"\n"
 
 
+_GAP_BEGINS = record_line("gap", reason="too many records were not published yet")
+
+
 class History:
     """The end of a job's history, as its actor has it. Thread-safe: one thread appends and commits, another one seals
     and reads."""
@@ -110,8 +113,9 @@ class History:
         with self._lock:
             self._note_dropped()
             if self._dropped_records or not self._has_room(len(line) + _GAP_ROOM):
-                if not self._dropped_records:
-                    self._add(record_line("gap", reason="too many records were not published yet"))
+                # Actors that follow one another while nothing can be published find the record of the one before.
+                if not self._dropped_records and self._has_room(len(_GAP_BEGINS) + 1):
+                    self._add(_GAP_BEGINS)
                 self._dropped_records += 1
                 self._dropped_bytes += len(line)
             else:
@@ -145,8 +149,9 @@ class History:
         return self._end - self._sealed + nbytes <= TAIL_BYTES
 
     def _add(self, line: bytes) -> None:
-        if self._torn:
-            line, self._torn = b"\n" + line, False
+        if self._torn:  # the end of its line is of its segment, so that each segment ends with a line
+            self._segments[-1].data += b"\n"
+            self._torn = False
         if not self._segments or len(self._segments[-1].data) >= SEGMENT_BYTES:
             self._segments.append(_Segment(self._end))
         self._segments[-1].data += line

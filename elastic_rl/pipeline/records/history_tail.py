@@ -33,7 +33,7 @@ class HistoryTail:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, identity: str, offset: int | None) -> None:
         """``identity``: of the history that is known up to ``offset``; empty where none has begun yet. ``offset``:
-        None: what etcd has when it is read first counts as known."""
+        None: all that etcd has is read."""
         self._keys, self._identity, self._offset = keys, identity, offset
         self._mirror = Mirror(etcd, keys.run_log_prefix(), self._decode)
 
@@ -45,7 +45,7 @@ class HistoryTail:
         if not isinstance(head, RunLogHead):
             return b""
         if self._offset is None:
-            self._offset = max([head.sealed, *(block.end for block in blocks)])
+            self._offset = head.sealed
         elif head.id != self._identity:
             self._offset = 0  # it has begun, or is that of another job of this name
         self._identity = head.id

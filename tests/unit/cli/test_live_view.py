@@ -20,6 +20,7 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import KeyValue, Page
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, Event, JobStatus, Severity
+from elastic_rl.report.build import Record
 
 
 class _DeadStore:
@@ -187,6 +188,37 @@ def test_view_whose_file_is_not_there_yet_begins_with_the_records_that_it_is_giv
     last = plain_line(past[-1], 200)
     assert lines == [last, last, plain_line(new, 200)], "the whole file is no news"
     assert len(view.state.rewards) == 4
+
+
+class _LateRecords:
+    """Records from an etcd that answers late."""
+
+    found = False
+
+    def __init__(self) -> None:
+        self.now: list[Record] = []
+
+    def records(self) -> list[Record]:
+        now, self.now = self.now, []
+        return now
+
+    def close(self) -> None:
+        pass
+
+
+def test_view_of_a_run_elsewhere_waits_for_the_record_that_it_begins_with(tmp_path: Path) -> None:
+    source, text = _LateRecords(), io.StringIO()
+    past, new = records(3, faults=False), records(4, faults=False)[-1:]
+    view = LiveView(job="j", steps=200, steps_path=tmp_path / "none", etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=60), interval_s=0, skip_past=True, records=source)
+    view.tick()
+    source.now, source.found = past, True
+    view.tick()
+    source.now = new
+    view.tick()
+    view.close()
+    lines = [line for line in text.getvalue().splitlines() if "waiting for etcd" not in line]
+    assert lines == [plain_line(past[-1], 200), plain_line(new[0], 200)]
 
 
 def test_view_reads_the_end_of_a_long_file_and_the_faults_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch

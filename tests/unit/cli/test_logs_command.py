@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pty
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,14 @@ from support.waiting import wait_until
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.telemetry.log_files import enforce_limits
+
+
+@dataclass(frozen=True)
+class _Limits:
+    log_max_bytes: int = 8
+    log_backups: int = 2
+    log_files: int = 20
 
 
 @pytest.fixture
@@ -105,8 +113,12 @@ def test_part_is_followed_from_its_first_line_through_a_rotation(paths: JobPaths
     with paths.log("router-a").open("ab", buffering=0) as log:
         log.write(b"\x1b[31mred\n")
         assert following.stdout.readline() == b"\x1b[31mred\n", "a pipe gets what is written"
-        shutil.copy(paths.log("router-a"), paths.log("router-a").with_name("router-a.log.1"))
-        os.truncate(log.fileno(), 0)
+
+        def rotated() -> bool:
+            enforce_limits(paths.logs, _Limits())  # gives up while it is read
+            return not os.fstat(log.fileno()).st_size
+
+        wait_until(rotated, what="a rotation between two reads")
         log.write(b"next\n")
         assert following.stdout.readline() == b"next\n"
         following.stdout.close()

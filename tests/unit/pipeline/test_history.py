@@ -143,6 +143,37 @@ def test_line_that_an_earlier_actor_has_written_in_part_costs_no_other_one() -> 
     assert [json.loads(line) for line in (tail.read(0) or b"").splitlines()[1:]] == [{"kind": "step", "step": 1}]
 
 
+def test_segment_with_a_line_in_part_is_sealed_with_the_end_of_that_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch)
+    torn = b'{"kind": "step", "x": "' + b"." * SEGMENT
+    tail = History("h", 0, [Block(0, 0, torn)])
+    tail.append(record_line("step", step=1))
+    assert not tail.closed(), "the end of the line is not in etcd yet"
+    tail.commit(tail.pending()[0])
+    sealed = tail.closed()[0]
+    assert sealed.data == torn + b"\n"
+    again = History("h", sealed.end)
+    again.append(record_line("step", step=2))
+    again.commit(again.pending()[0])
+    assert again.read(sealed.end) == record_line("step", step=2)
+
+
+def test_actors_that_follow_one_another_while_nothing_can_be_published_add_nothing(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch)
+    blocks, ends = list[Block](), list[int]()
+    for _ in range(20):
+        tail = History("h", 0, blocks)
+        for step in range(30):
+            tail.append(record_line("step", step=step))
+        while (found := tail.pending()[0]):
+            tail.commit(found)
+            blocks += found
+        ends.append(tail.end)
+    assert ends[0] <= TAIL and set(ends) == {ends[0]}
+    assert b"too many records" in (tail.read(0) or b"").splitlines()[-1]
+
+
 @pytest.mark.parametrize("lost", [{0}, {1}, {2, 3}, {0, 1, 2, 3, 4}, {6, 7, 8, 9, 10, 11}])
 def test_segment_of_which_etcd_has_lost_blocks_is_one_segment_still(lost: set[int], monkeypatch: pytest.MonkeyPatch
                                                                     ) -> None:
