@@ -49,10 +49,10 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
+from elastic_rl.host.address import host_name
 from elastic_rl.host.compute_services import RAY_HEAD, compute_services, router_service
 from elastic_rl.host.job_secrets import engine_access, engine_key_file, engine_tls
-from elastic_rl.host.local_host import LocalHost
-from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.registry import ROLES
 from elastic_rl.roles.spec import RoleSpec
@@ -103,7 +103,7 @@ class ComputePlane:
         self._foreign_at: dict[str, float] = {}
         """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
         self._ray = RayService(ctx, self._require)
-        self._host_name = LocalHost.of(ClusterPaths.of(ctx.config)).name
+        self._host_name = host_name(ctx.config)
         self._hosts, self._seen_hosts = HostsOfRay(
             etcd, ClusterKeys(ctx.config.cluster_name), reads_labels=ctx.config.selects_hosts), RayHosts()
         self._hosts_until = 0.0

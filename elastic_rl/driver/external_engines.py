@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.coordinator.targets import engine_target
-from elastic_rl.driver.host_selection import ExternalPlace, place_external
+from elastic_rl.driver.host_selection import ExternalPlace, Fate, place_external
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.placement import PlacedActor, Placer, driver_writer, ended
 from elastic_rl.driver.restart_requests import acknowledge
@@ -20,8 +20,8 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.local_host import LocalHost
-from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.host.address import host_name
+from elastic_rl.runtime.process import SOME_CPU
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ ENGINE = "elastic_rl.engine.actor:EngineActor"
 """Body of an engine's actor; the driver must not import what it needs, torch above all."""
 _END_GRACE_S = 30.0
 """Time for an engine whose drain is over to end its process."""
-_SOME_CPU = 0.01
-"""CPUs of a runner, whose server is not ours; one with 0 could be put beside Ray's head, and would be lost with it."""
 _KEEP_ENDED_S = 600.0
 """How long an ended registration can be read."""
 
@@ -44,8 +42,6 @@ class _Served:
     draining: bool = False
     ends_because: str = ""
     """Why its registration ends with it although nobody has deregistered it."""
-    hurried: bool = False
-    """Whether it knows that its host ends in a moment."""
     killed_because: str = ""
     request: RestartRequest | None = None
     """The restart request for which this driver killed it, until it is acknowledged."""
@@ -60,7 +56,7 @@ class ExternalEngines:
         actor."""
         self._ctx, self._etcd, self._keys, self._pool, self._unroute = ctx, etcd, ctx.keys, pool, unroute
         self._body, self._kind = body, f"external-engines/{pool}"
-        self.run_host = LocalHost.of(ClusterPaths.of(ctx.config)).name
+        self.run_host = host_name(ctx.config)
         """Name of the host of the driver."""
         self._placer, self._writer = Placer.of(ctx, etcd), driver_writer(ctx, etcd)
         self._served: dict[str, _Served] = {}
@@ -103,17 +99,16 @@ class ExternalEngines:
                 self._writer.require()
                 served.placed.remove()
                 del self._served[engine_id]
-            elif place.is_lost and not served.placed.stopping:
-                served.killed_because = place.ends
+            elif place.fate is Fate.LOST and not served.placed.stopping:
+                served.killed_because = place.reason
                 served.placed.kill()
             elif not served.draining and (not is_wanted or (
                     record is not None and record.state is EngineState.DRAINING)):
-                served.draining, served.ends_because = True, place.ends
+                served.draining, served.ends_because = True, place.reason if place.ends else ""
                 served.placed.ask("drain")
                 served.placed.kill_after(self._ctx.pool(self._pool).engine.drain_timeout_s + _END_GRACE_S)
-            if served.draining and not served.hurried and hosts.leaving.get(served.placed.node) in hosts.overdue:
-                served.placed.ask("hurry")
-                served.hurried = True
+            if served.draining and hosts.is_overdue(served.placed.node):
+                served.placed.hurry()
         self._waits = {}
         for engine_id, registration in registrations.items():
             if engine_id not in self._served and not (place := places[engine_id]).ends:
@@ -121,7 +116,7 @@ class ExternalEngines:
                     self._serve(registration)
                 self._set_waits_for(registration, place.waits_for)
             elif engine_id not in self._served:
-                self._end_unserved(registration, place.ends)
+                self._end_unserved(registration, place.reason)
             elif self._served[engine_id].placed.lacks_room():
                 self._set_waits_for(registration, f"no room for its runner on host {registration.host}")
             else:
@@ -186,7 +181,7 @@ class ExternalEngines:
         self._writer.require()  # a newer driver may serve it
         self._deregister(engine_id)  # a member of an older epoch has the same name
         placed = self._placer.place(self._kind, engine_id, self._body, self._ctx, engine_id, self._pool,
-                                    registration.url, cpus=_SOME_CPU, gpus=0,
+                                    registration.url, cpus=SOME_CPU, gpus=0,
                                     among=() if registration.host == self.run_host else (registration.host,))
         self._served[engine_id] = _Served(registration, placed)
         self._emit(event_kinds.ENGINE_STARTING, engine_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from urllib.parse import urlsplit
 
 from elastic_rl.config import HostSelector, selector_text
@@ -70,41 +71,60 @@ def _amounts(amounts: Mapping[str, float]) -> str:
                      for name, amount in amounts.items())
 
 
+class Fate(Enum):
+    """What becomes of an external engine."""
+
+    SERVED = auto()
+    WAITS = auto()
+    """It is not begun now; one that is served goes on."""
+    LEAVES = auto()
+    """Its registration ends; one that is served is drained before."""
+    LOST = auto()
+    """Its registration ends, and its host has ended: nothing there can be asked to leave."""
+
+
 @dataclass(frozen=True)
 class ExternalPlace:
-    """What becomes of an external engine, whose server stays on its host; it is served where both texts are empty."""
+    """What becomes of an external engine, whose server stays on its host, and why."""
 
-    waits_for: str = ""
-    """Why it is not begun now; one that is served goes on."""
-    ends: str = ""
-    """Why its registration ends; one that is served is drained before."""
-    is_lost: bool = False
-    """Whether its host has ended, so that nothing there can be asked to leave."""
+    fate: Fate = Fate.SERVED
+    reason: str = ""
+    """Empty where it is served."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether its registration ends."""
+        return self.fate in (Fate.LEAVES, Fate.LOST)
+
+    @property
+    def waits_for(self) -> str:
+        """Why it is not begun now; empty where it is."""
+        return self.reason if self.fate is Fate.WAITS else ""
 
 
 def place_external(url: str, host: str, run_host: str, hosts: RayHosts) -> ExternalPlace:
     """Whether the server at ``url`` on a host can be served from there. ``run_host``: name of the host of the driver
     and the routers."""
     if host in hosts.lost:
-        return ExternalPlace(ends=f"its host {host} is lost, or has left the cluster", is_lost=True)
+        return ExternalPlace(Fate.LOST, f"its host {host} is lost, or has left the cluster")
     if host in hosts.drains:
-        return ExternalPlace(ends=f"its host {host} is drained")
+        return ExternalPlace(Fate.LEAVES, f"its host {host} is drained")
     if host != run_host and urlsplit(url).scheme != "https":
-        return ExternalPlace(waits_for=f"{url} is on {host} and the routers are on {run_host}: requests, and the job's "
-                                       "key, would cross the network in the clear; start the server with a certificate "
-                                       "of the cluster and register it as https://")
+        return ExternalPlace(Fate.WAITS, f"{url} is on {host} and the routers are on {run_host}: requests, and the "
+                             "job's key, would cross the network in the clear; start the server with a certificate of "
+                             "the cluster and register it as https://")
     if host in hosts.closed:
-        return ExternalPlace(waits_for=f"its host {host} is cordoned, or not ready")
+        return ExternalPlace(Fate.WAITS, f"its host {host} is cordoned, or not ready")
     if host == run_host:
         return ExternalPlace()
     if host not in hosts.open or host not in hosts.nodes:
-        return ExternalPlace(waits_for=f"its host {host} has not joined the run")
+        return ExternalPlace(Fate.WAITS, f"its host {host} has not joined the run")
     # The run may be on the host again, so what the routers cannot reach from elsewhere waits, and does not end.
     # The runner asks there whether the server is its own host's, and the router sends requests from elsewhere: only
     # the address of the host in the cluster means the same server to both, which a name or that of a bridge may not.
     if (address := hosts.nodes[host].address) != urlsplit(url).hostname:
-        return ExternalPlace(waits_for=f"{url} has not the address of {host} in the cluster: register the server with "
-                                       f"{address}, or have the run on {host}")
+        return ExternalPlace(Fate.WAITS, f"{url} has not the address of {host} in the cluster: register the server "
+                             f"with {address}, or have the run on {host}")
     return ExternalPlace()
 
 

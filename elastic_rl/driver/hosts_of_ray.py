@@ -66,6 +66,10 @@ class RayHosts:
     looked_at: float = float("-inf")
     """When Ray was asked for ``open``, in monotonic seconds."""
 
+    def is_overdue(self, node: str) -> bool:
+        """Whether the time is over in which a node of Ray was to be emptied."""
+        return self.leaving.get(node) in self.overdue
+
 
 class HostsOfRay:
     """Follows what the leader has concluded about the hosts. For one thread of a process that is connected to Ray."""

@@ -144,7 +144,7 @@ class PlacedActor:
         """Monotonic seconds at which it was first seen to have room."""
         self.node = ""
         """Ray's id of the node that it has room on; empty before that."""
-        self._kill_at = float("inf")
+        self._kill_at, self._hurried = float("inf"), False
         self._actor, self._group, self._writer, self._generation = actor, group, writer, generation
         self._done: ray.ObjectRef | None = None
 
@@ -167,6 +167,12 @@ class PlacedActor:
     def ask(self, method: str) -> None:
         """Calls a method of its body, without its answer."""
         self.call(method)
+
+    def hurry(self) -> None:
+        """Tells its body that its host ends in a moment, once."""
+        if not self._hurried:
+            self.ask("hurry")
+            self._hurried = True
 
     def call(self, method: str) -> ray.ObjectRef:
         """Calls a method of its body; the reference of its answer."""

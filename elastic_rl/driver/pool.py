@@ -61,8 +61,6 @@ class _Slot:
     ready_at: float | None = None
     """Monotonic seconds at which the driver first saw it ready."""
     draining: bool = False
-    hurried: bool = False
-    """Whether it was told that its host ends in a moment."""
     has_record: bool = False
     is_ending: bool = False
     killed_because: str = ""
@@ -163,7 +161,9 @@ class EnginePool:
         self._start(todo.start)
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
-        self._hurry(hosts)
+        for slot in self._slots.values():
+            if slot.draining and hosts.is_overdue(slot.placed.node):
+                slot.placed.hurry()
         external = self._external.reconcile(restarts, records, hosts)
         self._left_files.remove()
         self._write_status(running, pending, external)
@@ -265,13 +265,6 @@ class EnginePool:
         slot.draining = True
         slot.placed.ask("drain")
         slot.placed.kill_after(self._cfg.drain_timeout_s + _END_GRACE_S)
-
-    def _hurry(self, hosts: RayHosts) -> None:
-        """Has engines that leave hand their requests over now where the time of their host's drain is over."""
-        for slot in self._slots.values():
-            if slot.draining and not slot.hurried and hosts.leaving.get(slot.placed.node) in hosts.overdue:
-                slot.placed.ask("hurry")
-                slot.hurried = True
 
     def _kill(self, engine_id: str, slot: _Slot, reason: str) -> None:
         """Ends an engine without asking it, since it may hang. Its server dies with it, and the router sends its

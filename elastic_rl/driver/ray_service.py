@@ -21,11 +21,10 @@ from elastic_rl.driver.service_supervisor import ServiceSupervisor
 from elastic_rl.errors import EngineFailed
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import ray_node
-from elastic_rl.host.address import ray_address
+from elastic_rl.host.address import host_name, ray_address
 from elastic_rl.host.compute_services import RAY_HEAD, RAY_WORKER, compute_services, ray_epoch
 from elastic_rl.host.job_secrets import ray_token_file
-from elastic_rl.host.local_host import LocalHost
-from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.ray_node import RayNode
 from elastic_rl.net.addresses import free_port, host_port
 
@@ -73,7 +72,7 @@ class RayService:
         """
         self._ctx, self._paths = ctx, JobPaths.of(ctx.config)
         at, files = ray_address(ctx.host), compute_services(self._paths)
-        host = LocalHost.of(ClusterPaths.of(ctx.config)).name
+        host = host_name(ctx.config)
         # All of Ray's ports are open on all interfaces, whatever its address is.
         self._head = RayNode(ctx.config, ctx.epoch, files, RAY_HEAD, ray_node.HEAD, self._paths.ray_head,
                              log=self._paths.log(RAY_HEAD), address=at, host=host,

@@ -22,13 +22,12 @@ from ray.exceptions import RayError
 
 from elastic_rl.driver.placement import Placer, ended, room_needed, stop_all
 from elastic_rl.driver.plan import StartBudget
+from elastic_rl.runtime.process import SOME_CPU
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
 _KIND = "shared-gpus"
-_SOME_CPU = 0.01
-"""Ray puts what asks for no CPU on its head, with which it would be lost."""
 
 
 def free_gpus(gpus: Sequence[str], taken: Collection[str], count: int) -> str:
@@ -62,7 +61,7 @@ class Holder:
     def __init__(self, placer: Placer, count: int) -> None:
         """Adopts the one of this epoch, if it runs. Raises RayError, Fenced and EtcdUnavailable."""
         self._placed = next(iter(placer.adopt(_KIND)), None) or placer.place(
-            _KIND, secrets.token_hex(3), GpuHolder, cpus=_SOME_CPU, gpus=count)
+            _KIND, secrets.token_hex(3), GpuHolder, cpus=SOME_CPU, gpus=count)
         self._answer: ray.ObjectRef | None = None
 
     def ended(self) -> str:

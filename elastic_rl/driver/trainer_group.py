@@ -47,9 +47,8 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Formation, FormationHost, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.etcd.transaction import Compare, Op
-from elastic_rl.host.local_host import LocalHost
+from elastic_rl.host.address import host_name
 from elastic_rl.host.model_folder import fingerprint
-from elastic_rl.host.paths import ClusterPaths
 from elastic_rl.runtime.backoff import doubled_s
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class TrainerGroup:
         self._placer, self._writer = Placer.of(ctx, etcd), driver_writer(ctx, etcd)
         self.may_spread = ctx.config.ranks_may_spread and shared is None
         """Whether its ranks may be on any host of the cluster."""
-        self._own_host = LocalHost.of(ClusterPaths.of(ctx.config)).name
+        self._own_host = host_name(ctx.config)
         self._placed: dict[str, PlacedActor] = {}
         """The actor of each host of the formation, by the host's name."""
         self._formation: Formation | None = None

@@ -42,7 +42,7 @@ not read itself 10,000 times."""
 _MAX_PAGES = 16
 """Pages that are read to find them, at most: one for each further pool that is skipped."""
 _LAST = "\x7f"
-"""Comes after each character that a key of an engine has."""
+"""The character after all those that keys of engines have."""
 
 
 @dataclass(frozen=True)

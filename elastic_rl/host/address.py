@@ -1,4 +1,4 @@
-"""The addresses of this host."""
+"""The name and the addresses of this host."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def host_address(cfg: Config) -> str:
     listen there, and what is recorded of them has it. Loopback where the cluster is one host without an address. Raises
     ConfigError for a damaged file."""
     return LocalHost.of(ClusterPaths.of(cfg)).address
+
+
+def host_name(cfg: Config) -> str:
+    """The name of this host in the job's cluster. Raises ConfigError for a damaged file."""
+    return LocalHost.of(ClusterPaths.of(cfg)).name
 
 
 def own_address() -> str:

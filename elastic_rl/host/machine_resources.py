@@ -34,8 +34,8 @@ def usable_memory_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> i
 
 
 def _folders(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
-    """Folders of this process's cgroups with a controller, and of all above them: each may have a limit. Of a container
-    that sees none of these, that of the container."""
+    """Folders of this process's cgroups with a controller, and of all above them: each may have a limit. In a
+    container that cannot see these folders, those above are the container's own."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -18,6 +18,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 RAY_PRIORITY = {"RAY_worker_niceness": "0"}
 """Environment of what starts Ray, whose workers have a lower priority by default, and so would all below them: ranks,
 whose collectives wait for the slowest one, and actors, which beside busy processes would get no time to import."""
+SOME_CPU = 0.01
+"""CPUs of an actor of Ray that needs none: what asks for none Ray may put beside its head, with which it would be lost.
+"""
 _forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
 """PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""
 _libc = ctypes.CDLL(None, use_errno=True)  # resolved at import: nothing may be imported between fork and exec

@@ -29,7 +29,7 @@ ACCEPTED, REFUSED, UNANSWERED = "accepted", "refused", "unanswered"
 
 @dataclass(frozen=True)
 class Driver:
-    """Who has written."""
+    """A driver that has written."""
 
     epoch: int
     generation: int
@@ -78,7 +78,7 @@ def tried(cfg: Config, outcome: str) -> int:
 
 
 def accepted(etcd: EtcdClient, job: str) -> list[Driver]:
-    """Who has written, in the order in which etcd has taken the writes."""
+    """The drivers that have written, in the order in which etcd has taken the writes."""
     kvs = sorted(etcd.range(_prefix(job))[0], key=lambda kv: kv.mod_revision)
     return [Driver(**json.loads(kv.value)) for kv in kvs]
 

@@ -44,10 +44,12 @@ class Point:
 
 
 def before(function: str, folder: Path) -> Point:
+    """The point at which a function is called. ``folder``: where the process that gets there says so."""
     return Point(function, False, str(folder / f"before-{function}"))
 
 
 def after(function: str, folder: Path) -> Point:
+    """The point at which a function has returned; ``folder`` as of ``before``."""
     return Point(function, True, str(folder / f"after-{function}"))
 
 

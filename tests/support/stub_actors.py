@@ -78,6 +78,17 @@ class StubEngine:
         self._leave.set()
 
 
+class LingeringEngine(StubEngine):
+    """One whose drain takes until its host ends. Its name is a file of the run's folder then."""
+
+    def drain(self) -> None:
+        pass
+
+    def hurry(self) -> None:
+        (Path(self._ctx.config.run_dir) / self._id).touch()
+        self._leave.set()
+
+
 class RefusedEngine(StubEngine):
     """One that leaves its record with the reason, as the engine of a server that cannot be used."""
 

@@ -213,7 +213,7 @@ class HostRun:
 # -- arithmetic, pure -------------------------------------------------------------------------------------------------
 NEXT_STEP = "the next new step is done"
 REDONE = "steps redone"
-_REDONE = "… steps that were done once more"
+_REDONE_ROW = "… steps that were done once more"
 
 
 @dataclass
@@ -276,7 +276,7 @@ class HostRows:
         measured = trials.rows(name, kind.what, timed, (kind.end,), goal=kind.goal, stages=kind.stages,
                                begin=kind.begin)
         if kind.redoes:
-            measured.append(Row.of(f"{name}-redone", _REDONE, [trial[REDONE] for trial in found], "steps"))
+            measured.append(Row.of(f"{name}-redone", _REDONE_ROW, [trial[REDONE] for trial in found], "steps"))
         return measured
 
     def measured(self, options: Options, rounds: Iterable[tuple[str, Trial]]) -> Iterator[Row]:
@@ -295,4 +295,4 @@ class HostRows:
                 continue
             yield from trials.unmeasured(name, self.kinds[name].what, why, goal=self.kinds[name].goal)
             if self.kinds[name].redoes:
-                yield Row.unmeasured(f"{name}-redone", _REDONE, why, unit="steps")
+                yield Row.unmeasured(f"{name}-redone", _REDONE_ROW, why, unit="steps")

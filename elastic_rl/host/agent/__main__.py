@@ -80,7 +80,7 @@ class HostAgent:
                                    "the certificate of this host cannot be renewed")
         self._member = Upkeep(self._keep_member, "this host's member of etcd cannot be kept")
         self._etcd: EtcdClient | None = None
-        """For the list of etcd's members."""
+        """A client for the list of etcd's members."""
         self._etcd_endpoints: list[str] = []
         self._status: AgentStatus | None = None
         self._work_of = work_of
@@ -152,10 +152,10 @@ class HostAgent:
         except ConfigError as e:
             info, error = None, str(e)
         if info is not None:
-            error = error or self._certificate.look()
+            error = error or self._certificate.run_if_due()
         services = self._supervisor.supervise(self._cluster, info, _other(self._name))
         if info is not None:
-            error = error or self._member.look()
+            error = error or self._member.run_if_due()
         status = AgentStatus(name=self._name, pid=os.getpid(), at=time.time(), services=services,
                              error=error or self._waits_for(info))
         before = self._status

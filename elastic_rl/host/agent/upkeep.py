@@ -23,7 +23,7 @@ class Upkeep:
         self._keep, self._fails, self._every_s, self._clock = keep, fails, every_s, clock
         self._at, self._error = float("-inf"), ""
 
-    def look(self) -> str:
+    def run_if_due(self) -> str:
         """Keeps it right, where it is time for that. Returns why it is not; empty where it is. While etcd does not
         answer, that is what it was before."""
         if self._clock() < self._at:

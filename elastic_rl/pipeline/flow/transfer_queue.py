@@ -39,11 +39,11 @@ from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.flow.group_queue import QueueLoss
 from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
+from elastic_rl.runtime.process import SOME_CPU
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SOME_CPU = 0.01
 _START_S = 120.0
 """Longest start of the queue's actors; Ray may have to start workers for them."""
 _GIVE_UP_START_S = 2 * _START_S
@@ -307,8 +307,8 @@ class _Actors:
         # are all who may use their sockets.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         controllers, units_of = _bound(TransferQueueController, host), _bound(SimpleStorageUnit, host)
-        self._controller = controllers.options(num_cpus=_SOME_CPU, scheduling_strategy=here).remote()
-        self._storage = [units_of.options(num_cpus=_SOME_CPU, scheduling_strategy=here).remote(config=config)
+        self._controller = controllers.options(num_cpus=SOME_CPU, scheduling_strategy=here).remote()
+        self._storage = [units_of.options(num_cpus=SOME_CPU, scheduling_strategy=here).remote(config=config)
                          for _ in range(units)]
         try:
             controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)

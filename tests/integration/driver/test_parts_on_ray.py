@@ -18,7 +18,15 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from support.etcd_server import EtcdServers
 from support.ray_cluster import HERE, start_ray
-from support.stub_actors import FAIL, HungTrainer, KilledTrainer, RefusedEngine, StubEngine, StubTrainer
+from support.stub_actors import (
+    FAIL,
+    HungTrainer,
+    KilledTrainer,
+    LingeringEngine,
+    RefusedEngine,
+    StubEngine,
+    StubTrainer,
+)
 from support.tiers import full
 from support.waiting import wait_until
 
@@ -70,12 +78,12 @@ class PoolOfTwo:
         self.hosts = RayHosts()
         self.next_driver()
 
-    def next_driver(self) -> EnginePool | None:
+    def next_driver(self, body: type = StubEngine) -> EnginePool | None:
         """Begins the pool of the next driver, and returns that of the one before it."""
         before = getattr(self, "pool", None)
         self.ctx = self.ctx.model_copy(update={
             "generation": fencing.begin_driver(self.etcd, self.keys, self.ctx.epoch, "test")})
-        self.pool = EnginePool(self.ctx, self.etcd, body=StubEngine, unroute=self.unrouted.append)
+        self.pool = EnginePool(self.ctx, self.etcd, body=body, unroute=self.unrouted.append)
         self.pool.take_over()
         return before
 
@@ -137,6 +145,20 @@ def test_engines_that_die_at_the_same_time_are_all_replaced(two: PoolOfTwo) -> N
         os.kill(pid, signal.SIGKILL)
     after = two.until_ready(2, without=frozenset(before))
     assert len(after) == 2 and two.events("engine.replaced") == 2
+
+
+def test_engines_of_a_host_whose_time_is_over_are_told_so(two: PoolOfTwo, tmp_path: Path) -> None:
+    two.next_driver(LingeringEngine)
+    engines = two.until_ready(2)
+    two.hosts = overdue(HERE)
+    two.until(lambda: not two.ready(), "the end of both")
+    assert all((tmp_path / engine_id).exists() for engine_id in engines)
+
+
+def overdue(host: str) -> RayHosts:
+    """The hosts when the time is over in which the only one was to be emptied."""
+    node = ray.get_runtime_context().get_node_id()
+    return RayHosts(closed=frozenset({host}), drains={host: 1.0}, leaving={node: host}, overdue=frozenset({host}))
 
 
 def test_engine_without_room_is_pending_until_there_is_room(two: PoolOfTwo, full_cluster: PlacementGroup) -> None:
@@ -431,6 +453,16 @@ def test_external_engine_stays_on_its_host_and_leaves_with_it(external: External
     external.until(lambda _: "no room" in external.registration(url).waits_for, "the wait for room")
     external.hosts = replace(external.hosts, drains={"b": 1.0})
     assert "b is drained" in external.until_ended(url) and not external.driver.placed
+
+
+def test_external_engine_of_a_host_whose_time_is_over_is_told_so(external: ExternalOnes, tmp_path: Path) -> None:
+    external.begin_epoch(LingeringEngine)
+    external.register("x0", "http://a:1")
+    external.until(lambda ready: ready == 1, "an engine on the host of the run")
+    here = external.registration("http://a:1").host
+    external.hosts = overdue(here)
+    assert external.until_ended("http://a:1") == f"its host {here} is drained"
+    assert (tmp_path / "x0").exists()
 
 
 def test_replaced_driver_deregisters_no_external_engine_that_the_newer_one_serves(external: ExternalOnes) -> None:

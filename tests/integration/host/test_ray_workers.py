@@ -79,12 +79,17 @@ def message(lab: Lab) -> str:
         return status.message if status else ""
 
 
-@full(proved_in="tests/integration/host/test_ray_workers.py", why="a partition, in the place of a power cut")
-def test_host_that_was_cut_off_comes_back_without_what_it_had(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_hosts(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, Machine, list[str]]:
+    """The hosts once both are ready, the first one with a run that is a stub, and the options that name its job."""
     a, b = lab.machines.values()
     wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
     put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
-    job = [f"--job={lab.job}", *a.location]
+    return a, b, [f"--job={lab.job}", *a.location]
+
+
+@full(proved_in="tests/integration/host/test_ray_workers.py", why="a partition, in the place of a power cut")
+def test_host_that_was_cut_off_comes_back_without_what_it_had(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, job = two_hosts(lab, monkeypatch)
     a.run("train", "--detach", *job, "--rollout.engines=2", "--sft.max_steps=0")
     wait_for_engines(lab, 2, on_b=True)
     before = {process.pid for process in b.computes()}
@@ -105,10 +110,7 @@ def test_host_that_was_cut_off_comes_back_without_what_it_had(lab: Lab, monkeypa
       why="an external engine on another host than that of the run")
 def test_external_engine_is_on_the_host_that_is_named_until_that_is_drained_or_lost(
         lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = lab.machines.values()
-    wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
-    put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
-    job = [f"--job={lab.job}", *a.location]
+    a, b, job = two_hosts(lab, monkeypatch)
     a.run("train", "--detach", *job, "--rollout.engines=1", "--sft.max_steps=0")
     wait_until(b.computes, what="the worker of Ray on b")
     api = lab.api()
@@ -152,10 +154,7 @@ def records(lab: Lab) -> list[Engine]:
 
 def test_engines_are_on_every_host_and_leave_the_one_that_is_lost_drained_or_cordoned(
         lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = lab.machines.values()
-    wait_until(lambda: lab.phase("a") == lab.phase("b") == "ready", what="both hosts")
-    put_stub_in_place(lab.folder, monkeypatch, with_plane=True)
-    job = [f"--job={lab.job}", *a.location]
+    a, b, job = two_hosts(lab, monkeypatch)
 
     a.run("train", "--detach", *job, "--rollout.engines=2", "--sft.max_steps=0")
     wait_for_engines(lab, 2, on_b=True)

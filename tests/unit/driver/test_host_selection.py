@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve.schema import ApplicationStatus
 
-from elastic_rl.driver.host_selection import ExternalPlace, Selection, beyond_every_host, place_external, select
+from elastic_rl.driver.host_selection import ExternalPlace, Fate, Selection, beyond_every_host, place_external, select
 from elastic_rl.driver.hosts_of_ray import HostNode, RayHosts
 from elastic_rl.driver.role_hosts import ABSENT, DeployedRole, deployed_role, is_due
 
@@ -98,10 +98,10 @@ def test_external_engine_waits_for_a_host_that_is_closed_or_has_not_joined() -> 
 @pytest.mark.parametrize("run_host", ["a", "z"])
 def test_external_engine_ends_with_its_host(run_host: str) -> None:
     place = place_external(OUTSIDE, "z", run_host, JOINED)
-    assert place.is_lost and "z is lost" in place.ends
+    assert place.fate is Fate.LOST and place.ends and "z is lost" in place.reason
     drained = replace(JOINED, closed=JOINED.closed | {"b"}, drains={"b": 1.0})
     place = place_external(OUTSIDE, "b", run_host, drained)
-    assert "b is drained" in place.ends and not place.is_lost
+    assert place.fate is Fate.LEAVES and place.ends and "b is drained" in place.reason
 
 
 @pytest.mark.parametrize("url", [INSIDE, "http://10.0.0.9:1"])

@@ -72,7 +72,8 @@ def test_nothing_is_placed_on_a_host_that_is_not_ready_and_ray_is_not_asked_in_e
         assert (found.leaving, found.drains, found.closed) == ({"id-b": "b"}, {"b": 7.0}, frozenset("bcd"))
         assert found.lost == (frozenset("b") if phase is HostPhase.LEFT else frozenset())
     cluster.states["b"] = cluster.states["b"].replace(drain_overdue=True)
-    assert cluster.hosts().overdue == frozenset("b")
+    found = cluster.hosts()
+    assert found.overdue == frozenset("b") and found.is_overdue("id-b") and not found.is_overdue("id-a")
     assert cluster.asked == 2, "not in each pass"
     cluster.now += hosts_of_ray._LOOK_EVERY_S
     cluster.nodes = ["a"]

@@ -43,6 +43,14 @@ def test_actor_that_hangs_is_killed_once_its_time_to_stop_is_over(
     assert ray.kill.call_count == 1
 
 
+def test_actor_is_told_once_that_its_host_ends(ray: mock.MagicMock) -> None:
+    body = mock.MagicMock()
+    actor = PlacedActor("engine", body, mock.MagicMock(), {"CPU": 1.0}, mock.MagicMock(), 3)
+    for _ in range(2):
+        actor.hurry()
+    assert body.call.remote.mock_calls == [mock.call(3, "hurry")]
+
+
 def test_actor_without_room_ends_at_once(ray: mock.MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "placement_group_table", lambda group: {"state": "PENDING"})
     actor = make()

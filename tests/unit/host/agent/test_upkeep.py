@@ -26,7 +26,7 @@ class Kept:
 def test_what_is_kept_is_looked_at_at_once_and_then_from_time_to_time() -> None:
     kept = Kept()
     for kept.now in (0.0, 0.5, 9.5, 10.0, 10.5):
-        assert kept.upkeep.look() == ""
+        assert kept.upkeep.run_if_due() == ""
     assert kept.calls == 2
 
 
@@ -34,7 +34,7 @@ def test_look_that_another_command_is_in_the_way_of_is_repeated_with_the_next_pa
     kept = Kept()
     kept.outcome = False
     for kept.now in (0.0, 0.5, 1.0):
-        assert kept.upkeep.look() == ""
+        assert kept.upkeep.run_if_due() == ""
     assert kept.calls == 3
 
 
@@ -44,17 +44,17 @@ def test_reason_is_said_until_it_is_kept_again_and_logged_once(error: Exception,
     kept = Kept()
     kept.error = error
     for kept.now in (0.0, 0.5, 10.0):
-        assert kept.upkeep.look() == "it cannot be kept: no key"
+        assert kept.upkeep.run_if_due() == "it cannot be kept: no key"
     assert kept.calls == 2 and len(caplog.records) == 1
     kept.error, kept.now = None, 20.0
-    assert kept.upkeep.look() == ""
+    assert kept.upkeep.run_if_due() == ""
 
 
 def test_etcd_that_does_not_answer_says_nothing_new() -> None:
     kept = Kept()
     kept.error = EtcdUnavailable("away")
-    assert kept.upkeep.look() == ""
+    assert kept.upkeep.run_if_due() == ""
     kept.error, kept.now = ConfigError("no key"), 10.0
-    assert kept.upkeep.look()
+    assert kept.upkeep.run_if_due()
     kept.error, kept.now = EtcdUnavailable("away"), 20.0
-    assert kept.upkeep.look() == "it cannot be kept: no key"
+    assert kept.upkeep.run_if_due() == "it cannot be kept: no key"
