@@ -38,8 +38,10 @@ CHECKS = {
 }
 DEFAULT_TIER = ["-m", "not full"]
 # A whole run leaves most of two cores idle. All other tests run beside it, at the lowest priority: what they take is
-# left over, so that they do not starve its heartbeats.
+# left over, so that they do not starve its heartbeats. One of several hosts leaves them next to nothing for minutes, in
+# which Ray's own limits of some processes' start are over: it runs alone.
 WHOLE_RUNS = ["tests/e2e"]
+SEVERAL_HOSTS = "tests/e2e/test_every_host_lost.py"
 # Most integration tests wait for other processes more than they compute, so there are more workers than cores. Folders
 # that take minutes in one worker, and those whose files do, come first, and the unit tests, whose files take seconds,
 # last: what takes long and begins last would run alone at the end. No folder is named together with one above it, since
@@ -251,7 +253,8 @@ def _run(suite: Suite, args: Sequence[str], *, everything: bool) -> None:
             suite.run("all other tests", others)
             suite.run("whole runs", whole_runs)
         else:
-            suite.run_beside("whole runs", whole_runs, "all other tests", others)
+            suite.run_beside("whole runs", [*whole_runs, f"--ignore={SEVERAL_HOSTS}"], "all other tests", others)
+            suite.run("a whole run on several hosts", [SEVERAL_HOSTS, *tier])
         suite.run_failed_again()
 
 
