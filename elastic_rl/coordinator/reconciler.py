@@ -233,6 +233,7 @@ class Reconciler:
             raise Fenced(f"{self._election.replica} has no candidate key")
         if self._term == mine.create_revision:
             return
+        self._reader.forget()
         self._membership.begin_term()
         self._leader_clock.begin_term()
         found, named = self._etcd.get(self._keys.leadership()), self._etcd.get(self._keys.leader())

@@ -43,7 +43,7 @@ from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_server import HttpServer
 from elastic_rl.net.tls import TlsFolder
-from elastic_rl.runtime.process import freeze_heap
+from elastic_rl.runtime.process import collect_garbage_rarely, freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import LogRotation
 
@@ -141,6 +141,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int, *, t
             log.warning("tokens reach %s in clear: set coordinator.tls_cert and coordinator.tls_key", url)
         log.info("replica %s (pid %d) of cluster %s serves %s", replica, os.getpid(), keys.cluster, url)
         freeze_heap()
+        collect_garbage_rarely()
         await _listen(server, listener, stopping, election)
     log.info("replica %s has stopped", replica)
     return 0

@@ -1,8 +1,8 @@
 """One consistent shape for what etcd says about a job: ``ClusterSnapshot``. Membership, failure policy, operations,
 alerts and metrics all decide by it.
 
-What has not changed since the last reading is not decoded again: a job of a thousand members is read several times a
-second. Nothing else is remembered; each reading asks etcd for everything.
+What has not changed since the last reading is neither sent nor decoded again (``KnownRange``): a job of thousands of
+members is read several times a second. Nothing else is remembered; each reading asks etcd for everything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.etcd_health import EtcdHealth, EtcdProbe
@@ -22,7 +22,9 @@ from elastic_rl.dcs.catalog.reads import newest_number
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, RunStatus
 from elastic_rl.etcd.decoding import RangeDecoder, decode_all, readable_one
+from elastic_rl.etcd.heartbeats import HeartbeatIndex
 from elastic_rl.etcd.keys import ClusterKeys, Keys
+from elastic_rl.etcd.known_range import KnownRange
 from elastic_rl.etcd.records import (
     Autoscaler,
     AutoscalerState,
@@ -31,6 +33,7 @@ from elastic_rl.etcd.records import (
     EngineState,
     Evidence,
     ExternalEngine,
+    HostHeartbeats,
     JobStatus,
     Member,
     Operation,
@@ -78,8 +81,11 @@ class ClusterSnapshot:
     """Whether the operator has stopped the newest submission, which may be ending, or it has ended without an error."""
     epoch: int = 0
     members: Sequence[Member] = ()
+    """Each with its newest heartbeat, whether its record has that or its host's agent has collected it."""
     members_revision: int = 0
     """Revision of etcd at which the members were read."""
+    alive_revisions: Mapping[str, int] = field(default_factory=dict)
+    """Incarnation of a member whose heartbeats are collected → a revision at which its agent saw the process run."""
     registry: Mapping[tuple[str, str], LastSeen] = field(default_factory=dict)
     """The member registry, by role and id: every member that a leader has seen and not forgotten."""
     evidence: Mapping[tuple[str, str], Evidence] = field(default_factory=dict)
@@ -183,6 +189,7 @@ class SnapshotReader:
             Operation: RangeDecoder(Operation, lambda r: keys.operation(r.id)),
             LastSeen: RangeDecoder(LastSeen, lambda r: keys.registry_entry(r.role, r.id)),
             Member: RangeDecoder(Member, lambda r: keys.member(r.role, r.id)),
+            HostHeartbeats: RangeDecoder(HostHeartbeats, lambda r: keys.heartbeats(r.host)),
             Evidence: RangeDecoder(Evidence, lambda r: keys.evidence(r.role, r.id)),
             Witness: RangeDecoder(Witness, lambda r: keys.witness(r.machine, r.name)),
             DcsNode: RangeDecoder(DcsNode, lambda r: keys.dcs_node(r.id)),
@@ -197,12 +204,18 @@ class SnapshotReader:
             Version: RangeDecoder(Version, lambda r: keys.stream_head(r.stream)),
             JobStatus: RangeDecoder(JobStatus),
         }
+        self._ranges: dict[str, _RecordRange[Any]] = {}
+        self._heartbeats = HeartbeatIndex()
         self._lags: tuple[dict[str, int], dict[str, dict[int, float]]] = {}, {}
         self._lags_at = float("-inf")
 
+    def forget(self) -> None:
+        """Has the next reading ask for all, whether it has changed or not."""
+        self._ranges.clear()
+
     def read(self) -> ClusterSnapshot:
         """Raises EtcdUnavailable. Records that cannot be read are left out, and named in ``unreadable``."""
-        reading = _Reading(self._etcd, self._decoders)
+        reading = _Reading(self._etcd, self._decoders, self._ranges)
         keys = self._keys
         # Operations are read before what they are about: the requests that were written with them are then seen too.
         operations = reading.range(keys.operations_prefix(), Operation)
@@ -212,6 +225,8 @@ class SnapshotReader:
         registry = reading.range(keys.registry_prefix(), LastSeen)
         members = reading.range(keys.members_prefix(), Member)
         members_revision = reading.revision
+        self._heartbeats.update(reading.range(keys.heartbeats_prefix(), HostHeartbeats))
+        members, beats = self._heartbeats.merged(members), [*map(self._heartbeats.of, members)]
         nodes = reading.range(keys.dcs_nodes_prefix(), DcsNode)
         # Evidence is written when a registration is deleted, and deleted by the next one: it is read last.
         evidence = reading.range(keys.evidence_prefix(), Evidence)
@@ -239,6 +254,7 @@ class SnapshotReader:
             job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
             status=status[0] if status else None, stopped=stopped,
             epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
+            alive_revisions={beat.incarnation: beat.revision for beat in beats if beat is not None},
             registry={s.name: s for s in registry}, evidence={(e.role, e.id): e for e in evidence}, witnesses=witnesses,
             nodes={n.id: n for n in nodes}, engines=engines,
             external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
@@ -278,19 +294,50 @@ class SnapshotReader:
         return self._lags
 
 
+class _RecordRange(Generic[R]):
+    """The records of a range, reading after reading."""
+
+    def __init__(self, etcd: EtcdClient, prefix: str, decoder: RangeDecoder[R]) -> None:
+        self._range, self._decoder = KnownRange(etcd, prefix), decoder
+        self.kvs: Mapping[str, KeyValue] = {}
+        self.records: list[R] = []
+        self.unreadable: dict[str, str] = {}
+
+    @property
+    def revision(self) -> int:
+        """Revision of etcd at the last reading."""
+        return self._range.revision
+
+    def read(self) -> None:
+        """Reads the range. Raises EtcdUnavailable."""
+        kvs = self._range.read()
+        if kvs is not self.kvs:
+            self.kvs, self.unreadable = kvs, {}
+            self.records = self._decoder.decode(kvs.values(), self.unreadable)
+
+
 class _Reading:
     """One reading of etcd in the making."""
 
-    def __init__(self, etcd: EtcdClient, decoders: Mapping[type[Record], RangeDecoder[Any]]) -> None:
-        self._etcd, self._decoders = etcd, decoders
+    def __init__(self, etcd: EtcdClient, decoders: Mapping[type[Record], RangeDecoder[Any]],
+                 ranges: dict[str, _RecordRange[Any]]) -> None:
+        """``ranges``: by prefix, as the reading before has left them."""
+        self._etcd, self._decoders, self._ranges = etcd, decoders, ranges
         self.revision = 0
         """Revision of etcd at the last range."""
         self.revisions: dict[str, Revisions] = {}
         self.unreadable: dict[str, str] = {}
 
     def range(self, prefix: str, kind: type[R]) -> list[R]:
-        kvs, self.revision = self._etcd.range(prefix)
-        return self.decode(kvs, kind)
+        found = self._ranges.get(prefix)
+        if found is None:
+            found = self._ranges[prefix] = _RecordRange(self._etcd, prefix, self._decoders[kind])
+        found.read()
+        self.revision = found.revision
+        self.revisions.update(found.kvs)
+        self.unreadable.update(found.unreadable)
+        records: list[R] = found.records
+        return records
 
     def keys(self, keys: Iterable[str], kind: type[R]) -> list[R]:
         return self.decode([kv for key in keys if (kv := self._etcd.get(key)) is not None], kind)

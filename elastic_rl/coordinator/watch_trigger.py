@@ -1,4 +1,4 @@
-"""Triggers a reconcile pass when a key changes that the leader decides by, ahead of the next interval."""
+"""Triggers a reconcile pass of the leader when a key changes that it decides by, ahead of the next interval."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _PAUSE_S = 1.0
 
 
 class WatchTrigger:
-    """A thread that watches the job's keys. It only saves time: what it misses, the next pass finds."""
+    """A thread that watches the job's keys while this replica leads: others have nothing to decide, and thousands of
+    members write all the time. It only saves time: what it misses, the next pass finds."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, wake: Callable[[], None]) -> None:
-        self._etcd, self._keys, self._wake = etcd, keys, wake
+    def __init__(self, etcd: EtcdClient, keys: Keys, wake: Callable[[], None], leads: Callable[[], bool]) -> None:
+        self._etcd, self._keys, self._wake, self._leads = etcd, keys, wake, leads
         self._prefixes = (keys.members_prefix(), keys.dcs_nodes_prefix(), keys.engines_prefix(), keys.events_prefix(),
                           keys.pools_prefix(), keys.autoscaling_prefix(), keys.operations_prefix(),
                           keys.restarts_prefix())
@@ -46,11 +47,14 @@ class WatchTrigger:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            if not self._leads():
+                self._stopping.wait(_POLL_S)
+                continue
             try:
                 revision = self._etcd.page(self._keys.job_status(), limit=1).revision
                 watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
                 try:
-                    while not self._stopping.is_set():
+                    while not self._stopping.is_set() and self._leads():
                         change = watch.get(_POLL_S)
                         if change is not None and self.matters(change):
                             self._wake()

@@ -32,7 +32,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.compute_services import ray_epoch
-from elastic_rl.host.here import context_here
+from elastic_rl.host.here import context_here, heartbeats_here
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs, traces
@@ -79,7 +79,8 @@ def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
             ctx = ctx.model_copy(update={"epoch": epoch, "generation": generation})
             member = patiently(
                 lambda: Membership(etcd, ctx.keys, "driver", driver_id, epoch=ctx.epoch,
-                                   ttl_s=ctx.config.coordinator.lease_ttl_s).start(), pause=stop.wait)
+                                   ttl_s=ctx.config.coordinator.lease_ttl_s,
+                                   heartbeats=heartbeats_here(ctx.config)).start(), pause=stop.wait)
         except Stopped:
             return 0
         held.callback(member.close)

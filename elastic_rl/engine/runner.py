@@ -41,6 +41,7 @@ from elastic_rl.etcd.client import Compare
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security, engine_access, engine_key_file, engine_tls
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
@@ -54,6 +55,9 @@ FOLDER_VERSION = 1
 _TICK_S = 0.1
 """The server's processes and the drain flag are checked at least this often; a new head arrives by a watch."""
 _RECORD_INTERVAL_S = 0.5
+_LOAD_INTERVAL_S = 5.0
+"""A new load is written so often at most: that of a busy engine changes with each probe, and each change is a write to
+etcd of every engine."""
 _TURN_S = 0.05
 """How often an engine that waits for its turn to update looks whether it has come."""
 _TURN_RETRY_S = (0.1, 2.0)
@@ -107,7 +111,8 @@ class EngineRunner:
         self._stop = threading.Event()
         self._etcd = ctx.connect()
         self._member = Membership(self._etcd, ctx.keys, event_kinds.ENGINE, engine_id,
-                                  ttl_s=ctx.config.coordinator.lease_ttl_s, epoch=ctx.epoch)
+                                  ttl_s=ctx.config.coordinator.lease_ttl_s, epoch=ctx.epoch,
+                                  heartbeats=heartbeats_here(ctx.config))
         self._record = EngineRecord(ctx, self._etcd, engine_id, self._member.incarnation)
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
@@ -123,7 +128,7 @@ class EngineRunner:
         """The turn to pause for an update; None where all may pause at once."""
         self._awaits_turn = False
         self._route_retry = RetryBackoff(*_RETRY_S)
-        self._next_record = 0.0
+        self._next_record = self._next_load = 0.0
         self._load = ReportedLoad()
         self._unwritten = False  # the last write failed: the record in etcd is outdated
         self._joined = False
@@ -626,7 +631,7 @@ class EngineRunner:
         if now < self._next_record:
             return
         self._next_record = now + _RECORD_INTERVAL_S
-        self._update_load()
+        self._update_load(now)
         exists, record = self._record.read()
         if not exists:
             self._stop.set()
@@ -637,10 +642,13 @@ class EngineRunner:
         elif record.state is EngineState.QUARANTINED:
             raise EngineFailed(record.reason)
 
-    def _update_load(self) -> None:
-        """Writes what load the engine had at the last probe, or that this was not answered."""
-        if self._lifecycle.state is EngineState.READY and (now := self._load.after(self._server.load)) != self._load:
-            self._load = now
+    def _update_load(self, now: float) -> None:
+        """Writes what load the engine had at the last probe, or at once that this was not answered, or is again."""
+        if self._lifecycle.state is not EngineState.READY:
+            return
+        load = self._load.after(self._server.load)
+        if load.known != self._load.known or (load != self._load and now >= self._next_load):
+            self._load, self._next_load = load, now + _LOAD_INTERVAL_S
             self._write()
 
     def _write_soon(self) -> None:

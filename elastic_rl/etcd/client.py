@@ -52,6 +52,8 @@ _RANGE_BYTES_PER_S = 4 << 20
 """Slowest rate at which a page is expected to arrive, with ``_KEY_BYTES`` for each key; its deadline follows."""
 _KEY_BYTES = 1 << 10
 _MAX_RANGE_TIMEOUT_S = 4.0
+_RANGE_EXTRA_S = 2.0
+"""Time for what was put into a range, beyond that for one call: etcd reads all of the range."""
 _RECONFIGURE_S = 5.0
 """Deadline of a change of the members, which a majority has to write down."""
 
@@ -64,6 +66,18 @@ class Page:
     revision: int
     more: bool
     """Whether there are keys beyond the last one."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The keys of a range that were put since an earlier revision, as they were at ``revision``."""
+
+    kvs: list[KeyValue]
+    revision: int
+    total: int
+    """Number of all keys of the range at that revision."""
+    more: bool
+    """Whether there are further ones that were put."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +238,14 @@ class EtcdClient:
     def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
         """Number of keys under a prefix, between two of them."""
         return int(self._channels.call(RANGE, _range_request(prefix, after, before, count_only=True)).count)
+
+    def changed(self, prefix: str, *, since: int, limit: int) -> Changed:
+        """At most ``limit`` of the keys under a prefix that were put after revision ``since``, in any order. One that
+        was deleted is not among them; ``total`` tells. etcd looks at every key of the range and sends these alone."""
+        request = _range_request(prefix, limit=limit, min_mod_revision=since + 1)
+        response = self._channels.call(RANGE, request, timeout_s=self._channels.call_timeout_s + _RANGE_EXTRA_S)
+        return Changed([KeyValue.from_message(kv) for kv in response.kvs], response.header.revision, response.count,
+                       response.more)
 
     # -- writes --------------------------------------------------------------------------------------------------------
     def put(self, key: str, value: bytes, *, lease: int = 0) -> int:

@@ -211,6 +211,14 @@ class Keys(LeaderKeys):
     def member(self, role: str, member_id: str) -> str:
         return self.members_prefix(role) + member_id
 
+    def heartbeats_prefix(self) -> str:
+        """The heartbeats that the agents of hosts have collected; leased."""
+        return f"{self.root}heartbeats/"
+
+    def heartbeats(self, host_id: str) -> str:
+        """The last heartbeats of the members on a host, one key for all: so many writes are saved."""
+        return self.heartbeats_prefix() + host_id
+
     def registration(self, role: str, member_id: str) -> str:
         """The key under which a member is registered: a DCS node's is that of its record."""
         return self.dcs_node(member_id) if role == "dcs" else self.member(role, member_id)

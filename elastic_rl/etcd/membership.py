@@ -4,12 +4,18 @@ A reader can tell one that hangs (heartbeats arrive, but ``progress_at`` stays t
 Silence alone does not mean that the process is dead: Python code that holds the GIL for seconds, or a machine with too
 few cores, silences healthy ones. So the lease lasts for several heartbeats, and the end of a process is found by the
 witnesses of its machine (``witness``), which end the entry long before its lease does.
+
+Where the agent of the host collects heartbeats (``heartbeat_folder``), a process writes its record when it registers
+and when its ``info`` changes, and leaves its heartbeats in a file. Its lease, its entry and its end are its own all the
+same. Readers find the newest heartbeat with ``members``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import secrets
 import socket
 import threading
@@ -20,15 +26,22 @@ from typing import Any, Self
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.heartbeat_folder import HeartbeatFile, HeartbeatFolder
+from elastic_rl.etcd.heartbeats import heartbeat_of, with_heartbeats
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.process_state import machine_id, start_ticks
 from elastic_rl.etcd.records import Member, MemberProcess
 from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.etcd.write_schedule import WriteSchedule
+from elastic_rl.runtime.clock import boottime_s
+from elastic_rl.runtime.files import os_error_text
 
 log = logging.getLogger(__name__)
 _MIN_WRITE_INTERVAL_S = 0.1
-"""Shortest pause between two writes, however fast the progress."""
+"""Shortest pause between two writes, to etcd or to the file, however fast the progress."""
+_FILE_INTERVAL_S = 1.0
+"""Longest pause between two writes of the file."""
 LEASE_HEARTBEATS = 3
 """The lease of a member lasts for this many intervals of its heartbeats."""
 _JOIN_TIMEOUT_S = 2.0
@@ -48,15 +61,20 @@ class Membership:
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, role: str, member_id: str, *, ttl_s: int, url: str = "",
-                 epoch: int = 0, info: dict[str, Any] | None = None) -> None:
+                 epoch: int = 0, info: dict[str, Any] | None = None, heartbeats: HeartbeatFolder | None = None) -> None:
+        """``heartbeats``: the folder from which the agent of this host collects heartbeats; None: nobody does."""
         self._etcd, self._keys, self._ttl_s = etcd, keys, ttl_s
         self._key = keys.member(role, member_id)
         self._started = start_ticks(os.getpid())
         now = time.time()
         self._member = Member(role=role, id=member_id, pid=os.getpid(), host=socket.gethostname(), epoch=epoch,
                               incarnation=secrets.token_hex(8), url=url, progress_at=now, beat_at=now,
-                              info=dict(info or {}), machine=machine_id())
+                              info=dict(info or {}), machine=machine_id(),
+                              collector=heartbeats.host if heartbeats is not None else "")
         self._progressed = time.monotonic()
+        self._folder, self._folder_problem = heartbeats, ""
+        self._written_info: dict[str, Any] | None = None
+        """What etcd has of the process beside its heartbeats; None: nothing."""
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._stopping = threading.Event()
@@ -89,7 +107,8 @@ class Membership:
 
     def progress(self, step: int, phase: str, **info: Any) -> None:
         """Reports that the working thread makes progress, and how far it is; ``info`` (JSON-able) is merged into the
-        entry's. Never waits for etcd; a report that changes nothing else is written with the next heartbeat."""
+        entry's. Never waits for etcd. A change of ``info`` is written at once. Others see one of step or phase as late
+        as the agent of the host collects heartbeats, if it does; where nothing changes, the next heartbeat has it."""
         with self._lock:
             now = self._member
             new = now.replace(step=step, phase=phase, info={**now.info, **info})
@@ -107,6 +126,10 @@ class Membership:
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
+        self._deregister()
+        self._remove_file()
+
+    def _deregister(self) -> None:
         if self._lease is None:
             return
         try:
@@ -125,16 +148,22 @@ class Membership:
         self.close()
 
     def _run(self) -> None:
-        written_at = time.monotonic()
+        schedule = WriteSchedule(self._ttl_s, time.monotonic())
         while not self._stopping.is_set():
             # One that was replaced has nobody to report to.
-            changed = (self._stopping if self.replaced.is_set() else self._changed).wait(self._ttl_s / 3)
+            changed = (self._stopping if self.replaced.is_set() else self._changed).wait(
+                min(self._ttl_s / 3, _FILE_INTERVAL_S) if self._folder is not None else self._ttl_s / 3)
             self._changed.clear()
             if self._stopping.is_set():
                 return
             alive = self._lease is not None and self._lease.alive
-            if alive and not self.replaced.is_set() and not changed and time.monotonic() - written_at < self._ttl_s:
-                continue  # the lease has its own thread; a heartbeat without news is a write to etcd and can be rarer
+            if alive and not self.replaced.is_set():
+                collected = self._leave_heartbeat()
+                # The lease has its own thread; a heartbeat without news is a write to etcd and can be rarer.
+                if not schedule.due(time.monotonic(), changed=changed, collected=collected, random=random.random(),
+                                    info_changed=self._member.info != self._written_info):
+                    self._stopping.wait(_MIN_WRITE_INTERVAL_S)
+                    continue
             try:
                 if self.replaced.is_set():
                     self._stand_by()
@@ -142,7 +171,7 @@ class Membership:
                     self._heartbeat()
                 else:
                     self._register()
-                written_at = time.monotonic()
+                schedule.written(time.monotonic())
             except LeaseLost:
                 if self._lease is not None:
                     self._lease.lost.set()
@@ -151,23 +180,45 @@ class Membership:
                 log.warning("heartbeat of member %s failed: %s", self._key, e)
             self._stopping.wait(_MIN_WRITE_INTERVAL_S)
 
+    def _leave_heartbeat(self) -> bool:
+        """Leaves a heartbeat for the agent of this host. Returns whether it has collected those before."""
+        if self._folder is None or not self._started or not self._member.machine:
+            return False
+        m = self._now()
+        try:
+            left = self._folder.write(HeartbeatFile(
+                beat=heartbeat_of(m), pid=m.pid, started=self._started, machine=m.machine,
+                lease_s=LEASE_HEARTBEATS * self._ttl_s, written_s=boottime_s()))
+        except OSError as e:  # such as that of a full /dev/shm
+            if self._folder_problem != (problem := os_error_text(e, self._folder.path)):
+                log.warning("member %s writes its heartbeats to etcd itself: %s", self._key, problem)
+            self._folder_problem = problem
+            return False
+        self._folder_problem = ""
+        return left and self._folder.is_collected(m.incarnation)
+
+    def _remove_file(self) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # the agent does it once this process has ended
+                self._folder.remove(self.incarnation)
+
     def _register(self) -> None:
         """A new lease and an entry that replaces whatever is there, except a younger process's."""
         if self._revision and self._was_replaced():
             return
         old, lease = self._lease, self._etcd.keepalive(LEASE_HEARTBEATS * self._ttl_s)
+        m = self._now()
         try:
-            self._revision = self._etcd.txn([], self._registration(lease)).revision
+            self._revision = self._etcd.txn([], self._registration(m, lease)).revision
         except ElasticRLError:
             lease.close()  # the old entry is better than none
             raise
-        self._lease = lease
+        self._lease, self._written_info = lease, m.info
         if old is not None:
             old.close()
 
-    def _registration(self, lease: KeptLease) -> list[Op]:
+    def _registration(self, m: Member, lease: KeptLease) -> list[Op]:
         """The entry, the process for its witnesses, and the end of whatever they said about an earlier one."""
-        m = self._now()
         ops = [Op.put(self._key, m.encode(), lease.id), Op.delete(self._keys.evidence(m.role, m.id))]
         if m.machine and self._started:
             process = MemberProcess(role=m.role, id=m.id, incarnation=m.incarnation, pid=m.pid, started=self._started)
@@ -176,10 +227,11 @@ class Membership:
 
     def _heartbeat(self) -> None:
         assert self._lease is not None
+        m = self._now()
         outcome = self._etcd.txn([Compare.mod(self._key, "==", self._revision)],
-                                 [Op.put(self._key, self._now().encode(), self._lease.id)])
+                                 [Op.put(self._key, m.encode(), self._lease.id)])
         if outcome.succeeded:
-            self._revision = outcome.revision
+            self._revision, self._written_info = outcome.revision, m.info
         elif not self._was_replaced():
             self._register()
 
@@ -194,8 +246,9 @@ class Membership:
         if now - self._absent_since < self._ttl_s:
             return
         old, lease = self._lease, self._etcd.keepalive(LEASE_HEARTBEATS * self._ttl_s)
+        m = self._now()
         try:
-            outcome = self._etcd.txn([Compare.absent(self._key)], self._registration(lease))
+            outcome = self._etcd.txn([Compare.absent(self._key)], self._registration(m, lease))
         except ElasticRLError:
             lease.close()
             raise
@@ -203,7 +256,7 @@ class Membership:
         if not outcome.succeeded:
             lease.close()
             return
-        self._lease, self._revision = lease, outcome.revision
+        self._lease, self._revision, self._written_info = lease, outcome.revision, m.info
         self.replaced.clear()
         log.warning("member %s is registered again: the process that replaced it is gone", self._key)
         if old is not None:
@@ -216,13 +269,15 @@ class Membership:
         if entry is not None and entry.incarnation != self.incarnation:
             log.warning("member %s was replaced by another process", self._key)
             self.replaced.set()
+            self._remove_file()
         return self.replaced.is_set()
 
     def _now(self) -> Member:
         with self._lock:
             now, stalled_s = time.time(), time.monotonic() - self._progressed
             self._member = self._member.replace(
-                beat_at=now, progress_at=progress_time(self._member.progress_at, now, stalled_s))
+                beat_at=now, beats=self._member.beats + 1,
+                progress_at=progress_time(self._member.progress_at, now, stalled_s))
             return self._member
 
 
@@ -250,5 +305,6 @@ def deregister(etcd: EtcdClient, keys: Keys, ended: Iterable[Member]) -> None:
 
 
 def members(etcd: EtcdClient, keys: Keys, role: str = "") -> list[Member]:
-    """The members that are alive, of one role or of all."""
-    return [member for member, _ in readable(etcd.range(keys.members_prefix(role))[0], Member)]
+    """The members that are alive, of one role or of all, each with its newest heartbeat."""
+    found = readable(etcd.range(keys.members_prefix(role))[0], Member)
+    return with_heartbeats(etcd, keys, (member for member, _ in found))

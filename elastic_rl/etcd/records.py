@@ -68,7 +68,8 @@ class JobSpec(Record):
 
 
 class Member(Record):
-    """A process that does work, written by that process under its own lease."""
+    """A process that does work, written by that process under its own lease. Where the agent of its host collects its
+    heartbeats, they are newer there than here: ``heartbeats.merge`` puts both together."""
 
     role: str
     id: str
@@ -84,9 +85,36 @@ class Member(Record):
     """Unix seconds, by the member's clock, of the last progress that the working thread reported."""
     beat_at: float = 0.0
     """Unix seconds, by the same clock, of the last heartbeat, which another thread of the process sends."""
+    beats: int = 0
+    """Number of that heartbeat: of two, the one with the higher number is newer, also after the clock was set."""
     info: dict[str, Any] = {}
     machine: str = ""
     """Names the machine's boot and the pid namespace (``process_state.machine_id``); empty if unknown."""
+    collector: str = ""
+    """Host whose agent may have newer heartbeats of this process (``HostHeartbeats``); empty: nobody has."""
+
+
+class Heartbeat(Record):
+    """A heartbeat of a member: what changes in its record all the time."""
+
+    role: str
+    id: str
+    incarnation: str
+    step: int = 0
+    phase: str = ""
+    progress_at: float = 0.0
+    beat_at: float = 0.0
+    beats: int = 0
+    """These are as in ``Member``."""
+    revision: int = 0
+    """A revision of etcd at which the process still ran, as its agent saw; 0: unknown."""
+
+
+class HostHeartbeats(Record):
+    """The last heartbeats of the members of a job on one host, written by the host's agent."""
+
+    host: str
+    beats: list[Heartbeat] = []
 
 
 class MemberProcess(Record):

@@ -27,11 +27,10 @@ _MAX_BUFFERED_EVENTS, _MAX_BUFFERED_ANSWERS = 100_000, 1_000
 
 @dataclass(frozen=True)
 class WatchEvent:
-    """One change. ``kv`` of a delete has the key and the revision of the deletion; ``prev`` what was there before."""
+    """One change. ``kv`` of a delete has the key and the revision of the deletion."""
 
     type: Literal["put", "delete"]
     kv: KeyValue
-    prev: KeyValue | None = None
 
 
 class Watch:
@@ -118,8 +117,7 @@ class Watch:
         """Watches on one member until that fails or goes silent, or this watch is closed."""
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         requests.put(pb.WatchRequest(create_request=pb.WatchCreateRequest(
-            key=self._prefix.encode() or b"\0", range_end=range_end(self._prefix), start_revision=self._next,
-            prev_kv=True)))
+            key=self._prefix.encode() or b"\0", range_end=range_end(self._prefix), start_revision=self._next)))
         # The stream has a thread of its own: on a stopped member the read blocks for ever, and so does gRPC's sender,
         # so that neither side of the stream can notice the silence.
         call = self._channels.stream(WATCH, iter(requests.get, None), self._member)
@@ -169,8 +167,7 @@ class Watch:
         # A progress answer's revision must not move _next: etcd before 3.4.25 may send it ahead of earlier events.
         for event in answer.events:
             kind: Literal["put", "delete"] = "put" if event.type == pb.Event.PUT else "delete"
-            prev = KeyValue.from_message(event.prev_kv) if event.prev_kv.key else None
-            self._events.put(WatchEvent(kind, KeyValue.from_message(event.kv), prev))
+            self._events.put(WatchEvent(kind, KeyValue.from_message(event.kv)))
         if answer.events:
             self._next = max(self._next, answer.events[-1].kv.mod_revision + 1)
         return True

@@ -16,11 +16,13 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
+from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import wait_until
@@ -82,7 +84,10 @@ class FaultContext:
         return members(self.etcd, self.keys, role)
 
     def trainer_ranks(self) -> list[Member]:
-        return self.members(ACTOR.name)
+        """The ranks of the actor. Those on this host are as they say now: agents collect heartbeats, and phases with
+        them, only every few seconds."""
+        beats = {file.beat.incarnation: file.beat for file in heartbeats_here(self.cfg).contents().files}
+        return [merge(member, beats.get(member.incarnation)) for member in self.members(ACTOR.name)]
 
     def has_event(self, kind: EventKind, since: float, subject: str = "") -> bool:
         """Whether there is an event of a kind since a unix second; of one subject, or of any."""

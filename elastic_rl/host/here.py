@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.etcd.heartbeat_folder import HeartbeatFolder
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import cluster_settings
 from elastic_rl.host.address import host_address
@@ -36,6 +37,13 @@ def context_here(ctx: RunContext) -> RunContext:
     cfg = settings_here(ctx.config, Path(mark).parent.parent)
     return ctx.model_copy(update={"config": cfg, "host": host_address(cfg),
                                   "etcd_endpoints": _endpoints_here(cfg, ctx.etcd_endpoints)})
+
+
+def heartbeats_here(cfg: Config) -> HeartbeatFolder:
+    """Where the processes of a job leave their heartbeats on this host. ``cfg``: as it holds here. Raises ConfigError.
+    """
+    paths = ClusterPaths.of(cfg)
+    return HeartbeatFolder(paths.job_heartbeats(cfg.job), LocalHost.of(paths).name)
 
 
 def _endpoints_here(cfg: Config, given: Sequence[str]) -> list[str]:

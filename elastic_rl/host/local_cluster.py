@@ -1432,6 +1432,8 @@ class Cluster:
             if services.get(job.node):  # it was not killed, now or before
                 job._job.unsaved.unlink(missing_ok=True)
         self._stop_agents()
+        if self.paths.heartbeats.exists():  # in /dev/shm
+            shutil.rmtree(self.paths.heartbeats, ignore_errors=True)
         # A service has no record where someone has deleted its file.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.services.clear()

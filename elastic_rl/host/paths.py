@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from elastic_rl.config import Config
+from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.net.tls import TlsFolder
 
 
@@ -93,6 +94,18 @@ class ClusterPaths:
     def singletons(self) -> Path:
         """Folder of the files of the cluster's singletons that were started on this host (``ServiceFiles``)."""
         return self.folder / "singletons"
+
+    @property
+    def heartbeats(self) -> Path:
+        """Folder in which the processes of jobs leave their heartbeats for the host agent, which makes it; see
+        ``job_heartbeats``. It is in this host's memory: the folder of a cluster may be on a network file system that
+        hangs, and a member must beat while its working thread waits for that."""
+        digest = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()
+        return SHM / f"erl-heartbeats-{os.getuid()}-{digest[:12]}"
+
+    def job_heartbeats(self, job: str) -> Path:
+        """Folder of the heartbeats of a job's processes on this host (``HeartbeatFolder``)."""
+        return self.heartbeats / job
 
     @property
     def owner_lock(self) -> Path:

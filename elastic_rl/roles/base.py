@@ -12,6 +12,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.roles.actor_requests import ActorRequests
 from elastic_rl.roles.host_needs import role_context
@@ -38,7 +39,7 @@ class Role:
         self.etcd: EtcdClient = ctx.connect()
         self.member = Membership(self.etcd, ctx.keys, self.name, f"{self.name}-{uuid.uuid4().hex[:6]}",
                                  ttl_s=cfg.coordinator.lease_ttl_s, epoch=ctx.epoch,
-                                 info={"pid": os.getpid()}).start()
+                                 info={"pid": os.getpid()}, heartbeats=heartbeats_here(cfg)).start()
 
     def close(self) -> None:
         """Signs the replica off."""

@@ -17,6 +17,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
@@ -69,7 +70,8 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int, address: str) -> None:
     ).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         url=service.url if service is not None else "", epoch=ctx.epoch,
-                        info={"restarts": restarts(), "ranks": trainer.ranks, "formation": ctx.formation}).start()
+                        info={"restarts": restarts(), "ranks": trainer.ranks, "formation": ctx.formation},
+                        heartbeats=heartbeats_here(ctx.config)).start()
     try:
         par = parallel.init(ctx.config, address)
         urls = [url for url in gather_text(service.url if service is not None else "", par) if url]

@@ -1,5 +1,5 @@
 """Agents of hosts of a cluster, in the test's process or, with ``main``, as processes (``support.forked``) with the
-arguments ENDPOINTS FOLDER HOST TTL_S.
+arguments ENDPOINTS FOLDER HOST TTL_S; these collect heartbeats as well.
 
 The command of a singleton is that in its arguments, with GENERATION replaced by its generation; without one it sleeps.
 """
@@ -16,9 +16,12 @@ from typing import Any
 from elastic_rl.coordinator.hosts.times import HostTimes
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import Assignment, HostStatus, RunState, ServiceStatus
+from elastic_rl.etcd.heartbeat_folder import HeartbeatFolder
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.host import processes
+from elastic_rl.host.agent import heartbeat_collector
 from elastic_rl.host.agent.assigned_work import AssignedWork
+from elastic_rl.host.agent.heartbeat_collector import HeartbeatCollector
 from elastic_rl.host.agent.host_facts import host_record, kept_incarnation
 from elastic_rl.host.agent.host_session import HostSession
 from elastic_rl.host.agent.preemption_watch import PreemptionWatch
@@ -30,6 +33,10 @@ from support import forked, killed_at
 from support.waiting import wait_until
 
 KEYS = ClusterKeys()
+COLLECT_S = 0.5
+"""Period of the collection of heartbeats."""
+MARK_PERIODS, LEASE_PERIODS = 12, 30
+"""In these periods, which are short, an agent on a busy machine may miss several."""
 
 
 def times(ttl_s: float) -> HostTimes:
@@ -56,7 +63,11 @@ def work_of(endpoints: Sequence[str], folder: Path, name: str, limits: HostTimes
 def main() -> None:
     endpoints, folder, name, ttl_s = sys.argv[1:]
     killed_at.install()
-    work_of(endpoints.split(","), Path(folder), name, times(float(ttl_s))).start()
+    work = work_of(endpoints.split(","), Path(folder), name, times(float(ttl_s))).start()
+    etcd = EtcdClient(endpoints.split(","), call_timeout_s=1.0, retry_budget_s=5.0)
+    heartbeat_collector._MARK_PERIODS, heartbeat_collector._LEASE_PERIODS = MARK_PERIODS, LEASE_PERIODS
+    HeartbeatCollector(etcd, KEYS, name, Path(folder) / "heartbeats", lambda: work.registration,
+                       period_s=COLLECT_S).start()
     signal.pause()
 
 
@@ -74,6 +85,10 @@ class HostUnderTest:
         """An agent in this process. ``notices``: source of its notices of preemption."""
         self.works.append(work_of(self.etcd.endpoints, self.folder, self.name, times(self.ttl_s), notices).start())
         return self.works[-1]
+
+    def heartbeats(self, job: str) -> HeartbeatFolder:
+        """Where the processes of a job leave their heartbeats."""
+        return HeartbeatFolder(self.folder / "heartbeats" / job, self.name)
 
     def start_process(self, *points: killed_at.Point) -> subprocess.Popen[bytes]:
         """An agent as a process that can be killed. ``points``: at which it is."""

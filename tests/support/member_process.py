@@ -1,4 +1,5 @@
-"""A member that counts steps, as a process (``support.forked``) with the arguments ENDPOINTS JOB ROLE ID TTL_S.
+"""A member that counts steps, as a process (``support.forked``) with the arguments ENDPOINTS JOB ROLE ID TTL_S and,
+where an agent collects its heartbeats, FOLDER HOST.
 
 Each line on its standard input is a number of seconds for which it holds the GIL, so that none of its threads runs.
 """
@@ -9,8 +10,10 @@ import ctypes
 import sys
 import threading
 import time
+from pathlib import Path
 
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.heartbeat_folder import HeartbeatFolder
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 
@@ -26,8 +29,10 @@ def hold_the_gil_as_told() -> None:
 
 
 def main() -> None:
-    endpoints, job, role, member_id, ttl_s = sys.argv[1:]
-    member = Membership(EtcdClient(endpoints.split(",")), Keys(job), role, member_id, ttl_s=int(ttl_s)).start()
+    endpoints, job, role, member_id, ttl_s, *collected = sys.argv[1:]
+    heartbeats = HeartbeatFolder(Path(collected[0]), collected[1]) if collected else None
+    member = Membership(EtcdClient(endpoints.split(",")), Keys(job), role, member_id, ttl_s=int(ttl_s),
+                        heartbeats=heartbeats).start()
     threading.Thread(target=hold_the_gil_as_told, daemon=True).start()
     step = 0
     while True:

@@ -1,5 +1,5 @@
-"""The control plane measured: fail-over of the leader and of etcd, the cost of a thousand engines, requests and streams
-of the API."""
+"""The control plane measured: fail-over of the leader and of etcd, the cost of a thousand engines, and of ten thousand
+on a thousand hosts, requests and streams of the API."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ SUITE = Suite(__name__, {
     "watch_delay": ("watch-delay", "watch-delay-first"),
     "listing": tuple(f"list-10k-{what}{end}" for what in ("versions", "events") for end in ("", "-all")),
     "heartbeat": ("heartbeat", "heartbeat-cpu"),
+    "scale": tuple(f"hosts-1000-{name}" for name in (
+        "writes", "cpu", "cpu-follower", "cpu-etcd", "memory", "api-p99", "late")),
 })
 
 

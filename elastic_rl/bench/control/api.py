@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import psutil
 
 from elastic_rl.bench.control import large_job
-from elastic_rl.bench.control.testbed import Replicas, Testbed
+from elastic_rl.bench.control.testbed import Replicas, Testbed, cores
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.timing import seconds
 from elastic_rl.bench.workers import Worker
@@ -89,12 +89,12 @@ def _settle(testbed: Testbed, replicas: Replicas, newest: str) -> None:
 
 def _load(testbed: Testbed, leader: psutil.Process, members: Worker, window_s: float) -> Iterator[Row]:
     before, revision, began = members.call("count"), _revision(testbed), time.monotonic()
-    cores = _cores([leader, psutil.Process(testbed.etcd_pid)], window_s)
+    used = cores([leader, psutil.Process(testbed.etcd_pid)], window_s)
     after, took = members.call("count"), time.monotonic() - began
     own = {what: (after[what] - before[what]) / took for what in ("heartbeats", "loads")}
-    yield Row(id="cpu-1000", name=f"leader of {ENGINES} engines that write: cores", value=cores[0], unit="cores",
+    yield Row(id="cpu-1000", name=f"leader of {ENGINES} engines that write: cores", value=used[0], unit="cores",
               goal=GOAL_CORES)
-    yield Row(id="cpu-1000-etcd", name="… and etcd", value=cores[1], unit="cores")
+    yield Row(id="cpu-1000-etcd", name="… and etcd", value=used[1], unit="cores")
     yield Row(id="memory-1000", name="… memory of the leader", unit="MiB", value=leader.memory_info().rss / 2**20)
     yield Row(id="etcd-writes", name=f"… writes that etcd takes, {own['heartbeats']:.0f} of them heartbeats and "
               f"{own['loads']:.0f} load reports of the engines", value=(_revision(testbed) - revision) / took,
@@ -105,11 +105,3 @@ def _load(testbed: Testbed, leader: psutil.Process, members: Worker, window_s: f
 
 def _revision(testbed: Testbed) -> int:
     return testbed.etcd.range("none")[1]
-
-
-def _cores(processes: Sequence[psutil.Process], window_s: float) -> list[float]:
-    """Cores that each process keeps busy."""
-    before, began = [sum(p.cpu_times()[:2]) for p in processes], time.monotonic()
-    time.sleep(window_s)
-    took = time.monotonic() - began
-    return [(sum(p.cpu_times()[:2]) - b) / took for p, b in zip(processes, before, strict=True)]

@@ -23,10 +23,10 @@ class Clients:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._endpoint = endpoint
 
-    def get(self, paths: list[str], seconds: float) -> dict[str, Any]:
+    def get(self, paths: list[str], seconds: float, pause_s: float = 0.0) -> dict[str, Any]:
         """Has each client request these paths in turn for so long, the first one from another place of the list than
-        its neighbours. Milliseconds of every answered request, by path. Raises WorkerFailed for an answer that is not
-        200."""
+        its neighbours. ``pause_s``: after each request. Milliseconds of every answered request, by path. Raises
+        WorkerFailed for an answer that is not 200."""
         def client(n: int) -> dict[str, list[float]]:
             connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
 
@@ -37,7 +37,7 @@ class Clients:
                 if answer.status != 200:
                     raise WorkerFailed(f"{path}: {answer.status} {body[:200]!r}")
 
-            return _repeat(paths[n % len(paths):] + paths[:n % len(paths)], request, seconds)
+            return _repeat(paths[n % len(paths):] + paths[:n % len(paths)], request, seconds, pause_s)
 
         return {"ms": self._everywhere(client)}
 
@@ -53,7 +53,8 @@ class Clients:
         return {path: [t for by_path in found for t in by_path[path]] for path in found[0]}
 
 
-def _repeat(arguments: list[str], call: Callable[[str], object], seconds: float) -> dict[str, list[float]]:
+def _repeat(arguments: list[str], call: Callable[[str], object], seconds: float, pause_s: float = 0.0
+            ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {argument: [] for argument in arguments}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -61,6 +62,8 @@ def _repeat(arguments: list[str], call: Callable[[str], object], seconds: float)
             began = time.monotonic()
             call(argument)
             times[argument].append(round((time.monotonic() - began) * 1e3, 3))
+            if pause_s:
+                time.sleep(pause_s)
     return times
 
 

@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -146,6 +147,15 @@ class Testbed:
             worker.call("start", timeout_s=120.0)
             yield worker
 
+    @contextmanager
+    def hosts(self, keys: Keys, hosts: int, members_per_host: int) -> Iterator[Worker]:
+        """Simulated hosts with their members, in a process of their own; nobody writes heartbeats yet."""
+        fencing.raise_epoch(self.etcd, keys, "bench")
+        with Worker("elastic_rl.bench.control.simulated_hosts", self.endpoint, keys.job, str(hosts),
+                    str(members_per_host), str(TTL_S), log=self._log("hosts")) as worker:
+            worker.call("start", timeout_s=300.0)
+            yield worker
+
     def api_clients(self, replicas: Replicas, replica: str, count: int) -> Worker:
         """Clients of a replica's API in a process of their own."""
         return Worker("elastic_rl.bench.control.api_clients", replicas.urls[replica], replicas.token, self.endpoint,
@@ -153,3 +163,11 @@ class Testbed:
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}-{next(self._names)}.log"
+
+
+def cores(processes: Sequence[psutil.Process], window_s: float) -> list[float]:
+    """Cores that each process keeps busy."""
+    before, began = [sum(p.cpu_times()[:2]) for p in processes], time.monotonic()
+    time.sleep(window_s)
+    took = time.monotonic() - began
+    return [(sum(p.cpu_times()[:2]) - b) / took for p, b in zip(processes, before, strict=True)]

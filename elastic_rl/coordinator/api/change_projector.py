@@ -1,7 +1,8 @@
 """What a change of a key in etcd means to subscribers of the API. No I/O.
 
 Most kinds are one record under one key and go out as they are stored. A pool is two keys (spec and status) and the job
-is several (status, epoch, leader), so a ``ChangeProjector`` remembers these parts.
+is several (status, epoch, leader), so a ``ChangeProjector`` remembers these parts. The newest heartbeat of a member may
+be under the key of its host, together with those of others; it remembers both, and only says which of them changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import orjson
 
 from elastic_rl.coordinator import job_view, pools
 from elastic_rl.etcd.client import KeyValue, WatchEvent
+from elastic_rl.etcd.decoding import decode_bytes
+from elastic_rl.etcd.heartbeats import HeartbeatIndex, merge
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Heartbeat, HostHeartbeats, Member
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,8 @@ class ChangeProjector:
         self._keys, self._replica = keys, replica
         self._parts: dict[str, KeyValue] = {}  # of pools and of the job
         self._alerts: dict[str, str] = {}  # key of an alert's condition → key of its newest record
+        self._members: dict[str, Member] = {}  # by ``role/id``, as subscribers have them
+        self._collected = HeartbeatIndex()
         self._projections: dict[str, Callable[[str, WatchEvent], ObjectChange | None]] = {
             "pools": self._pool, "job": self._job, "epoch": self._job, "leader": self._job,
             "leader_problem": self._job,
@@ -58,26 +64,37 @@ class ChangeProjector:
             "alerts": self._alert, "events": _log_entry("event"), "steps": _log_entry("step"), "dcs": _version}
 
     def load(self, kvs: Iterable[KeyValue]) -> None:
-        """Takes the keys of the pools, of the job and of the alerts as they are when the watch starts."""
+        """Takes the keys of the pools, of the job, of the alerts and of the members with their heartbeats as they are
+        when the watch starts."""
+        members = list[tuple[str, Member]]()
         for kv in kvs:
             name = kv.key.removeprefix(self._keys.root)
             if name.startswith("alerts/"):
                 self._alerts[name.rpartition("/")[0]] = kv.key
+            elif name.startswith("members/"):
+                if (record := decode_bytes(kv.value, Member)) is not None:
+                    members.append((name.removeprefix("members/"), record))
+            elif name.startswith("heartbeats/"):
+                self._take_heartbeats(kv)
             else:
                 self._parts[kv.key] = kv
+        for name, record in members:
+            self._members[name] = merge(record, self._collected.of(record))
 
-    def apply(self, event: WatchEvent) -> ObjectChange | None:
-        """The change that a watch event means; None where subscribers see nothing of it, and for a record that this
+    def apply(self, event: WatchEvent) -> list[ObjectChange]:
+        """The changes that a watch event means; none where subscribers see nothing of it, and for a record that this
         release cannot read."""
         name = event.kv.key.removeprefix(self._keys.root)
-        project = self._projections.get(name.partition("/")[0])
-        if project is None:
-            return None
+        kind = name.partition("/")[0]
+        project = self._projections.get(kind)
         try:
-            return project(name, event)
+            if kind == "heartbeats":
+                return self._heartbeats(event)
+            change = project(name, event) if project is not None else None
         except (ValueError, KeyError, TypeError) as e:  # pydantic's and orjson's errors are ValueErrors
             log.warning("skipping an unreadable record in the change stream: %s: %s", event.kv.key, e)
-            return None
+            return []
+        return [change] if change is not None else []
 
     # -- objects of several keys --------------------------------------------------------------------------------
     def _remember(self, event: WatchEvent) -> None:
@@ -111,15 +128,45 @@ class ChangeProjector:
         return _whole("alert", condition.removeprefix("alerts/"), event)
 
     def _member(self, name: str, event: WatchEvent) -> ObjectChange | None:
-        if event.type == "put" and event.prev is not None and _is_heartbeat(event.prev.value, event.kv.value):
+        who = name.removeprefix("members/")
+        known = self._members.pop(who, None)
+        record = decode_bytes(event.kv.value, Member) if event.type == "put" else None
+        if record is None:
+            return _whole("member", who, event)
+        merged = self._members[who] = merge(record, self._collected.of(record))
+        if known is not None and _is_heartbeat(known, merged):
             return None
-        return _whole("member", name.removeprefix("members/"), event)
+        return _whole("member", who, event) if merged is record else ObjectChange(
+            event.kv.mod_revision, "member", who, merged.encode())
+
+    def _heartbeats(self, event: WatchEvent) -> list[ObjectChange]:
+        """The members of a host that made progress."""
+        if event.type == "delete":  # the members now write their heartbeats themselves, or have ended
+            self._collected.remove(event.kv.key.removeprefix(self._keys.heartbeats_prefix()))
+            return []
+        changes = []
+        for beat in self._take_heartbeats(event.kv):
+            who = f"{beat.role}/{beat.id}"
+            if (known := self._members.get(who)) is None:
+                continue
+            merged = merge(known, self._collected.of(known))
+            if not _is_heartbeat(known, merged):
+                changes.append(ObjectChange(event.kv.mod_revision, "member", who, merged.encode()))
+                self._members[who] = merged
+        return changes
+
+    def _take_heartbeats(self, kv: KeyValue) -> list[Heartbeat]:
+        """The heartbeats under a key, which are known from then on; none for what this release cannot read."""
+        record = decode_bytes(kv.value, HostHeartbeats)
+        if record is None or kv.key != self._keys.heartbeats(record.host):
+            return []
+        self._collected.put(record)
+        return record.beats
 
 
-def _is_heartbeat(old: bytes, new: bytes) -> bool:
-    """Whether a member's record changed in the time of its last beat alone."""
-    before, after = _load(old), _load(new)
-    return {**before, "beat_at": 0} == {**after, "beat_at": 0}
+def _is_heartbeat(before: Member, after: Member) -> bool:
+    """Whether a member has changed in its last beat alone."""
+    return before.replace(beat_at=0.0, beats=0) == after.replace(beat_at=0.0, beats=0)
 
 
 def _load(raw: bytes) -> dict[str, Any]:

@@ -191,6 +191,8 @@ class _Watcher:
             found = self._etcd.page(prefix, limit=_MAX_KEYS, revision=max(0, revision))
             revision = found.revision
             kvs += found.kvs
+        for prefix in (keys.members_prefix(), keys.heartbeats_prefix()):  # all: a change is told from what was before
+            kvs += self._etcd.range(prefix, revision=revision)[0]
         self._projector = ChangeProjector(keys, self._replica)
         self._projector.load(kvs)
         self._watch = self._etcd.watch(keys.root, start_revision=revision + 1)
@@ -216,8 +218,7 @@ class _Watcher:
         wait_s = _POLL_S
         while len(changes) < MAX_PENDING // 4 and (event := self._watch.get(wait_s)) is not None:
             wait_s = 0.0
-            if (change := self._projector.apply(event)) is not None:
-                changes.append(change)
+            changes += self._projector.apply(event)
         return changes
 
 

@@ -8,6 +8,7 @@ from elastic_rl.config import Stream
 from elastic_rl.coordinator import job_view, pools
 from elastic_rl.coordinator.api import pages
 from elastic_rl.coordinator.api.context import JobContext
+from elastic_rl.etcd import heartbeats
 from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.records import OperationState
 
@@ -45,7 +46,8 @@ def take(ctx: JobContext) -> tuple[bytes, int]:
         "operations": pages.readable(kv for n, kv in enumerate(operations) if n < OPERATIONS or _is_active(kv)),
         "alerts": pages.readable(read(keys.alerts_prefix())),
         "events": pages.readable(pages.newest_events(etcd, keys, EVENTS, revision=revision).kvs),
-        "members": pages.readable(read(keys.members_prefix())),
+        "members": heartbeats.merge_stored(pages.readable(read(keys.members_prefix())),
+                                           lambda _: heartbeats.index(keys, read(keys.heartbeats_prefix()))),
         "steps": pages.readable(downsample(read(keys.steps_prefix(), _MAX_ITEMS, newest_first=True)[::-1], STEPS)),
     }
     lists = b",".join(b'"' + name.encode() + b'":[' + b",".join(items) + b"]" for name, items in parts.items())

@@ -7,12 +7,14 @@ import binascii
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
 from fastapi import Query, Response
 
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.etcd import heartbeats
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Page
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.record import OpenEnum
@@ -92,6 +94,14 @@ def stored(etcd: EtcdClient, prefix: str, limit: int, after: str, *, newest_firs
     found = etcd.page(prefix, limit=limit, after="" if newest_first else bound, before=bound if newest_first else "",
                       newest_first=newest_first)
     return page(readable(found.kvs), _last_place(found, prefix))
+
+
+def members(etcd: EtcdClient, keys: Keys, role: str, limit: int, after: str) -> Response:
+    """One page of the members, of one role or of all, each with its newest heartbeat."""
+    prefix = keys.members_prefix(role)
+    found = etcd.page(prefix, limit=limit, after=prefix + place(after) if after else "")
+    return page(heartbeats.merge_stored(readable(found.kvs), partial(heartbeats.read, etcd, keys)),
+                _last_place(found, prefix))
 
 
 def newest_events(etcd: EtcdClient, keys: Keys, limit: int, *, before: str = "", revision: int = 0) -> Page:

@@ -145,7 +145,7 @@ def list_members(ctx: JobCtx, role: Annotated[str, Query(max_length=100, descrip
                  ) -> Response:
     """The members, by role and id. With ``suspected`` a page may be short and still have a ``next``."""
     if not suspected:
-        return pages.stored(ctx.replica.etcd, ctx.keys.members_prefix(role), limit, after)
+        return pages.members(ctx.replica.etcd, ctx.keys, role, limit, after)
     prefix = ctx.keys.registry_entry(role, "") if role else ctx.keys.registry_prefix()
     found = ctx.replica.etcd.page(prefix, limit=_SCANNED, after=prefix + pages.place(after) if after else "")
     items: list[bytes] = []

@@ -49,7 +49,7 @@ class JobScope:
             sweep = DcsSweep(maintenance.sweep, election, short=maintenance.short)
             opened.callback(sweep.close)
             reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=sweep)
-            trigger = WatchTrigger(etcd, keys, reconciler.wake)
+            trigger = WatchTrigger(etcd, keys, reconciler.wake, lambda: election.is_leader)
             opened.callback(reconciler.stop)
             sweep.start()
             reconciler.start()

@@ -12,7 +12,7 @@ from elastic_rl.config import Config
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.membership import hang_detection, registry
 from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner
-from elastic_rl.coordinator.membership.registry import BY_LEADER, Heartbeat, LiveMember, MemberChange, Transition
+from elastic_rl.coordinator.membership.registry import BY_LEADER, LastHeartbeat, LiveMember, MemberChange, Transition
 from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.coordinator.records import LastSeen, ProgressIntervals
@@ -23,7 +23,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import EngineState, Event, Severity
+from elastic_rl.etcd.records import EngineState, Event, Member, Severity
 from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class MembershipController:
         self._record_fault, self._guarded = record_fault, guarded
         self._limits, self._learner = HangLimits.from_config(cfg.coordinator), IntervalLearner({})
         self._suspicion = Suspicion.from_config(cfg.coordinator)
-        self._heartbeats: dict[tuple[str, str, str], Heartbeat] = {}
-        self._known: dict[tuple[str, str], tuple[int, LiveMember]] = {}
-        """The live members of the last pass, with their mod revisions: most have not changed by the next one."""
+        self._heartbeats: dict[tuple[str, str, str], LastHeartbeat] = {}
+        self._known: dict[tuple[str, str], tuple[Member, LiveMember]] = {}
+        """The members of the last snapshot: the next one has the same objects of those that have not changed."""
 
     def begin_term(self) -> None:
         """Reads the progress intervals that earlier leaders learned. Raises EtcdUnavailable."""
@@ -127,20 +127,29 @@ class MembershipController:
         """``loads``: per core, by machine."""
         before, self._known = self._known, {}
         for m in snapshot.members:
-            key = self._keys.member(m.role, m.id)
-            revision = snapshot.revision(key)
             known = before.get((m.role, m.id))
-            if known is None or known[0] != revision:
-                hung = hang_detection.is_hung(m, self._learner.intervals, self._limits, loads.get(m.machine, 0.0))
-                known = (revision, registry.live_member(m, key, snapshot.created(key), hung=hung))
-                if m.beat_at:
-                    self._heartbeats[m.role, m.id, m.incarnation] = Heartbeat(m.beat_at, revision)
+            if known is None or known[0] is not m:
+                known = m, self._live_member(snapshot, m, loads.get(m.machine, 0.0))
             self._known[m.role, m.id] = known
         live = {name: member for name, (_, member) in self._known.items()}
         for node in snapshot.nodes.values():
             key = self._keys.dcs_node(node.id)
             live[registry.DCS, node.id] = registry.live_node(node, key, snapshot.created(key))
         return live
+
+    def _live_member(self, snapshot: ClusterSnapshot, m: Member, load_per_core: float) -> LiveMember:
+        """A member that has changed since the last snapshot."""
+        key = self._keys.member(m.role, m.id)
+        if m.beat_at:
+            who = m.role, m.id, m.incarnation
+            before = self._heartbeats.get(who)
+            # Not the revision at which its agent has written: the member may have died, and been replaced, between the
+            # heartbeat and that. None that etcd has not reached, as it may be when etcd was restored.
+            seen = (snapshot.alive_revisions.get(m.incarnation, 0), before.revision if before is not None else 0)
+            alive = max([snapshot.revision(key), *(r for r in seen if r <= snapshot.members_revision)])
+            self._heartbeats[who] = LastHeartbeat(m.beat_at, alive)
+        hung = hang_detection.is_hung(m, self._learner.intervals, self._limits, load_per_core)
+        return registry.live_member(m, key, snapshot.created(key), hung=hung)
 
     # -- writing ------------------------------------------------------------------------------------------------
     def _write_together(self, snapshot: ClusterSnapshot, changes: Sequence[MemberChange]) -> None:

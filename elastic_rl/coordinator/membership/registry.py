@@ -51,12 +51,13 @@ class LiveMember:
         return self.role, self.id
 
 
-class Heartbeat(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """The last heartbeat that this leader saw of a member."""
 
     at: float
     """Unix seconds, by the member's clock."""
     revision: int
+    """A revision of etcd at which the member still ran."""
 
 
 class Transition(StrEnum):
@@ -102,7 +103,7 @@ def live_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
 
 
 def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[str, str], LiveMember], *, now: float,
-            revision: int, last_heartbeats: Mapping[tuple[str, str, str], Heartbeat], epoch: int, run_over: bool,
+            revision: int, last_heartbeats: Mapping[tuple[str, str, str], LastHeartbeat], epoch: int, run_over: bool,
             coordinators: int, reports: WitnessReports, suspicion: Suspicion, ended_epoch: int = 0
             ) -> list[MemberChange]:
     """Compares the registry with who is registered.

@@ -24,6 +24,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host import cluster_settings, kept_state
 from elastic_rl.host.agent.assigned_work import AssignedWork
+from elastic_rl.host.agent.heartbeat_collector import HeartbeatCollector
 from elastic_rl.host.agent.job_services import JobServices
 from elastic_rl.host.agent.log_server import LogServer
 from elastic_rl.host.agent.status import SILENT_AFTER_S, WRITE_EVERY_S, AgentStatus
@@ -86,6 +87,7 @@ class HostAgent:
         self._work_of = work_of
         self._work: AssignedWork | None = None
         self._job_services: JobServices | None = None
+        self._heartbeats: HeartbeatCollector | None = None
         self._logs: LogServer | None = None
         self._logs_at, self._logs_error = 0.0, ""
         """When the server of the logs is tried again, monotonic seconds; why it did not start."""
@@ -179,6 +181,8 @@ class HostAgent:
                 if self._cluster.named:
                     self._job_services = JobServices(lambda: self._cluster, self._cluster.etcd(info), lambda: (
                         self._work is not None and self._work.registered)).start()
+                self._heartbeats = HeartbeatCollector.of_cluster(self._cluster, info, lambda: (
+                    self._work.registration if self._work is not None else 0)).start()
                 self._endpoints, self._log_port = info.etcd_endpoints, log_port
             except (ElasticRLError, OSError) as e:
                 return f"this host cannot take work: {e}"
@@ -208,10 +212,10 @@ class HostAgent:
             self._logs_error = error
 
     def _close_work(self) -> None:
-        for part in (self._job_services, self._work):
+        for part in (self._heartbeats, self._job_services, self._work):
             if part is not None:
                 part.close()
-        self._job_services = self._work = None
+        self._heartbeats = self._job_services = self._work = None
 
     def _keep_member(self) -> bool:
         """Keeps what etcd knows of this host's member, and this host of the others, right. Raises ElasticRLError and

@@ -71,9 +71,14 @@ class AssignedWork:
         return self._fault or self._session.waits_for
 
     @property
+    def registration(self) -> int:
+        """Revision of this host's registration under its name; 0 while it has none."""
+        return self._session.view().registration
+
+    @property
     def registered(self) -> bool:
         """Whether this host is registered under its name."""
-        return bool(self._session.view().registration)
+        return bool(self.registration)
 
     @property
     def replaced(self) -> bool:

@@ -73,7 +73,8 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
     first = Election(near, ClusterKeys(keys.job), "first", "", 60).start()
     wait_until(lambda: first.is_leader, what="the first leader")
     woken = threading.Event()
-    waker, second = WatchTrigger(far, keys, woken.set), Election(far, ClusterKeys(keys.job), "second", "", 60)
+    waker = WatchTrigger(far, keys, woken.set, lambda: True)
+    second = Election(far, ClusterKeys(keys.job), "second", "", 60)
     client = Client(ChangeStream(far, keys, "far", StreamLimit(4)))
     with ExitStack() as cleanup, ThreadPoolExecutor(1) as background:
         cleanup.callback(client.stopping.set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op, Page
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.known_range import KnownRange
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
@@ -147,3 +149,17 @@ def test_page_over_a_slow_link_has_all_requested_keys(etcd_servers: EtcdServers,
             backward = far.page(keys.root + "large/", limit=5, newest_first=True, revision=forward.revision)
     assert [kv.key for kv in forward.kvs] == [_key(keys, n) for n in range(5)] and forward.more
     assert [kv.key for kv in backward.kvs] == [_key(keys, n) for n in range(7, 2, -1)] and backward.more
+
+
+def test_range_of_which_only_changes_are_sent_has_what_etcd_has(etcd: EtcdClient, keys: Keys) -> None:
+    known, rng = KnownRange(etcd, f"{keys.root}large/"), random.Random(7)
+    etcd.put(f"{keys.root}other", b"")
+    for _ in range(60):
+        for _ in range(rng.randrange(4)):
+            key = _key(keys, rng.randrange(8))
+            etcd.delete(key) if rng.random() < 0.4 else etcd.put(key, rng.randbytes(4))
+        kvs, revision = etcd.range(f"{keys.root}large/")
+        assert list(known.read().values()) == kvs and known.revision >= revision
+    before = known.read()
+    etcd.put(f"{keys.root}other", b"")
+    assert known.read() is before

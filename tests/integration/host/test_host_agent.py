@@ -28,8 +28,10 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
 from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus, AgentWatch
+from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.processes import OWNER_ENV
@@ -153,11 +155,18 @@ def test_services_keep_their_pids_when_their_agent_is_killed_at_random_moments(u
 
 def test_stopped_agent_is_replaced_by_its_standby(up: Up) -> None:
     """It holds its lock, and would start nothing again."""
-    stopped = up.active_agent()
-    os.kill(stopped, signal.SIGSTOP)
-    wait_until(lambda: not psutil.pid_exists(stopped) or psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE,
-               what="the end of the stopped agent")
-    assert up.active_agent() != stopped
+    heartbeats = heartbeats_here(up.cluster.cfg)
+    with Membership(up.etcd, up.keys, "engine", "e", ttl_s=3, heartbeats=heartbeats).start() as member:
+        wait_until(lambda: heartbeats.is_collected(member.incarnation), what="heartbeats that the agent collects")
+        stopped = up.active_agent()
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: not psutil.pid_exists(stopped) or psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE,
+                   what="the end of the stopped agent")
+        before = up.etcd.get(up.keys.heartbeats(heartbeats.host))
+        assert up.active_agent() != stopped and before is not None
+        wait_until(lambda: heartbeats.is_collected(member.incarnation) and (
+            found := up.etcd.get(up.keys.heartbeats(heartbeats.host))) and found.lease != before.lease,
+            what="heartbeats that the other one collects")
 
 
 @full(proved_in="tests/unit/host/test_revive.py tests/integration/host/test_host_agent.py",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from elastic_rl.bench import control
-from elastic_rl.bench.control import api, large_job
+from elastic_rl.bench.control import api, large_job, scale
 from elastic_rl.config import parse
 from elastic_rl.coordinator.operations import state_machine
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
@@ -41,3 +42,16 @@ def test_other_operations_of_the_large_job_run_while_their_engines_live() -> Non
     now = state_machine.advance(op, ClusterSnapshot(job="bench", now=1e9, engines={engine_id: engine}))
     assert now.state is OperationState.RUNNING and now.phase == "draining"
     json.loads(now.encode())
+
+
+def test_collected_heartbeats_are_beside_those_that_members_write_themselves_if_these_were_in_time() -> None:
+    collected, own = scale.Cost(333, 0.4, 0.1, 0.3, 40, 0, 200), scale.Cost(3333, 0.8, 0.5, 1.1, 90, 0, 300)
+    rows = {row.id: row for row in scale.rows(collected, own, members=10_000, hosts=1000)}
+    assert tuple(rows) == control.SUITE.rows["scale"]
+    assert rows["hosts-1000-writes"].value == 333 and [*rows["hosts-1000-writes"].alternatives.values()] == [3333]
+    assert rows["hosts-1000-cpu"].met and rows["hosts-1000-api-p99"].met and rows["hosts-1000-late"].met
+    assert rows["hosts-1000-cpu-follower"].value == 0.1 and rows["hosts-1000-cpu-etcd"].value == 0.3
+    assert rows["hosts-1000-memory"].value == 200
+    late = {row.id: row for row in scale.rows(collected, replace(own, late=70), members=10_000, hosts=1000)}
+    assert not late["hosts-1000-cpu"].alternatives
+    assert "70 a second were late" in str(late["hosts-1000-cpu"].unmeasured_alternatives)

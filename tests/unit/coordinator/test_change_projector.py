@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 from hypothesis import given
@@ -11,8 +13,19 @@ from hypothesis import strategies as st
 from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.api.change_projector import KINDS, ChangeProjector, ObjectChange
 from elastic_rl.etcd.client import KeyValue, WatchEvent
+from elastic_rl.etcd.heartbeats import HeartbeatIndex, merge
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Epoch, Event, JobStatus, Leader, Member, PoolSpec, PoolStatus
+from elastic_rl.etcd.records import (
+    Epoch,
+    Event,
+    Heartbeat,
+    HostHeartbeats,
+    JobStatus,
+    Leader,
+    Member,
+    PoolSpec,
+    PoolStatus,
+)
 
 KEYS = Keys("j")
 
@@ -23,6 +36,8 @@ class Etcd:
     def __init__(self) -> None:
         self.now: dict[str, KeyValue] = {}
         self.revision = 1
+        self.beats: dict[str, Heartbeat] = {}
+        """The last one that host h has collected of each incarnation."""
 
     def put(self, key: str, value: bytes) -> WatchEvent:
         self.revision += 1
@@ -30,18 +45,37 @@ class Etcd:
         kv = KeyValue(key, value, prev.create_revision if prev else self.revision, self.revision,
                       prev.version + 1 if prev else 1, 0)
         self.now[key] = kv
-        return WatchEvent("put", kv, prev)
+        if key == KEYS.heartbeats("h") and value.startswith(b"{"):
+            self.beats |= {beat.incarnation: beat for beat in HostHeartbeats.decode(value).beats}
+        return WatchEvent("put", kv)
 
     def delete(self, key: str) -> WatchEvent | None:
-        prev = self.now.pop(key, None)
-        if prev is None:
+        if self.now.pop(key, None) is None:
             return None
         self.revision += 1
-        return WatchEvent("delete", KeyValue(key, b"", 0, self.revision, 0, 0), prev)
+        return WatchEvent("delete", KeyValue(key, b"", 0, self.revision, 0, 0))
 
 
 def project(projector: ChangeProjector, event: WatchEvent | None) -> ObjectChange | None:
-    return projector.apply(event) if event else None
+    changes = projector.apply(event) if event else []
+    assert len(changes) <= 1, "of one record"
+    return changes[0] if changes else None
+
+
+def beat_of(name: str, step: int, beats: int, start: str = "a") -> Heartbeat:
+    return Heartbeat(role="engine", id=name, incarnation=f"{name}-{start}", step=step, beat_at=float(beats),
+                     beats=beats)
+
+
+def collected(beats: Iterable[Heartbeat], host: str = "h") -> tuple[str, bytes]:
+    """Key and value of the heartbeats of a host."""
+    return KEYS.heartbeats(host), HostHeartbeats(host=host, beats=list(beats)).encode()
+
+
+def engine(name: str, start: str = "a", **fields: Any) -> Member:
+    """A member whose heartbeats are collected on host h, or on another one."""
+    fields = {"collector": "h", **fields}
+    return Member(role="engine", id=name, pid=1, host="h", incarnation=f"{name}-{start}", **fields)
 
 
 def shown(change: ObjectChange | None) -> Any:
@@ -59,6 +93,14 @@ KEY_AND_VALUE = st.one_of(
     st.builds(lambda n, beat, step: (KEYS.member("actor", f"m{n}"), Member(
         role="actor", id=f"m{n}", pid=1, host="h", step=step, beat_at=beat).encode()),
         st.integers(0, 2), st.floats(0, 9), st.integers(0, 1)),
+    # Functions of the number that the next heartbeat has: a process makes no older ones.
+    st.builds(lambda n, start, step, host: (KEYS.member("engine", f"e{n}"), lambda number: merge(
+        engine(f"e{n}", start, collector=host), beat_of(f"e{n}", step, number, start)).encode()),
+        st.integers(0, 1), st.sampled_from("ab"), st.integers(0, 1), st.sampled_from(["h", ""])),
+    st.builds(lambda beats: (KEYS.heartbeats("h"), lambda number: collected(
+        beat_of(f"e{n}", step, number, start) for n, start, step in beats)[1]),
+        st.lists(st.tuples(st.integers(0, 1), st.sampled_from("ab"), st.integers(0, 1)),
+                 max_size=3, unique_by=itemgetter(0, 1))),
     st.builds(lambda n, v: (KEYS.version("policy", n), b'{"number":%d,"nbytes":%d}' % (n, v)),
               st.integers(1, 2), st.integers(0, 1)),
     st.builds(lambda n: (KEYS.alert(f"engine.dead/e1/a{n}"), b'{"id":"a%d"}' % n), st.integers(0, 2)),
@@ -73,6 +115,12 @@ def state(etcd: Etcd) -> dict[tuple[str, str], Any]:
     for kind, prefix in prefixes.items():
         out |= {(kind, k.removeprefix(prefix)): json.loads(kv.value) for k, kv in etcd.now.items() if
                 k.startswith(prefix)}
+    # The host keeps the heartbeats of a process for as long as there may be a record of it.
+    known = HeartbeatIndex([HostHeartbeats(host="h", beats=list(etcd.beats.values()))])
+    for name, fields in out.items():
+        if name[0] == "member":
+            member = Member.model_validate(fields)
+            out[name] = merge(member, known.of(member)).model_dump()
     out |= {("version", f"policy/{n}"): json.loads(kv.value) for n in (1, 2)
             if (kv := etcd.now.get(KEYS.version("policy", n)))}
     kvs = [kv for key, kv in etcd.now.items() if key.startswith(KEYS.pools_prefix())]
@@ -80,29 +128,33 @@ def state(etcd: Etcd) -> dict[tuple[str, str], Any]:
 
 
 @given(st.lists(st.tuples(KEY_AND_VALUE, st.booleans()), max_size=40), st.integers(0, 40))
-def test_first_state_and_all_changes_make_the_last_one(history: list[tuple[tuple[str, bytes], bool]], begins: int
+def test_first_state_and_all_changes_make_the_last_one(history: list[tuple[tuple[str, Any], bool]], begins: int
                                                        ) -> None:
     etcd = Etcd()
+
+    def change_key(key: str, value: Any, gone: bool) -> WatchEvent | None:
+        if gone:  # a host's heartbeats end when the records are newer
+            return etcd.delete(key) if key != KEYS.heartbeats("h") else None
+        return etcd.put(key, value if isinstance(value, bytes) else value(etcd.revision))
+
     for (key, value), gone in history[:begins]:
-        etcd.delete(key) if gone else etcd.put(key, value)
+        change_key(key, value, gone)
     projector = ChangeProjector(KEYS, "a")
-    projector.load(kv for key,
-               kv in etcd.now.items() if not key.startswith((KEYS.engines_prefix(), KEYS.members_prefix())))
+    projector.load(kv for key, kv in etcd.now.items() if not key.startswith(KEYS.engines_prefix()))
     reader, job = state(etcd), None
     for (key, value), gone in history[begins:]:
-        change = project(projector, etcd.delete(key) if gone else etcd.put(key, value))
-        if change is None:
-            continue
-        assert change.kind in KINDS and change.revision == etcd.revision
-        if change.kind == "job":
-            job = shown(change)
-        elif change.kind != "alert" and change.object is None:
-            reader.pop((change.kind, change.id), None)
-        elif change.kind != "alert":
-            reader[change.kind, change.id] = shown(change)
+        event = change_key(key, value, gone)
+        for change in projector.apply(event) if event else []:
+            assert change.kind in KINDS and change.revision == etcd.revision
+            if change.kind == "job":
+                job = shown(change)
+            elif change.kind != "alert" and change.object is None:
+                reader.pop((change.kind, change.id), None)
+            elif change.kind != "alert":
+                reader[change.kind, change.id] = shown(change)
 
     def without_beats(found: dict[tuple[str, str], Any]) -> Any:
-        return {k: {**v, "beat_at": 0} for k, v in found.items()}
+        return {k: {**v, "beat_at": 0, "beats": 0} for k, v in found.items()}
 
     assert without_beats(reader) == without_beats(state(etcd))
     if job is not None:
@@ -120,6 +172,30 @@ def test_heartbeats_are_left_out() -> None:
     assert shown(project(projector, etcd.put(key, member.replace(beat_at=3.0, step=1).encode())))["step"] == 1
     gone = project(projector, etcd.delete(key))
     assert gone is not None and (gone.kind, gone.id, gone.object) == ("member", "actor/m", None)
+
+
+def test_heartbeats_that_a_host_collects_change_the_members_that_made_progress() -> None:
+    etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
+
+    def put(key: str, value: bytes) -> list[tuple[str, int]]:
+        """Members that have changed, with their steps."""
+        changes = projector.apply(etcd.put(key, value))
+        assert {change.revision for change in changes} <= {etcd.revision}
+        return [(change.id, shown(change)["step"]) for change in changes]
+
+    for name in ("e0", "e1", "gone"):
+        put(KEYS.member("engine", name), engine(name).encode())
+    put(KEYS.member("engine", "other"), engine("other", collector="h2").encode())
+    assert project(projector, etcd.delete(KEYS.member("engine", "gone"))) is not None
+    names = ("e0", "e1", "gone", "other", "unknown")
+    assert put(*collected(beat_of(name, 1, 1) for name in names)) == [("engine/e0", 1), ("engine/e1", 1)]
+    assert put(*collected(beat_of(name, 1, 2) for name in names)) == [], "time alone"
+    assert put(*collected([beat_of("e0", 1, 3), beat_of("e1", 2, 3), beat_of("e1", 9, 9, "b")])) == [("engine/e1", 2)]
+    assert put(KEYS.member("engine", "e1"), engine("e1").encode()) == [], "an older heartbeat"
+    ready = engine("e1", info={"ready": True}).encode()
+    assert put(KEYS.member("engine", "e1"), ready) == [("engine/e1", 2)], "with its newest heartbeat"
+    assert project(projector, etcd.delete(KEYS.heartbeats("h"))) is None
+    assert put(KEYS.heartbeats("h"), b"not json") == put(*collected([beat_of("e0", 7, 9)], host="h2")) == []
 
 
 def test_deletion_of_an_old_alert_keeps_the_newer_one_of_its_condition() -> None:

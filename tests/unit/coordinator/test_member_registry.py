@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.hang_detection import MAX_STRETCH
-from elastic_rl.coordinator.membership.registry import Heartbeat, LiveMember, Transition
+from elastic_rl.coordinator.membership.registry import LastHeartbeat, LiveMember, Transition
 from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.records import Evidence, ProcessFinding, Witness
@@ -35,7 +35,7 @@ class Leader:
         self.witnesses = [witness()]
         self.registry: dict[tuple[str, str], LastSeen] = {}
         self.registered: dict[Incarnation, int] = {}
-        self.heartbeats: dict[Incarnation, Heartbeat] = {}
+        self.heartbeats: dict[Incarnation, LastHeartbeat] = {}
         self.reported: list[tuple[Transition, str]] = []
         self.sees_heartbeats = sees_heartbeats
 
@@ -54,7 +54,7 @@ class Leader:
         self.leader_s += after_s
         self.revision += 1
         if self.sees_heartbeats:
-            self.heartbeats |= {(m.role, m.id, m.incarnation): Heartbeat(self.now, self.revision) for m in live}
+            self.heartbeats |= {(m.role, m.id, m.incarnation): LastHeartbeat(self.now, self.revision) for m in live}
         evidence = {name: Evidence(role=e.role, id=e.id, incarnation=e.incarnation, finding=finding, at=0.0, by="w")
                     for name, e in self.registry.items() if e.id not in slow and name not in {m.name for m in live}}
         changes = registry.compare(

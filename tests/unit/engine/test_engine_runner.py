@@ -11,7 +11,8 @@ import pytest
 
 from elastic_rl.engine.fetch_failures import FetchFailures
 from elastic_rl.engine.lifecycle import EngineLifecycle
-from elastic_rl.engine.runner import EngineRunner
+from elastic_rl.engine.runner import EngineRunner, ReportedLoad
+from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import EngineFailed, EtcdUnavailable
 from elastic_rl.etcd.records import EngineState
@@ -47,6 +48,21 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def no_etcd() -> Exception:
     return EtcdUnavailable("etcd is away")
+
+
+def test_load_that_changes_all_the_time_is_written_seldom_and_its_loss_at_once(runner: Any) -> None:
+    written: list[tuple[int, bool]] = []
+    runner._load, runner._next_load = ReportedLoad(), 0.0
+    runner._server = SimpleNamespace(load=None)
+    runner._write = lambda: written.append((runner._load.running, runner._load.known))
+    for now in range(12):
+        runner._server.load = Load(running=now)
+        runner._update_load(float(now))
+    runner._server.load = None
+    runner._update_load(12.0)
+    runner._server.load = Load(running=12)
+    runner._update_load(12.5)
+    assert written == [(0, True), (5, True), (10, True), (10, False), (12, True)]
 
 
 class FlakyServer:
