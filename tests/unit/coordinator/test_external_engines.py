@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from elastic_rl.coordinator.operations import external_engines
 from elastic_rl.coordinator.operations.external_engines import normalized_url, server_of
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.engine.server.external_server import incompatibility, is_local_address
 from elastic_rl.engine.sglang.loader import LOADER
+from elastic_rl.etcd.cluster_records import HostPhase
 
 QWEN = ["Qwen2ForCausalLM"]
 MODEL, SERVER = {"architectures": QWEN}, {"custom_weight_loader": [LOADER], "tp_size": 2, "dp_size": 1, "nnodes": 1}
@@ -78,3 +83,19 @@ def test_incompatibility_names_what_a_server_lacks() -> None:
 def test_only_addresses_of_this_host_are_local() -> None:
     assert is_local_address("127.0.0.1") and is_local_address("localhost")
     assert not is_local_address("192.0.2.1") and not is_local_address("no.such.host.invalid")
+
+
+@pytest.mark.parametrize(("phase", "refused"), [
+    (HostPhase.READY, ""), (HostPhase.JOINING, ""), (HostPhase.SUSPECTED, ""), (HostPhase.CORDONED, "uncordon it"),
+    (HostPhase.DRAINING, "uncordon it"), (HostPhase.LEFT, "start its agent"), (HostPhase.LOST, "start its agent")])
+def test_host_that_takes_nothing_more_takes_no_external_engine(phase: HostPhase, refused: str,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_engines, "get_host", lambda *_: SimpleNamespace(phase=phase))
+    none: Any = None
+    if not refused:
+        external_engines.require_open_host(none, none, "b")
+        return
+    with pytest.raises(Problem) as problem:
+        external_engines.require_open_host(none, none, "b")
+    assert problem.value.status == 409 and f"host b {external_engines._CLOSED[phase]}" in str(problem.value.detail)
+    assert refused in str(problem.value.detail)
