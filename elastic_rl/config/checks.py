@@ -142,13 +142,6 @@ def _forward_groups_of_other_modes(c: Config) -> Iterator[str]:
             yield f"{name}.enabled=true with mode={c.mode}: only a job of mode=rl has use for it; leave it out"
 
 
-def _colocated_on_hosts(c: Config) -> Iterator[str]:
-    for key in ("ranks_per_host", "min_data_parallel") if c.colocated else ():
-        if (value := getattr(c.trainer, key)) is not None:
-            yield (f"placement=colocated with trainer.{key}={value}: ranks and engines share the devices of one host, "
-                   "the run's; leave it out, or set placement=disaggregated, with which ranks may be on several hosts")
-
-
 def _colocated_forward_groups(c: Config) -> Iterator[str]:
     for name, group in c.forward_groups.items() if c.colocated else ():
         if group.enabled:
@@ -332,7 +325,6 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.colocated and c.rollout.host_selector,
             "placement=colocated with rollout.host_selector: the engines of the policy are where the trainer is; leave "
             "one of them out"),
-    _colocated_on_hosts,
     Refused(lambda c: c.selects_hosts and not c.cluster,
             "host_selector: only hosts of a cluster with a name have labels; set cluster, or leave it out"),
     # The critic.
@@ -501,8 +493,8 @@ READERS = (
     Readers("train", ("queue_units", "queue_call_timeout_s"), lambda c: c.uses_transfer_queue,
             "train.schedule=fully_async with train.queue=transfer_queue"),
     Readers("trainer", ("min_data_parallel", "ranks_per_host"), lambda c: c.ranks_may_spread,
-            "a cluster with a name (--cluster), without placement=colocated, and with train.queue=transfer_queue only "
-            "where the operator has said `up --insecure-network`"),
+            "a cluster with a name (--cluster), and with train.queue=transfer_queue only where the operator has said "
+            "`up --insecure-network`"),
     Readers("rollout", ("environment_options", "max_turns", "max_turn_tokens"), lambda c: c.rollout.environment,
             "rollout.environment"),
     Readers("critic", _all_but_enabled(CriticConfig), lambda c: c.uses_critic,

@@ -71,8 +71,9 @@ class Config(Section):
     """Where the engines of the policy run. ``disaggregated``: on devices of their own. ``colocated``: on those of the
     trainer, in alternation: while the trainer computes, the engines have released the memory of their weights and KV
     cache, and while they generate, it keeps its weights and optimizer in host memory. For jobs of ``mode: rl`` with
-    ``train.max_staleness: 0``, whose trainer and engines would wait for one another anyway. Further pools have devices
-    of their own."""
+    ``train.max_staleness: 0``, whose trainer and engines would wait for one another anyway. On a cluster of several
+    hosts each of the trainer's hosts has engines on its devices, and the loss of one of these hosts restarts the run.
+    Further pools have devices of their own."""
     device: DeviceConfig = DeviceConfig()
     etcd: EtcdConfig = EtcdConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -172,11 +173,9 @@ class Config(Section):
 
     @property
     def ranks_may_spread(self) -> bool:
-        """Whether the ranks of a trainer group may be on any host of the cluster. Other hosts do not have the GPUs that
-        trainer and engines share, and reach TransferQueue's actors, which talk without a password, only where the
-        operator has said that the network is trusted."""
-        return bool(self.cluster) and not self.colocated and (
-            self.coordinator.insecure_network or not self.uses_transfer_queue)
+        """Whether the ranks of a trainer group may be on any host of the cluster. Other hosts reach TransferQueue's
+        actors, which talk without a password, only where the operator has said that the network is trusted."""
+        return bool(self.cluster) and (self.coordinator.insecure_network or not self.uses_transfer_queue)
 
     @property
     def cluster_name(self) -> str:

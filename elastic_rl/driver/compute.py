@@ -29,7 +29,7 @@ from elastic_rl.driver.ray_service import RayService
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.role_deployments import RoleDeployments, kill_replicas
 from elastic_rl.driver.router_supervisor import RouterSupervisor
-from elastic_rl.driver.shared_gpus import Holder, SharedGpus
+from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup
 from elastic_rl.engine.router import RouterProcess
 from elastic_rl.errors import (
@@ -148,8 +148,7 @@ class ComputePlane:
         self.ctx = self.ctx.model_copy(update={
             "router_urls": {name: router.url for name, router in self.routers.items()}})
         self._hosts.counts_gpus = cfg.ranks_may_spread and uses_cuda(cfg.device)
-        self._shared = (SharedGpus(cfg.trainer.ranks, partial(Holder, self._placer))
-                        if cfg.colocated and uses_cuda(cfg.device) else None)
+        self._shared = SharedGpus.of(self.ctx, self.etcd) if cfg.colocated and uses_cuda(cfg.device) else None
         for group in cfg.trainer_groups:
             own = self.ctx.of_group(group)
             self.trainers[group.name] = TrainerGroup(own, self.etcd,
@@ -260,7 +259,8 @@ class ComputePlane:
     # -- reconcile --------------------------------------------------------------------------------------------------
     def reconcile(self) -> None:
         """One pass. Raises Fenced when a newer epoch has begun, EtcdUnavailable when etcd does not answer, and
-        ComputePlaneLost when Ray is lost, or has given away the GPUs in use: only another driver can build it again.
+        ComputePlaneLost when Ray is lost, or GPUs that trainer and engines share: only another driver can build it
+        again.
         Raises RayNodeLost when only another driver can go on with this Ray."""
         roles = self.roles
         assert roles
@@ -274,11 +274,12 @@ class ComputePlane:
         if not self._ray.is_up:  # what runs goes on meanwhile; a call of Ray's would wait for its head
             return
         requests = open_requests(self.etcd, self.ctx.keys)
-        if self._shared is not None:
-            self._parts.run("shared GPUs", self._shared.reconcile)
-            if self._shared.moved:
-                raise ComputePlaneLost(f"trainer and engines use GPUs that are not held any more: {self._shared.moved}")
         self._parts.run("hosts", self._look_at_hosts)
+        if self._shared is not None:
+            self._parts.run("shared GPUs", partial(self._shared.reconcile, self._seen_hosts, holds=self._joining()))
+            if self._shared.lost:
+                raise ComputePlaneLost(f"trainer and engines cannot go on with the GPUs that they share: "
+                                       f"{self._shared.lost}", hint="the next driver looks for hosts again")
         for name, group in self.trainers.items():
             self._parts.run(name, partial(group.reconcile, requests.get(name), self._seen_hosts, holds=self._joining(),
                                           changed_at=max(g.changed_at for g in self.trainers.values())))
@@ -293,9 +294,10 @@ class ComputePlane:
 
     def _reconcile_pool(self, name: str, pool: EnginePool, requests: Mapping[str, RestartRequest]) -> None:
         forms = any(group.state in (GroupState.ENDED, GroupState.PLACING) for group in self.trainers.values())
+        takes_room = self._shared is None or (self._shared.may_spread and bool(self._shared.waiting))
         self.routers[name].observe(pool.reconcile(
             requests, self._seen_hosts, holds=bool(self._seen_hosts.missing),
-            yields=forms and self._shared is None and uses_cuda(self.ctx.config.device)))
+            yields=forms and takes_room and uses_cuda(self.ctx.config.device)))
 
     def _look_at_hosts(self) -> None:
         joining = self._joining()
@@ -309,9 +311,9 @@ class ComputePlane:
         return time.monotonic() < self._hosts_until and any(part.may_spread for part in self._on_hosts)
 
     @property
-    def _on_hosts(self) -> list[EnginePool | TrainerGroup]:
+    def _on_hosts(self) -> list[EnginePool | TrainerGroup | SharedGpus]:
         """The parts that may be on several hosts."""
-        return [*self.pools.values(), *self.trainers.values()]
+        return [*self.pools.values(), *self.trainers.values(), *filter(None, [self._shared])]
 
     def _say_where_ray_is(self) -> None:
         """Has the other hosts of the cluster join this Ray, but for those that are to be emptied and have nothing of

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 from elastic_rl.config import TrainerConfig
 
+NO_ROOM_S = 30.0
+"""After so long without room on a host that seemed to have it, another plan is looked for."""
+FULL_S = 60.0
+"""A host that has given its room to others is left out for so long."""
+
 
 @dataclass(frozen=True)
 class Room:
@@ -34,6 +39,21 @@ def sizes(trainer: TrainerConfig) -> list[int]:
     least = trainer.min_data_parallel or trainer.data_parallel
     return [size for size in range(trainer.data_parallel, least - 1, -1)
             if not size * trainer.context_parallel % trainer.expert_parallel]
+
+
+def least_ranks(trainer: TrainerConfig) -> int:
+    """Number of ranks of the smallest group."""
+    return trainer.ranks // trainer.data_parallel * sizes(trainer)[-1]
+
+
+def waits_for(trainer: TrainerConfig, *, holds: bool, knows_room: bool) -> str:
+    """What a group waits for that has no plan. ``holds``: whether it is to have all its replicas, since hosts are
+    joining; ``knows_room``: whether it is known what the hosts have room for now."""
+    if holds:
+        return "hosts that join, to have all its replicas"
+    if not knows_room:
+        return "Ray to say which GPUs are free"
+    return f"hosts with room for {least_ranks(trainer)} ranks: add a machine or scale in"
 
 
 def plan(rooms: Sequence[Room], trainer: TrainerConfig, *, keeps: Collection[str] = ()) -> Plan | None:

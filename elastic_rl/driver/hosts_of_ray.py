@@ -18,6 +18,8 @@ from elastic_rl.etcd.mirror import Mirror
 
 _LOOK_EVERY_S = 5.0
 """Ray is asked for its nodes so often; without a pause while somebody waits for them."""
+SETTLE_S = 2.0
+"""Ray reports so late which GPUs are free."""
 _FEW = 0.05
 """Share of the ready hosts that nobody waits for: in a large cluster there is always one that cannot join."""
 
@@ -69,6 +71,11 @@ class RayHosts:
     def is_overdue(self, node: str) -> bool:
         """Whether the time is over in which a node of Ray was to be emptied."""
         return self.leaving.get(node) in self.overdue
+
+    def says_room_after(self, changed_at: float) -> bool:
+        """Whether the reading knows which GPUs are free since something was placed or ended last, in monotonic
+        seconds."""
+        return self.looked_at >= changed_at + SETTLE_S
 
 
 class HostsOfRay:

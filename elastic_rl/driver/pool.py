@@ -65,8 +65,8 @@ class _Slot:
     is_ending: bool = False
     killed_because: str = ""
     """Why this driver killed it."""
-    gpus: str = ""
-    """GPUs that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
+    shares: tuple[str, str] = ("", "")
+    """The host and the GPUs that it shares with the trainer, as ``free_gpus`` has them."""
     request: RestartRequest | None = None
     """The restart request for which this driver killed it, until it is acknowledged."""
     selection: Selection = Selection()
@@ -93,8 +93,8 @@ class EnginePool:
         self._last_desired = self._settings.engines
         self._external = ExternalEngines(ctx, etcd, name, unroute=unroute, body=body)
         self._selector, self._selection, self._hosts = dict(self._settings.host_selector), Selection(), RayHosts()
-        # Other hosts have neither the GPUs that are shared nor, unless it is said which do, the folder that is served.
-        self.may_spread = bool(self._selector) or (self._settings.stream is not None and not self._settings.colocated)
+        # Shared GPUs are on certain hosts, and so is the folder that is served, unless it is said on which.
+        self.may_spread = bool(self._selector) or (self._settings.stream is not None and shared is None)
         """Whether its engines may be on any host of the cluster."""
         self._left_files = LeftFiles(ctx)
 
@@ -110,11 +110,16 @@ class EnginePool:
                 record = records.get(engine_id)
                 serves = record is not None and record.state is EngineState.READY  # not just since now
                 self._slots[engine_id] = _Slot(placed, record.started_at if record else time.time(), time.monotonic(),
-                                               float("-inf") if serves else None, gpus=placed.name.partition("/")[2])
+                                               float("-inf") if serves else None, shares=self._shares(placed.name))
         kept = adopted.keys() | self._external.take_over(records)
         for engine in records.values():
             if engine.id not in kept:
                 self._forget(engine)
+
+    def _shares(self, actor: str) -> tuple[str, str]:
+        """The host and the GPUs that are part of an actor's name, ``ENGINE/GPUS/HOST``."""
+        gpus, _, host = actor.partition("/")[2].partition("/")
+        return (host or self._external.run_host, gpus) if gpus else ("", "")
 
     def _forget(self, engine: Engine) -> None:
         """Removes what is left of an engine that has ended while no driver ran, or with its epoch."""
@@ -206,24 +211,26 @@ class EnginePool:
         for _ in range(count):
             engine_id, now = f"{self.name}-{uuid.uuid4().hex[:6]}", time.monotonic()
             try:
-                gpus, shared = gpus_per_engine(self.ctx.config.device, self._cfg), ""
+                gpus, host, shared = gpus_per_engine(self.ctx.config.device, self._cfg), "", ""
+                among: Collection[str] = self._selection.among or ()
                 if self._shared is not None:
-                    shared = free_gpus(self._shared.gpus(), [s.gpus for s in self._slots.values()], gpus)
+                    host, shared = free_gpus(self._shared.gpus(), [s.shares for s in self._slots.values()], gpus)
                     self._no_gpus = "" if shared else (
                         self._shared.waiting or "no GPU of the trainer is without an engine: scale in")
                     if self._no_gpus:
                         return
+                    among = () if host == self._external.run_host else (host,)
                 placed = self._placer.place(
-                    self._kind, f"{engine_id}/{shared}" if shared else engine_id, self._body, self.ctx, engine_id,
-                    self.name, *(("", shared) if shared else ()), cpus=self._cfg.cpus, gpus=0 if shared else gpus,
-                    any_host=self.may_spread, avoid=self._selection.avoid, among=self._selection.among or ())
+                    self._kind, f"{engine_id}/{shared}/{host}" if shared else engine_id, self._body, self.ctx,
+                    engine_id, self.name, *(("", shared) if shared else ()), cpus=self._cfg.cpus,
+                    gpus=0 if shared else gpus, any_host=self.may_spread, avoid=self._selection.avoid, among=among)
             except (Fenced, EtcdUnavailable):
                 raise
             except Exception as e:  # Ray raises many kinds, also for a bug of a caller's
                 log.exception("engine %s could not be started", engine_id)
                 self._failed(f"{type(e).__name__}: {e}", now)
                 return
-            self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared, selection=self._selection)
+            self._slots[engine_id] = _Slot(placed, time.time(), now, shares=(host, shared), selection=self._selection)
             self._emit(event_kinds.ENGINE_STARTING, engine_id, f"engine {engine_id} is starting")
 
     def _failed(self, reason: str, started_at: float | None = None) -> None:
@@ -371,7 +378,8 @@ class EnginePool:
             found.append(self._selection.waits_for)
         elif pending:
             where = f"on hosts with {selector_text(self._selector)}" if self._selector else "in the cluster"
-            among = self._selection.among if self.may_spread else {self._external.run_host}
+            among = self._selection.among if self.may_spread else set(
+                self._shared.gpus() if self._shared is not None else ()) or {self._external.run_host}
             found.append(beyond_every_host(pending[0].bundle, self._hosts, among) or f"no room {where} for engines of "
                          f"{room_needed(pending[:1])}: add a machine or scale in")
         if self._no_gpus and len(self._slots) < self._last_desired:

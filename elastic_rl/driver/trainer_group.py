@@ -54,20 +54,13 @@ from elastic_rl.runtime.backoff import doubled_s
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-_NO_ROOM_S = 30.0
-"""After so long without room on a host that seemed to have it, another formation is looked for."""
 _UNFIT_S = 600.0
 """A host that lacks what the ranks need, or on which they end again and again, is left out for so long."""
-_FULL_S = 60.0
-"""A host that has given its room to others is left out for so long."""
 _LONGEST_UNFIT_S = 3600.0
 _BAD_CONTEXT = 2
 """Exit code of an agent that cannot work with what it finds on its host."""
 _ENDS = 3
 """Ends in a row that began on one host, after which it is left out."""
-_SETTLE_S = 2.0
-"""Ray reports so late which GPUs are free. A reading that is older than what was placed or ended last, and this, says
-nothing about them."""
 _SHOWN = 8
 """Hosts that a text names."""
 _UNBOUNDED = 1_000_000
@@ -264,34 +257,43 @@ class TrainerGroup:
             return ""
         now = time.monotonic()
         late = {host for host, actor in self._placed.items()
-                if not actor.is_placed() and now - actor.created_at > _NO_ROOM_S}
+                if not actor.is_placed() and now - actor.created_at > formation.NO_ROOM_S}
         if not late or self._plan(hosts, without=late) is None:
             return ""
         for host in late:
-            self._leave_out(host, _FULL_S, "it has no room", hosts)
+            self._leave_out(host, formation.FULL_S, "it has no room", hosts)
         return f"{_some(late)} has no room"
 
     def _better(self, hosts: RayHosts) -> str:
         """Why another formation takes the place of the one that runs now; empty: none does, or not yet. Of a group
         with a state it does once the newest one was saved after it was found."""
-        if not self.may_spread or self._formation is None or self.state is not GroupState.RUNNING:
-            return ""
-        if not self._knows_room(hosts):
+        if self._formation is None or self.state is not GroupState.RUNNING:
             return ""
         drained = sorted(self._placed.keys() & hosts.drains.keys() - {self._own_host})  # the run leaves as a whole
+        if self._shared is not None:  # the engines there leave, too, so the epoch ends
+            if self._is_saved_since(bool(drained) and self._shared.can_move(hosts)):
+                self._shared.leave(f"{drained[0]} is drained")
+            return ""
+        if not self.may_spread or not self._knows_room(hosts):
+            return ""
         best = self._plan(hosts)
         larger = best is not None and best.data_parallel > self._formation.data_parallel
-        if best is None or not (drained or larger):
-            self._unsaved_since = None
+        if not self._is_saved_since(best is not None and bool(drained or larger)) or best is None:
             return ""
-        if self.ctx.group.trains:
-            head = reads.head(self.etcd, self.ctx.keys, self.ctx.group.state)
-            saved = head.number if head else 0
-            if self._unsaved_since is None:
-                self._unsaved_since = saved
-            if saved <= self._unsaved_since:
-                return ""
         return f"{drained[0]} is drained" if drained else f"there is room for {best.data_parallel} replicas"
+
+    def _is_saved_since(self, found: bool) -> bool:
+        """Whether the newest state was saved since this was called with ``found`` first, and not without it."""
+        if not found:
+            self._unsaved_since = None
+            return False
+        if not self.ctx.group.trains:
+            return True
+        head = reads.head(self.etcd, self.ctx.keys, self.ctx.group.state)
+        saved = head.number if head else 0
+        if self._unsaved_since is None:
+            self._unsaved_since = saved
+        return saved > self._unsaved_since
 
     def _on_end(self, hosts: RayHosts) -> None:
         """The agents have ended, and nobody asked for a restart."""
@@ -374,6 +376,8 @@ class TrainerGroup:
     def _plan(self, hosts: RayHosts, without: Collection[str] = ()) -> formation.Plan | None:
         """The best formation that the cluster has room for now, on other hosts than those of ``without``."""
         trainer = self.ctx.config.trainer
+        if self._shared is not None:
+            return None if without else self._shared.plan
         if not self.may_spread:
             return None if without else formation.Plan({self._own_host: trainer.ranks}, trainer.data_parallel)
         now = time.monotonic()
@@ -388,18 +392,17 @@ class TrainerGroup:
 
     def _start(self, hosts: RayHosts, holds: bool) -> None:
         trainer = self.ctx.config.trainer
-        shared = ",".join(self._shared.gpus()) if self._shared is not None else ""
-        if self._shared is not None and not shared:
+        if self._shared is not None and self._shared.plan is None:
             return  # a later pass starts it
         plan = self._plan(hosts) if self._knows_room(hosts) else None
-        if plan is None or (plan.data_parallel < trainer.data_parallel and holds):
+        if plan is None or (plan.data_parallel < trainer.data_parallel and holds and self._shared is None):
             self._no_room = self._why_not(hosts, holds)
             return
         self._no_room = ""
         try:
             if self._form(plan, hosts):
                 self.changed_at = time.monotonic()
-                self._place(plan, shared)
+                self._place(plan)
         except Fenced:  # what it has made is the newer driver's
             raise
         except EtcdUnavailable:
@@ -433,7 +436,7 @@ class TrainerGroup:
             self._formation, self._number, self._change = record, version + 1, ""
         return bool(written)
 
-    def _place(self, plan: formation.Plan, shared: str) -> None:
+    def _place(self, plan: formation.Plan) -> None:
         cfg, own = self.ctx.config, self._own_host
         trainer = cfg.trainer.model_copy(update={"data_parallel": plan.data_parallel, "min_data_parallel": None})
         ctx = self.ctx.model_copy(update={"config": cfg.model_copy(update={"trainer": trainer}),
@@ -441,6 +444,7 @@ class TrainerGroup:
         model = "" if plan.ranks.keys() == {own} else self._model
         for host, ranks in plan.ranks.items():
             options: dict[str, Any] = {} if host == own else {"among": (host,)}
+            shared = ",".join(self._shared.gpus()[host]) if self._shared is not None else ""
             self._placed[host] = self._placer.place(
                 self._kind, f"{self._number}/{host}", self._body, ctx, ranks, len(plan.ranks), model,
                 *((shared,) if shared else ()), cpus=cfg.trainer.cpus_per_rank * ranks,
@@ -448,19 +452,15 @@ class TrainerGroup:
 
     def _why_not(self, hosts: RayHosts, holds: bool) -> str:
         """What a group waits for that is not formed."""
-        if holds:
-            return "hosts that join, to have all its replicas"
-        if not self._knows_room(hosts):
-            return "Ray to say which GPUs are free"
-        trainer = self.ctx.config.trainer
-        least = formation.sizes(trainer)[-1] * trainer.ranks // trainer.data_parallel
-        return f"hosts with room for {least} ranks: add a machine or scale in{self._why_unfit()}"
+        knows_room = self._knows_room(hosts)
+        found = formation.waits_for(self.ctx.config.trainer, holds=holds, knows_room=knows_room)
+        return found if holds or not knows_room else f"{found}{self._why_unfit()}"
 
     def _knows_room(self, hosts: RayHosts) -> bool:
         """Whether the reading of the hosts says what they have room for now."""
         if not self.may_spread or not self._on_gpus:
             return True
-        return hosts.looked_at >= max(self.changed_at, self._others_changed_at) + _SETTLE_S
+        return hosts.says_room_after(max(self.changed_at, self._others_changed_at))
 
     def _why_unfit(self) -> str:
         return "".join(f"; {host}: {why}" for host, (_, why) in sorted(self._unfit.items())[:3])

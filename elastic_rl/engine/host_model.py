@@ -33,12 +33,11 @@ class HostModel:
 
     def __init__(self, ctx: RunContext, pool: PoolSettings) -> None:
         self._ctx, self._pool, self._paths = ctx, pool, JobPaths.of(ctx.config)
-        self.is_here = pool.colocated or (Path(pool.model_dir) / model_files.CONFIG).exists()
-        """Whether the job's own folder is on this host, as it is on that of the trainer."""
+        self.is_here = (Path(pool.model_dir) / model_files.CONFIG).exists()
+        """Whether the job's own folder is on this host, as it is on the driver's."""
         self.folder = Path(pool.model_dir) if self.is_here or pool.stream is None else self._paths.engine_model
         """Folder that the server is started with."""
-        self.has_weights = (pool.stream is None or pool.colocated
-                            or self.is_here and model_files.has_weights(self.folder))
+        self.has_weights = pool.stream is None or self.is_here and model_files.has_weights(self.folder)
         """Whether the server is to load weights from it: one that follows a stream need not."""
 
     def bring(self, etcd: EtcdClient, pause: Callable[[float], bool]) -> None:

@@ -456,6 +456,10 @@ class Keys(LeaderKeys):
         """The formation of the trainer group that has device memory; absent while none has."""
         return f"{self.root}device/holder"
 
+    def shared_devices(self) -> str:
+        """The GPUs that engines and trainer share, and their hosts."""
+        return f"{self.root}device/gpus"
+
     # -- torch elastic ------------------------------------------------------------------------------------------
     def rendezvous_prefix(self) -> str:
         return f"{self.root}rendezvous/"

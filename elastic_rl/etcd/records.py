@@ -215,6 +215,17 @@ class Formation(Record):
         return {host.name: host.ranks for host in self.hosts}
 
 
+class SharedDevices(Record):
+    """The GPUs that trainer and engines of a colocated job share for an epoch. Written by the driver before anything
+    uses them."""
+
+    epoch: int
+    gpus: dict[str, list[str]]
+    """Their ids on each host, by the host's name; rank i of a host has the i-th."""
+    data_parallel: int
+    """Number of replicas of the model that are trained on them."""
+
+
 class Autoscaler(AutoscaleFields, Record):
     """Autoscaling of a pool, as an operator has set it through the API. It takes the place of the settings."""
 

@@ -17,6 +17,7 @@ from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.queue.group_codec import encode_group
 from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
 from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
+from elastic_rl.driver.formation import least_ranks
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
 from elastic_rl.engine.server.arguments import tensor_parallel
 from elastic_rl.environments import job_hints
@@ -209,10 +210,24 @@ def _placement(cfg: Config) -> str:
                      f"lower --tp-size of engine.extra_args to {ranks} or less")
             raise ConfigError(f"placement=colocated: {cfg.rollout.engines} engines of {per_engine} GPUs do not fit on "
                               f"the {ranks} GPUs of the trainer", hint=f"{fewer}, or more ranks of the trainer")
+        if cfg.ranks_may_spread:
+            _require_engine_on_a_host(cfg, per_engine)
         if find_spec("torch_memory_saver") is None:
             raise ConfigError("placement=colocated: SGLang cannot release GPU memory without torch_memory_saver",
                               hint="install the package torch_memory_saver of the release that SGLang names")
     return "engines on the devices of the trainer, in alternation"
+
+
+def _require_engine_on_a_host(cfg: Config, gpus: int) -> None:
+    """Raises ConfigError where an engine of so many GPUs has no room on any host of the trainer."""
+    per_host, least = cfg.trainer.ranks_per_host or cfg.trainer.ranks, least_ranks(cfg.trainer)
+    lower = f"lower --tp-size of engine.extra_args to {min(per_host, least)} or less"
+    if gpus > per_host:
+        raise ConfigError(f"placement=colocated: an engine of {gpus} GPUs does not fit on the {per_host} that the "
+                          "trainer has on a host", hint=f"raise trainer.ranks_per_host to {gpus} or more, or {lower}")
+    if gpus > least:
+        raise ConfigError(f"placement=colocated: an engine of {gpus} GPUs does not fit on the {least} of a trainer "
+                          "with the fewest replicas", hint=f"raise trainer.min_data_parallel, or {lower}")
 
 
 def _pool(pool: PoolSettings) -> str:

@@ -18,6 +18,7 @@ class StandInActor:
 
     def __init__(self, name: str, cpus: float, host: str, args: Sequence[Any]) -> None:
         self.name, self.bundle, self.host, self.args = name, {"CPU": cpus}, host, args
+        self.kind = ""
         self.created_at = time.monotonic()
         self.result: tuple[Any, str] = (None, "its process was killed")
         self.placed_at, self.node = float("inf"), "here"  # it is never late
@@ -63,7 +64,9 @@ class StandInPlacer:
 
     def place(self, kind: str, name: str, body: type, *args: Any, cpus: float, gpus: int, any_host: bool = False,
               avoid: Collection[str] = (), among: Collection[str] = ()) -> StandInActor:
-        return StandInActor(name, cpus, next(iter(among), ""), args)
+        made = StandInActor(name, cpus, next(iter(among), ""), args)
+        made.kind, made.bundle["GPU"] = kind, gpus
+        return made
 
     def adopt(self, kind: str) -> list[StandInActor]:
         return []

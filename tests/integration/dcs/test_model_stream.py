@@ -52,9 +52,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def on_host(dcs: DcsCluster, tmp_path: Path, model_dir: str = "/none/model") -> HostModel:
+def on_host(dcs: DcsCluster, tmp_path: Path, model_dir: str = "/none/model", **settings: str) -> HostModel:
     """The model as an engine finds it on a host that has a folder of its own for the run."""
-    cfg = config.parse({"job": dcs.keys.job, "run_dir": str(tmp_path / "host")})
+    cfg = config.parse({"job": dcs.keys.job, "run_dir": str(tmp_path / "host"), **settings})
     ctx = RunContext(config=cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=cfg.job, model_dir=model_dir,
                      epoch=fencing.current_epoch(dcs.etcd, dcs.keys), host=LOOPBACK)
     return HostModel(ctx, ctx.pool(ROLLOUT_POOL))
@@ -156,6 +156,8 @@ def test_folder_of_the_job_is_used_where_it_is_and_needed_by_a_pool_that_serves_
     here = on_host(dcs, tmp_path, str(folder))
     bring(dcs, here)
     assert here.is_here and here.has_weights and here.folder == folder
+    elsewhere = on_host(dcs, tmp_path, placement="colocated")
+    assert not elsewhere.is_here and not elsewhere.has_weights, "the trainer has made a folder of its own there"
 
     cfg = config.parse({"job": dcs.keys.job, "run_dir": str(tmp_path), "pools": {"judge": {"model": "/none/judge"}}})
     ctx = RunContext(config=cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=cfg.job, model_dir=str(folder),

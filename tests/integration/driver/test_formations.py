@@ -14,7 +14,7 @@ from support.placed_actors import StandInActor, StandInPlacer, stand_in_for_ray
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR, REFERENCE
 from elastic_rl.dcs.catalog import reads
-from elastic_rl.driver import trainer_group
+from elastic_rl.driver import formation, hosts_of_ray, trainer_group
 from elastic_rl.driver.hosts_of_ray import HostNode, RayHosts
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup
 from elastic_rl.errors import EtcdUnavailable, Fenced
@@ -26,6 +26,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Formation, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.net.addresses import LOOPBACK
 
 
@@ -71,7 +72,7 @@ def make_driver(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_pat
                 monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(group: Any = ACTOR, **trainer: Any) -> Driver:
         stand_in_for_ray(monkeypatch, trainer_group)
-        monkeypatch.setattr(trainer_group.LocalHost, "of", lambda _: type("Own", (), {"name": "a"}))
+        monkeypatch.setattr(LocalHost, "of", lambda _: type("Own", (), {"name": "a"}))
         monkeypatch.setattr(trainer_group, "fingerprint", lambda _: "digest")
         settings = {"data_parallel": 3, "min_data_parallel": 1, "ranks_per_host": 1, **trainer}
         cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "cluster": "lab", "device": {"type": "cpu"},
@@ -285,7 +286,7 @@ def test_room_on_gpus_is_what_is_free_and_what_the_group_has_by_a_reading_that_i
         driver.pass_()
         driver.saved += 1
     assert driver.group.state is GroupState.RUNNING
-    now += trainer_group._SETTLE_S
+    now += hosts_of_ray.SETTLE_S
     driver.have("ab", b=1)
     driver.pass_()
     driver.saved += 1
@@ -293,7 +294,7 @@ def test_room_on_gpus_is_what_is_free_and_what_the_group_has_by_a_reading_that_i
     driver.end_all()
     driver.pass_()
     assert driver.running() == {} and "Ray to say" in driver.group.waiting, "what has ended is not free at once"
-    now += trainer_group._SETTLE_S
+    now += hosts_of_ray.SETTLE_S
     driver.have("ab", a=2, b=2)
     driver.pass_()
     assert driver.formation() == (2, {"a": 2, "b": 2})
@@ -305,7 +306,7 @@ def test_group_that_fits_nowhere_else_waits_for_the_room_that_others_took(make_d
     driver.pass_()
     late = driver.running()["b"]
     late.is_placed = lambda: False  # type: ignore[method-assign]
-    late.created_at -= trainer_group._NO_ROOM_S + 1
+    late.created_at -= formation.NO_ROOM_S + 1
     for _ in range(3):
         driver.pass_()
     assert driver.group.state is GroupState.PLACING and driver.formation()[0] == 1
@@ -390,7 +391,7 @@ def test_host_that_gave_its_room_to_others_is_left_out_for_a_while(make_driver: 
     late.is_placed = lambda: False  # type: ignore[method-assign]
     driver.pass_()
     assert driver.group.state is GroupState.PLACING and driver.formation()[0] == 1
-    late.created_at -= trainer_group._NO_ROOM_S + 1
+    late.created_at -= formation.NO_ROOM_S + 1
     driver.pass_()
     driver.end_all()
     driver.pass_()

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.hosts_of_ray import HostNode, RayHosts
-from elastic_rl.driver.placement import Placer, stop_all, told_to_stop
+from elastic_rl.driver.placement import stop_all, told_to_stop
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.driver.restart_requests import open_requests
-from elastic_rl.driver.shared_gpus import Holder, SharedGpus
+from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup, TrainerHost
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
@@ -151,8 +150,7 @@ def test_engines_of_a_host_whose_time_is_over_are_told_so(two: PoolOfTwo, tmp_pa
     two.next_driver(LingeringEngine)
     engines = two.until_ready(2)
     two.hosts = overdue(HERE)
-    two.until(lambda: not two.ready(), "the end of both")
-    assert all((tmp_path / engine_id).exists() for engine_id in engines)
+    two.until(lambda: all((tmp_path / engine_id).exists() for engine_id in engines), "the word to both")
 
 
 def overdue(host: str) -> RayHosts:
@@ -644,7 +642,7 @@ class ColocatedPlane:
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir="",
                          epoch=fencing.raise_epoch(etcd, keys, holder="test").number, host=LOOPBACK)
         JobPaths.of(cfg).private.mkdir(parents=True)
-        self.shared = SharedGpus(RANKS, partial(Holder, Placer.of(ctx, etcd)))
+        self.shared = SharedGpus.of(ctx, etcd)
         self.pool = EnginePool(ctx, etcd, body=StubEngine, shared=self.shared)
         self.pool.take_over()
         self.trainer = TrainerGroup(ctx, etcd, body=StubTrainer, shared=self.shared)
@@ -693,10 +691,11 @@ def test_engines_share_the_gpus_of_the_trainer_and_are_replaced_on_them(plane: C
     plane.until(lambda: plane.pool.waiting == "", "a whole pool")
 
     # The process that holds the GPUs in Ray dies, and another one holds them.
-    first = plane.shared._holder
+    [held] = plane.shared._on.values()
+    first = held.holder
     assert first is not None
-    first._placed.kill()
-    plane.until(lambda: plane.shared._holder not in (None, first) and
+    first.placed.kill()
+    plane.until(lambda: held.holder not in (None, first) and
                 ray.available_resources().get("GPU") == GPUS - RANKS, "another holder")
     assert plane.ready() == sorted(gpus)
 

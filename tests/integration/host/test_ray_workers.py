@@ -17,7 +17,7 @@ from elastic_rl.coordinator.client.admin_client import RequestRefused
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolStatus
+from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, Formation, PoolStatus
 
 pytestmark = pytest.mark.timeout(1200)
 SETTINGS = ("--coordinator.replicas=1", "--dcs.arena_bytes=33554432")
@@ -185,3 +185,36 @@ def test_engines_are_on_every_host_and_leave_the_one_that_is_lost_drained_or_cor
     assert kept <= engines(lab).keys()
     a.run("stop", lab.job, *a.location)
     wait_until(lambda: not b.computes() and not a.computes(), what="the end of Ray on both")
+
+
+@full(proved_in="tests/unit/driver/test_shared_gpus.py tests/integration/driver/test_shared_gpus_on_hosts.py",
+      why="the GPUs of trainer and engines on the Ray of two hosts")
+def test_ranks_and_engines_share_the_gpus_of_two_hosts_and_those_of_one_after_a_power_cut(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 1}')  # which each node of Ray counts; nothing looks for them
+    with lab_of("ab", f"j-{secrets.token_hex(3)}") as lab:
+        lab.start(*SETTINGS)
+        a, b, job = two_hosts(lab, monkeypatch)
+        a.run("train", "--detach", *job, "--placement=colocated", "--rollout.engines=2", "--sft.max_steps=0",
+              "--trainer.data_parallel=2", "--trainer.min_data_parallel=1")
+        wait_until(lambda: shared(lab) == (1, {"a": 1, "b": 1}, ["a", "b"]), what="ranks and engines on both hosts")
+        [driver] = a.running("plane_driver")
+        driver.kill()
+        wait_until(lambda: a.running("plane_driver") not in ([], [driver]), what="the next driver")
+        a.run("scale", "1", *job)
+        wait_until(lambda: len(engines(lab)) == 1, what="the end of an engine")
+        a.run("scale", "2", *job)
+        wait_until(lambda: shared(lab) == (1, {"a": 1, "b": 1}, ["a", "b"]), what="another engine on the GPU it had")
+
+        b.power_off()
+        wait_until(lambda: shared(lab) == (2, {"a": 1}, ["a"]), what="another epoch, on one host")
+        wait_until(lambda: "no GPU of the trainer is without an engine" in message(lab), what="the reason")
+        a.run("stop", lab.job, *a.location)
+
+
+def shared(lab: Lab) -> tuple[int, dict[str, int], list[str]]:
+    """The epoch, the ranks of each host in it, and the hosts of the engines."""
+    keys = Keys(lab.job)
+    with lab.etcd() as etcd:
+        epoch, found = fencing.current_epoch(etcd, keys), readable_one(etcd.get(keys.formation("trainer")), Formation)
+    return epoch, found.ranks() if found and found.epoch == epoch else {}, sorted(engines(lab).values())

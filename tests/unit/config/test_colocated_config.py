@@ -14,8 +14,6 @@ from elastic_rl.job import check as job_check
     ({"train": {"max_staleness": 1}}, "train.max_staleness=1"),
     ({"train": {"schedule": "fully_async"}}, "train.schedule=fully_async"),
     ({"algorithm": {"name": "ppo"}}, "with a critic"),
-    ({"cluster": "lab", "trainer": {"ranks_per_host": 4}}, "trainer.ranks_per_host=4: ranks and engines share"),
-    ({"cluster": "lab", "trainer": {"min_data_parallel": 1}}, "trainer.min_data_parallel=1: ranks and engines share"),
     ({"mode": "eval"}, "mode=eval"),
     ({"mode": "sft", "sft": {"max_steps": 4}}, "mode=sft"),
     ({"engine": {"release_timeout_s": 10.0}}, "engine.release_timeout_s=10"),
@@ -47,7 +45,14 @@ def test_pool_with_engine_names_like_the_policys_is_refused() -> None:
     ({"device": {"type": "cuda"}, "trainer": {"data_parallel": 4}, "rollout": {"engines": 2},
       "engine": {"extra_args": ["--tp", "2"]}}, False, "torch_memory_saver"),
     ({"device": {"type": "cuda"}, "trainer": {"data_parallel": 3}, "rollout": {"engines": 2},
-      "engine": {"extra_args": ["--tp", "2"]}}, True, "2 engines of 2 GPUs do not fit on the 3 GPUs")])
+      "engine": {"extra_args": ["--tp", "2"]}}, True, "2 engines of 2 GPUs do not fit on the 3 GPUs"),
+    ({"cluster": "lab", "device": {"type": "cuda"}, "trainer": {"data_parallel": 4, "ranks_per_host": 1},
+      "rollout": {"engines": 2}, "engine": {"extra_args": ["--tp", "2"]}}, True, "does not fit on the 1 that"),
+    ({"cluster": "lab", "device": {"type": "cuda"}, "trainer": {"data_parallel": 4, "min_data_parallel": 1},
+      "rollout": {"engines": 2}, "engine": {"extra_args": ["--tp", "2"]}}, True, "on the 1 of a trainer with the few"),
+    ({"cluster": "lab", "device": {"type": "cuda"},
+      "trainer": {"data_parallel": 4, "min_data_parallel": 2, "ranks_per_host": 2},
+      "rollout": {"engines": 2}, "engine": {"extra_args": ["--tp", "2"]}}, True, "")])
 def test_check_says_when_engines_do_not_fit_or_cannot_release_memory(
         settings: dict[str, object], installed: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_check, "find_spec", lambda name: object() if installed else None)

@@ -59,7 +59,7 @@ TRUSTED = {"coordinator": {"insecure_network": True}}
 
 
 @pytest.mark.parametrize(("settings", "spread"), [
-    ({}, True), (QUEUE, False), ({**QUEUE, **TRUSTED}, True), ({"placement": "colocated", **TRUSTED}, False)])
+    ({}, True), (QUEUE, False), ({**QUEUE, **TRUSTED}, True), ({"placement": "colocated"}, True)])
 def test_ranks_leave_the_host_of_an_open_queue_only_where_the_network_is_trusted(settings: dict[str, Any], spread: bool
                                                                                  ) -> None:
     assert config.parse({"cluster": "lab", **settings}).ranks_may_spread is spread

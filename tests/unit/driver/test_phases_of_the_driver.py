@@ -64,21 +64,22 @@ def test_nobody_is_late_while_it_is_nobodys_phase() -> None:
     assert not LateEngines(0.0).observe(None, [HOLDER, engine("b", EngineState.RELEASED, holds=False)], 0.0)
 
 
-@given(st.integers(1, 16), st.integers(1, 8), st.data())
-def test_engines_have_rows_of_gpus_of_their_own(total: int, per_engine: int, data: st.DataObject) -> None:
-    """However engines come and go, as many fit as there are rows."""
-    gpus = [f"{i}" for i in range(total)]
-    taken: list[str] = []
+@given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 16), min_size=1), st.integers(1, 8), st.data())
+def test_engines_have_rows_of_gpus_of_their_own(total: dict[str, int], per_engine: int, data: st.DataObject) -> None:
+    """However engines come and go, as many fit as there are rows; and where none has gone they are spread evenly."""
+    gpus = {host: [f"{i}" for i in range(count)] for host, count in total.items()}
+    taken: list[tuple[str, str]] = []
     for _ in range(20):
         if taken and data.draw(st.booleans()):
             taken.remove(data.draw(st.sampled_from(taken)))
-        found = free_gpus(gpus, taken, per_engine)
-        assert bool(found) == (len(taken) < total // per_engine)
+        left = {host: count // per_engine - sum(on == host for on, _ in taken) for host, count in total.items()}
+        host, found = free_gpus(gpus, taken, per_engine)
+        assert bool(found) == bool(host) == any(left.values())
         if found:
             row = found.split(",")
-            assert len(row) == per_engine and set(row) <= set(gpus)
-            assert not set(row) & {gpu for other in taken for gpu in other.split(",")}
-            taken.append(found)
+            assert len(row) == per_engine and set(row) <= set(gpus[host]) and left[host] == max(left.values())
+            assert not set(row) & {gpu for on, other in taken if on == host for gpu in other.split(",")}
+            taken.append((host, found))
 
 
 def test_released_engines_are_kept_like_ready_ones() -> None:
