@@ -185,5 +185,13 @@ class ComputePlaneLost(ElasticRLError):
     """Ray cannot be used any more. The driver ends what is left on it, and the next one begins with another Ray."""
 
 
+class SharedDevicesLost(ComputePlaneLost):
+    """A host that trainer and engines share is lost or to be emptied, or its GPUs are others': the next epoch looks for
+    hosts again. That is no fault of the driver."""
+
+    EXIT_CODE = 5
+    """Of a driver that ends for it."""
+
+
 class RayNodeLost(ElasticRLError):
     """The node of Ray that the driver is connected to has ended. The driver ends, and the next one takes over."""

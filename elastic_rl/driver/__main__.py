@@ -23,7 +23,15 @@ import ray
 
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped, patiently
-from elastic_rl.errors import ComputePlaneLost, Conflict, ElasticRLError, EtcdUnavailable, Fenced, RayNodeLost
+from elastic_rl.errors import (
+    ComputePlaneLost,
+    Conflict,
+    ElasticRLError,
+    EtcdUnavailable,
+    Fenced,
+    RayNodeLost,
+    SharedDevicesLost,
+)
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
@@ -58,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     code = 1
     try:
         code = drive(ctx, args.id, stop)
+    except SharedDevicesLost as e:
+        log.warning("the driver ends: %s", e)
+        code = e.EXIT_CODE
     except ElasticRLError as e:
         log.exception("the driver stopped: %s", e)
     if ray.is_initialized():  # it does not work: what Ray does at the end of a process would wait for it

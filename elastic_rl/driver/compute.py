@@ -39,6 +39,7 @@ from elastic_rl.errors import (
     EtcdUnavailable,
     Fenced,
     RayNodeLost,
+    SharedDevicesLost,
 )
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -259,9 +260,8 @@ class ComputePlane:
     # -- reconcile --------------------------------------------------------------------------------------------------
     def reconcile(self) -> None:
         """One pass. Raises Fenced when a newer epoch has begun, EtcdUnavailable when etcd does not answer, and
-        ComputePlaneLost when Ray is lost, or GPUs that trainer and engines share: only another driver can build it
-        again.
-        Raises RayNodeLost when only another driver can go on with this Ray."""
+        ComputePlaneLost when Ray is lost, and SharedDevicesLost when GPUs are that trainer and engines share: only
+        another driver can build it again. Raises RayNodeLost when only another driver can go on with this Ray."""
         roles = self.roles
         assert roles
         self._writer.require()  # first: one that was suspended must not judge by what it remembers
@@ -278,8 +278,8 @@ class ComputePlane:
         if self._shared is not None:
             self._parts.run("shared GPUs", partial(self._shared.reconcile, self._seen_hosts, holds=self._joining()))
             if self._shared.lost:
-                raise ComputePlaneLost(f"trainer and engines cannot go on with the GPUs that they share: "
-                                       f"{self._shared.lost}", hint="the next driver looks for hosts again")
+                raise SharedDevicesLost("trainer and engines cannot go on with the GPUs that they share: "
+                                        f"{self._shared.lost}", hint="the next driver looks for hosts again")
         for name, group in self.trainers.items():
             self._parts.run(name, partial(group.reconcile, requests.get(name), self._seen_hosts, holds=self._joining(),
                                           changed_at=max(g.changed_at for g in self.trainers.values())))

@@ -46,14 +46,16 @@ def least_ranks(trainer: TrainerConfig) -> int:
     return trainer.ranks // trainer.data_parallel * sizes(trainer)[-1]
 
 
-def waits_for(trainer: TrainerConfig, *, holds: bool, knows_room: bool) -> str:
+def waits_for(trainer: TrainerConfig, *, holds: bool, knows_room: bool, on_one: int = 1) -> str:
     """What a group waits for that has no plan. ``holds``: whether it is to have all its replicas, since hosts are
-    joining; ``knows_room``: whether it is known what the hosts have room for now."""
+    joining; ``knows_room``: whether it is known what the hosts have room for now; ``on_one``: number of ranks that must
+    be on one host."""
     if holds:
         return "hosts that join, to have all its replicas"
     if not knows_room:
         return "Ray to say which GPUs are free"
-    return f"hosts with room for {least_ranks(trainer)} ranks: add a machine or scale in"
+    some = f", of these {on_one} on one host" if on_one > 1 else ""
+    return f"hosts with room for {least_ranks(trainer)} ranks{some}: add a machine or scale in"
 
 
 def plan(rooms: Sequence[Room], trainer: TrainerConfig, *, keeps: Collection[str] = ()) -> Plan | None:

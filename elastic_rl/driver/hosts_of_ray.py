@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # Ray has no public name for it
@@ -73,9 +74,9 @@ class RayHosts:
         return self.leaving.get(node) in self.overdue
 
     def says_room_after(self, changed_at: float) -> bool:
-        """Whether the reading knows which GPUs are free since something was placed or ended last, in monotonic
-        seconds."""
-        return self.looked_at >= changed_at + SETTLE_S
+        """Whether this is a reading, and knows which GPUs are free since something was placed or ended last, in
+        monotonic seconds."""
+        return self.looked_at > float("-inf") and self.looked_at >= changed_at + SETTLE_S
 
 
 class HostsOfRay:
@@ -101,7 +102,8 @@ class HostsOfRay:
         ready = {name for name, state in states.items() if state.phase is HostPhase.READY}
         if time.monotonic() - self._looked_at >= (0.0 if joining else _LOOK_EVERY_S):
             self._looked_at = time.monotonic()
-            self._nodes = _nodes_of_ray(available_resources_per_node() if self.counts_gpus else {})
+            nodes = ray.nodes()  # first: what joins in between has free GPUs in the next reading
+            self._nodes = _nodes_of_ray(nodes, available_resources_per_node() if self.counts_gpus else {})
         registered = self._registrations.read(0.0).values() if self._registrations is not None else ()
         missing = sorted(ready - {name for name, _ in self._nodes}) if joining else []
         return RayHosts(closed=frozenset(states.keys() - ready), drains=drains,
@@ -118,13 +120,14 @@ class HostsOfRay:
             self._registrations.close()
 
 
-def _nodes_of_ray(free: Mapping[str, Mapping[str, float]]) -> list[tuple[str, HostNode]]:
-    """``free``: resources that Ray has given to nobody, by the node's id."""
+def _nodes_of_ray(nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
+                  ) -> list[tuple[str, HostNode]]:
+    """``nodes``: as Ray lists them. ``free``: resources that Ray has given to nobody, by the node's id."""
     return [(node["NodeName"], HostNode(node["NodeID"], node["NodeManagerAddress"],
                                         int(free.get(node["NodeID"], {}).get("GPU", 0)),
                                         {name: amount for name, amount in node.get("Resources", {}).items()
                                          if name in OFFERED}))
-            for node in ray.nodes() if node["Alive"]]
+            for node in nodes if node["Alive"]]
 
 
 def _decode(kv: KeyValue) -> HostState | None:

@@ -41,6 +41,7 @@ from elastic_rl.driver.placement import (
     stop_all,
 )
 from elastic_rl.driver.plan import StartBudget
+from elastic_rl.errors import RecordUnreadable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import SharedDevices
@@ -132,8 +133,11 @@ class Holder:
 class Holding(Protocol):
     """Ray's and etcd's part of ``SharedGpus``. What it does may raise RayError, Fenced and EtcdUnavailable."""
 
-    def adopt(self) -> Mapping[str, Holder]:
-        """The holder that runs on each host."""
+    def adopt(self) -> Sequence[tuple[str, Holder]]:
+        """The holders that run, each with its host: of one host there may be two, where a driver ended in between."""
+
+    def require(self) -> None:
+        """Raises Fenced once a newer driver has begun, whose holders these are."""
 
     def hold(self, host: str, count: int) -> Holder:
         """A new holder of so many GPUs of a host."""
@@ -155,16 +159,27 @@ class RayHolding:
         self._ctx, self._etcd, self._own_host = ctx, etcd, host_name(ctx.config)
         self._placer, self._writer = Placer.of(ctx, etcd), driver_writer(ctx, etcd)
 
-    def adopt(self) -> dict[str, Holder]:
-        return {placed.name.partition("/")[2] or self._own_host: Holder(placed) for placed in self._placer.adopt(_KIND)}
+    def adopt(self) -> list[tuple[str, Holder]]:
+        return [(placed.name.partition("/")[2] or self._own_host, Holder(placed))
+                for placed in self._placer.adopt(_KIND)]
+
+    def require(self) -> None:
+        self._writer.require()
 
     def hold(self, host: str, count: int) -> Holder:
         return Holder(self._placer.place(_KIND, f"{secrets.token_hex(3)}/{host}", GpuHolder, cpus=SOME_CPU, gpus=count,
                                          among=() if host == self._own_host else (host,)))
 
     def recorded(self) -> SharedDevices | None:
-        found = readable_one(self._etcd.get(self._ctx.keys.shared_devices()), SharedDevices)
-        return found if found is not None and found.epoch == self._ctx.epoch else None
+        found = self._etcd.get(self._ctx.keys.shared_devices())
+        record = readable_one(found, SharedDevices)
+        if found is not None and record is None:
+            epoch = self._etcd.get(self._ctx.keys.epoch())
+            if epoch is None or found.mod_revision > epoch.mod_revision:
+                raise RecordUnreadable("the record of the GPUs that trainer and engines share cannot be read, which a "
+                                       "later release may have written: have the run on that release, or restart the "
+                                       "job")
+        return record if record is not None and record.epoch == self._ctx.epoch else None
 
     def record(self, gpus: Mapping[str, Sequence[str]], data_parallel: int) -> None:
         record = SharedDevices(epoch=self._ctx.epoch, data_parallel=data_parallel,
@@ -187,6 +202,8 @@ class HostGpus:
         self.holder = holder
         self.moved = ""
         """How the GPUs are others than before; empty while they are not."""
+        self.held_since = float("inf")
+        """When the present holder was made, or adopted; infinite before the first pass."""
         self._hold, self._budget = hold, StartBudget()
         self._is_known = False
         """Whether the present holder has answered."""
@@ -195,6 +212,7 @@ class HostGpus:
         """Makes one pass; returns whether a holder was made or removed. ``in_use``: whether trainer and engines may use
         the GPUs. Raises as ``Holding``."""
         before = self.holder
+        self.held_since = min(self.held_since, now)
         if self.holder is not None and (reason := self.holder.ended()):
             log.warning("the holder of the shared GPUs of %s ended (%s); replacing it", self.host, reason)
             holder, self.holder, self._is_known = self.holder, None, False
@@ -203,7 +221,7 @@ class HostGpus:
             holder.remove()
         if self.holder is None and self._budget.open(now):
             try:
-                self.holder = self._hold()
+                self.holder, self.held_since = self._hold(), now
             except Exception:  # reported by the caller
                 self._failed(now)
                 raise
@@ -213,6 +231,10 @@ class HostGpus:
                 self.moved = f"Ray gave the GPUs {','.join(found)} of {self.host} in place of {','.join(self.gpus)}"
             self.gpus = self.gpus or found
         return self.holder is not before
+
+    def is_placed(self) -> bool:
+        """Whether Ray has given a holder the GPUs, which may not have answered yet. Raises RayError."""
+        return self.holder is not None and self.holder.is_placed()
 
     def _failed(self, now: float) -> None:
         self._budget = self._budget.after_failure(now, jitter=random.random())
@@ -233,6 +255,8 @@ class SharedGpus:
         self._plan: formation.Plan | None = None
         self._planned_at = float("-inf")
         self._is_recorded = self._has_adopted = False
+        self._unplaced: list[str] = []
+        """Hosts whose GPUs are recorded, and of which none holds them now."""
         self._budget = StartBudget()
         """Of plans that were dropped."""
         self._full: dict[str, float] = {}
@@ -251,12 +275,13 @@ class SharedGpus:
 
     @property
     def plan(self) -> formation.Plan | None:
-        """The hosts of the epoch; None until Ray has given all of their GPUs, and they are recorded."""
-        return self._plan if self._is_recorded else None
+        """The hosts of the epoch; None until Ray has given all of their GPUs, and they are recorded, and while a holder
+        waits for those that the one before it had: they may be anyone's."""
+        return self._plan if self._is_recorded and not self._unplaced else None
 
     def gpus(self) -> Mapping[str, Sequence[str]]:
         """Ids of the GPUs of each host of ``plan``; empty before there is one."""
-        return {host: held.gpus for host, held in self._on.items()} if self._is_recorded else {}
+        return {host: held.gpus for host, held in self._on.items()} if self.plan is not None else {}
 
     @property
     def nodes(self) -> set[str]:
@@ -267,10 +292,12 @@ class SharedGpus:
     def waiting(self) -> str:
         """What is waited for; empty once the GPUs are there."""
         if self._is_recorded:
-            return ""
+            return "" if not self._unplaced else f"the shared GPUs of {', '.join(self._unplaced)}, to be held again"
         if self._plan is None:
             return self._waiting
         without = [held for held in self._on.values() if not held.gpus]
+        if not without:
+            return "etcd to take the record of the shared GPUs"
         if any(held.holder is None for held in without):
             return "the next try to hold the shared GPUs"
         if not self.may_spread:
@@ -310,6 +337,19 @@ class SharedGpus:
         if not self._is_recorded and all(held.gpus for held in self._on.values()):
             self._holding.record({host: held.gpus for host, held in self._on.items()}, self._plan.data_parallel)
             self._is_recorded = True
+        elif self._is_recorded:
+            self._look_at_holders(hosts, now)
+
+    def _look_at_holders(self, hosts: RayHosts, now: float) -> None:
+        """Which GPUs nobody holds now, and whether they will not come back: their node of Ray is there, and has others
+        on them, or fewer of them."""
+        unplaced = [held for held in self._on.values() if not held.is_placed()]
+        self._unplaced = sorted(held.host for held in unplaced)
+        for held in unplaced:
+            if held.holder is None or held.host not in hosts.nodes:
+                held.held_since = now
+            elif now - held.held_since >= NO_ROOM_S:
+                self.lost = self.lost or f"Ray does not give the GPUs of {held.host} back"
 
     def close(self) -> None:
         with contextlib.suppress(RayError):  # Ray is away, and the holders with it
@@ -317,7 +357,13 @@ class SharedGpus:
 
     def _adopt(self) -> None:
         """Takes the GPUs over that are in use, and the holders that run."""
-        recorded, adopted = self._holding.recorded(), self._holding.adopt()
+        recorded, adopted = self._holding.recorded(), dict[str, Holder]()
+        for host, holder in self._holding.adopt():
+            if (recorded is not None and host not in recorded.gpus) or host in adopted:  # a plan that was dropped
+                self._holding.require()
+                holder.remove()
+            else:
+                adopted[host] = holder
         if recorded is None:
             self._on = {host: self._host(host, holder.count, holder) for host, holder in adopted.items()}
         else:
@@ -339,7 +385,8 @@ class SharedGpus:
             return
         found = self._find_plan(hosts, now) if self._knows_room(hosts) else None
         if found is None or (found.data_parallel < self._trainer.data_parallel and holds):
-            self._waiting = formation.waits_for(self._trainer, holds=holds, knows_room=self._knows_room(hosts))
+            self._waiting = formation.waits_for(self._trainer, holds=holds, knows_room=self._knows_room(hosts),
+                                                on_one=self._per_engine)
             return
         self._keep({host for host, count in found.ranks.items() if host in self._on and self._on[host].count == count},
                    now)
@@ -352,10 +399,10 @@ class SharedGpus:
         if closed := sorted(plan.ranks.keys() & (hosts.closed | hosts.lost) - {self._own_host}):
             self._drop(f"{closed[0]} takes nothing more", now)
         elif now - self._planned_at >= NO_ROOM_S and (late := [host for host, held in self._on.items()
-                                                                if not held.gpus]):
+                                                                if not held.is_placed()]):
             if self._find_plan(hosts, now, without=late) is not None:
                 self._full |= dict.fromkeys(late, now + FULL_S)
-            # Two runs that each hold what the other one lacks come back at other times.
+            # Others of the job that each hold what this one lacks come back at other times.
             self._budget = self._budget.after_failure(now, jitter=random.random())
             self._drop(f"there is no room on {late[0]}", now)
 
@@ -369,6 +416,7 @@ class SharedGpus:
         """Removes the holders of all hosts but these."""
         for host in self._on.keys() - kept:
             if (holder := self._on[host].holder) is not None:
+                self._holding.require()
                 holder.remove()
                 self._changed_at = now
             del self._on[host]
@@ -380,9 +428,12 @@ class SharedGpus:
         self._full = {host: until for host, until in self._full.items() if until > now}
         names = [self._own_host, *sorted(hosts.open - {self._own_host})]
         room = {host: self._room(host, hosts) for host in names if host not in self._full and host not in without}
-        # With whole rows of an engine's GPUs on each host none is without an engine; one engine there must be.
+        # With whole rows of an engine's GPUs on each host none is without an engine; one engine there must be, for
+        # which a host with room for it may have to come first.
+        here, fits = {self._own_host, *self._on}, {host for host, count in room.items() if count >= self._per_engine}
         plans = [formation.plan([formation.Room(host, count // row * row) for host, count in room.items()],
-                                self._trainer, keeps={self._own_host, *self._on}) for row in (self._per_engine, 1)]
+                                self._trainer, keeps=first)
+                 for row, first in ((self._per_engine, here), (1, here), (1, fits))]
         fit = [plan for plan in plans if plan is not None and max(plan.ranks.values()) >= self._per_engine]
         return max(fit, key=lambda plan: plan.data_parallel, default=None)
 

@@ -19,7 +19,7 @@ from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.etcd_patience import patiently
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
-from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed
+from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
@@ -69,7 +69,7 @@ class DriverSupervisor:
             driver_id = f"driver-{secrets.token_hex(4)}"
             began = time.monotonic()
             try:
-                self._run_driver(driver_id)
+                code = self._run_driver(driver_id)
             except PreflightFailed as e:  # no process could be made; that is no fault of the driver
                 log.error("the driver could not be started: %s", e)
                 budget = budget.after_failure(time.monotonic())
@@ -84,6 +84,10 @@ class DriverSupervisor:
                 if request.target == DRIVER:
                     self._with_etcd(partial(self._deregister, driver_id))
                 continue
+            if code == SharedDevicesLost.EXIT_CODE:  # the next one looks for hosts, however often
+                budget = budget.after_failure(time.monotonic(), jitter=random.random())
+                self._pause_until(budget)
+                continue
             end = FaultOccurrence(at=began, progress=progress_of(job))
             if end.progress > max((e.progress for e in ends), default=-1):
                 ends, budget = [], no_backoff
@@ -97,8 +101,9 @@ class DriverSupervisor:
             self._with_etcd(partial(self._report_end, epoch, driver_id, len(ends), action))
             self._pause_until(budget)
 
-    def _run_driver(self, driver_id: str) -> None:
-        """Starts a driver, and returns when it has ended or was ended for a request. Raises PreflightFailed.
+    def _run_driver(self, driver_id: str) -> int | None:
+        """Starts a driver, and returns when it has ended, with its exit code, or was ended for a request, with None.
+        Raises PreflightFailed.
 
         A driver that is told to stop ends all that runs. That is for the end of the run, and for a restart of the job:
         after every other end, also of this process, the next driver takes it over.
@@ -106,6 +111,7 @@ class DriverSupervisor:
         driver = processes.spawn([*self._command, "--id", driver_id], log=self._log_file, env=self._env)
         try:
             self._wait(driver)
+            return driver.poll()
         except BaseException:
             if self._goes_on():
                 driver.kill()

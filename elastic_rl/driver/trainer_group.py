@@ -394,6 +394,8 @@ class TrainerGroup:
         trainer = self.ctx.config.trainer
         if self._shared is not None and self._shared.plan is None:
             return  # a later pass starts it
+        if self._shared is not None and self._awaits_shared(self._shared, hosts):
+            return
         plan = self._plan(hosts) if self._knows_room(hosts) else None
         if plan is None or (plan.data_parallel < trainer.data_parallel and holds and self._shared is None):
             self._no_room = self._why_not(hosts, holds)
@@ -412,6 +414,17 @@ class TrainerGroup:
             self._remove()
             self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
             raise
+
+    def _awaits_shared(self, shared: SharedGpus, hosts: RayHosts) -> bool:
+        """Whether no ranks are started on the hosts of the epoch: one of them is to be emptied, and where nothing runs
+        nothing has to be saved before, or its node of Ray is away."""
+        used = shared.gpus().keys() - {self._own_host}
+        if (drained := sorted(used & hosts.drains.keys())) and shared.can_move(hosts):
+            shared.leave(f"{drained[0]} is drained")
+            return True
+        away = sorted(used - hosts.nodes.keys())
+        self._no_room = f"the node of Ray on {_some(away)}" if away else ""
+        return bool(away)
 
     def _form(self, plan: formation.Plan, hosts: RayHosts) -> bool:
         """Writes the formation; from then on what the ranks of earlier ones publish is refused. Returns whether it is

@@ -45,8 +45,7 @@ def test_killed_node_serves_its_versions_after_a_restart(dcs: Dcs) -> None:
     dcs.await_saved(dcs.wire(node))
     segment = Path(node.arena_path)
     digest = dcs.digests(1)[0]
-    dcs.kill()
-    assert segment.exists(), "the fault did not happen"
+    dcs.kill()  # which leaves its segment, until any node of this machine starts
     left, foreign = dcs.file(digest).with_name("ab" * 16 + ".partial"), dcs.file(digest).with_name("mine.txt")
     left = left.parent.parent / "ab" / left.name
     for path in (left, foreign):

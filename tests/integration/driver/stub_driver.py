@@ -2,7 +2,8 @@
 registers, and then does nothing.
 
 BEHAVIOUR: ``works`` ends when its epoch is over, as the driver does, or when the job has finished; ``hangs`` ends only
-by a signal; ``crashes`` ends by itself before it begins an epoch, ``crashes-later`` after it, and before it registers.
+by a signal; ``crashes`` ends by itself before it begins an epoch, ``crashes-later`` after it, and before it registers;
+``loses-hosts`` ends as one whose shared hosts are lost.
 ``hangs-until-finished`` is for whole runs, in which other tests than those of a take-over need a driver: it begins an
 epoch, starts nothing, and ends when the job has finished; etcd may be away meanwhile. ``writes-until-finished`` also
 writes as a driver, without end, and goes on when it is refused (``support.driver_writes``).
@@ -19,7 +20,7 @@ import time
 import psutil
 from support.driver_writes import Writer
 
-from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.errors import EtcdUnavailable, SharedDevicesLost
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
@@ -58,6 +59,8 @@ if __name__ == "__main__":
         starts.write(f"{args.id}\n")
     if args.behaviour == "crashes":
         sys.exit(1)
+    if args.behaviour == "loses-hosts":
+        sys.exit(SharedDevicesLost.EXIT_CODE)
     if args.behaviour == "writes-until-finished":
         writer = Writer(ctx, args.id)
         while True:

@@ -240,6 +240,14 @@ def test_driver_that_crashes_and_makes_progress_in_between_is_restarted_without_
     assert job.code is None
 
 
+def test_driver_that_ends_since_shared_hosts_are_lost_is_restarted_however_often_and_no_fault(
+        job: SupervisedJob) -> None:
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=7, steps=20).encode())
+    job.start("loses-hosts")
+    wait_until(lambda: len(job.starts()) > job.ctx.config.failure_policy.max_global_restarts, what="further drivers")
+    assert job.code is None and job.events() == []
+
+
 def test_end_of_a_driver_that_another_one_fenced_off_is_not_reported(job: SupervisedJob) -> None:
     job.start("works")
     job.await_driver(1)

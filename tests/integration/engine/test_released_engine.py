@@ -15,6 +15,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl import config
 from elastic_rl.config import ROLLOUT_POOL, EngineConfig
+from elastic_rl.dcs import model_files
 from elastic_rl.engine import runner as runner_module
 from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.server.sglang_server import EngineServer
@@ -110,6 +111,7 @@ def engine(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pa
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "device": {"type": "cpu"},
                         "placement": "colocated", "etcd": {"call_timeout_s": 2.0}})
     make_secret(cfg)
+    (tmp_path / model_files.CONFIG).write_text("{}")  # the model is on this host
     ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
                      epoch=fencing.raise_epoch(etcd, keys, "test").number, host=LOOPBACK)
     made = ReleasedEngine(ctx, etcd)

@@ -14,6 +14,7 @@ from elastic_rl.config import TrainerConfig
 from elastic_rl.driver.formation import NO_ROOM_S, Plan
 from elastic_rl.driver.hosts_of_ray import HostNode, RayHosts
 from elastic_rl.driver.shared_gpus import SharedGpus
+from elastic_rl.errors import Fenced
 from elastic_rl.etcd.records import SharedDevices
 
 OWN, EPOCH = "a", 3
@@ -28,6 +29,8 @@ class Held:
     answer: tuple[str, ...] = ()
     reason: str = ""
     removed: bool = False
+    is_silent: bool = False
+    """Whether its process, which has the GPUs, does not answer yet."""
 
     @property
     def room(self) -> str:
@@ -48,7 +51,7 @@ class Held:
         return self.reason
 
     def gpus(self) -> tuple[str, ...]:
-        return self.answer
+        return () if self.is_silent else self.answer
 
     def remove(self) -> None:
         self.removed = True
@@ -71,6 +74,9 @@ class Machine:
     closed: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     joining: bool = False
+    is_stale: bool = False
+    are_silent: bool = False
+    """Whether new holders do not answer."""
     without_cpus: str = ""
     """A host whose GPUs are free, and on which Ray places nothing for want of something else."""
 
@@ -82,13 +88,17 @@ class Machine:
                                  per_engine=self.per_engine, clock=lambda: self.now)
 
     # -- Holding --------------------------------------------------------------------------------------------------
-    def adopt(self) -> dict[str, Held]:
-        return {held.host: held for held in self.holders if held.lives}
+    def adopt(self) -> list[tuple[str, Held]]:
+        return [(held.host, held) for held in self.holders if held.lives]
+
+    def require(self) -> None:
+        if self.is_stale:
+            raise Fenced("a newer driver has begun")
 
     def hold(self, host: str, count: int) -> Held:
         if self.refuses:
             raise RuntimeError("Ray is away")
-        self.holders.append(Held(host, count))
+        self.holders.append(Held(host, count, is_silent=self.are_silent))
         return self.holders[-1]
 
     def recorded(self) -> SharedDevices | None:
@@ -176,8 +186,8 @@ def test_holder_that_ends_later_is_replaced_and_the_gpus_stay() -> None:
     machine = one_host()
     holds(machine, "4", "5")
     machine.holders[0].reason = "killed"
-    machine.passes()
-    assert len(machine.holders) == 2 and machine.shared.gpus() == {OWN: ("4", "5")}
+    machine.passes(5)
+    assert len(machine.holders) == 2 and machine.shared.gpus() == {} and "held again" in machine.shared.waiting
     machine.holders[1].answer = ("5", "4")
     machine.passes()
     assert machine.shared.gpus() == {OWN: ("4", "5")} and not machine.shared.lost
@@ -191,8 +201,8 @@ def test_other_gpus_than_those_in_use_are_reported(by_the_next_driver: bool) -> 
     if by_the_next_driver:
         machine.next_driver()
         machine.passes(1)
-        assert machine.shared.gpus() == {OWN: ("4", "5")}, "they are in use, whoever holds them"
-    machine.passes()
+        assert machine.shared.plan is None, "nothing more is started on them"
+    machine.passes(5)
     machine.holders[1].answer = ("4", "6")
     machine.passes()
     assert "4,6 of a in place of 4,5" in machine.shared.lost
@@ -266,11 +276,13 @@ def test_nothing_is_held_while_the_least_group_has_no_room() -> None:
 
 @pytest.mark.parametrize(("free", "ranks"), [
     ({"a": 5, "b": 4}, {"a": 4, "b": 2}),  # the two on b have no engine, and would have none on a
-    ({"a": 4, "b": 2}, {"a": 4, "b": 2}), ({"a": 3, "b": 3}, None), ({"a": 6}, {"a": 6})])
+    ({"a": 4, "b": 2}, {"a": 4, "b": 2}), ({"a": 3, "b": 3}, None), ({"a": 6}, {"a": 6}),
+    ({"a": 3, "c": 4}, {"c": 4, "a": 2})])  # that of the run is not the first one then
 def test_engine_has_all_its_gpus_on_one_host(free: dict[str, int], ranks: dict[str, int] | None) -> None:
     machine = Machine(trainer(data_parallel=6), gpus_of(**free), per_engine=4)
     machine.passes(3)
     assert (machine.shared.plan.ranks if machine.shared.plan else None) == ranks
+    assert ranks or "room for 6 ranks, of these 4 on one host" in machine.shared.waiting
 
 
 def test_plan_whose_host_is_lost_or_closed_before_anything_runs_is_made_anew() -> None:
@@ -336,7 +348,67 @@ def test_gpus_of_a_holder_that_ends_before_all_are_there_are_not_those_of_the_ep
     assert machine.shared.gpus() == {"a": ("1", "2"), "b": ("0", "1")} and not machine.shared.lost
 
 
-def test_two_runs_that_each_hold_what_the_other_lacks_do_not_wait_for_ever() -> None:
+def test_holder_that_has_its_gpus_and_answers_late_has_room() -> None:
+    machine = Machine(trainer(data_parallel=4, min_data_parallel=2), gpus_of(a=2, b=2, c=2), are_silent=True)
+    machine.passes(3 * int(NO_ROOM_S))
+    assert len(machine.holders) == 2 and machine.shared.plan is None
+    for held in machine.holders:
+        held.is_silent = False
+    machine.passes(2)
+    assert machine.shared.plan == Plan({"a": 2, "b": 2}, 4) and len(machine.holders) == 2
+
+
+def test_nothing_is_started_on_gpus_that_nobody_holds_and_the_epoch_ends_where_they_do_not_come_back() -> None:
+    machine = Machine(trainer(data_parallel=4), gpus_of(a=2, b=2))
+    machine.passes(3)
+    assert machine.shared.plan is not None and not machine.shared.waiting
+    machine.kill("b")
+    machine.give()
+    machine.free["b"] = ["0"]  # somebody was faster
+    machine.passes(5)
+    assert machine.shared.plan is None and machine.shared.gpus() == {} and not machine.shared.lost
+    assert machine.shared.waiting == "the shared GPUs of b, to be held again"
+    machine.free["b"] = ["0", "1"]
+    machine.passes(3)
+    assert machine.shared.plan == Plan({"a": 2, "b": 2}, 4) and not machine.shared.waiting
+
+    machine.kill("b")
+    machine.give()
+    nodes = machine.free.pop("b")  # its node of Ray is away, which says nothing about its GPUs
+    machine.passes(3 * int(NO_ROOM_S))
+    assert not machine.shared.lost
+    machine.free["b"] = nodes[:1]
+    machine.passes(int(NO_ROOM_S) + 2)
+    assert machine.shared.lost == "Ray does not give the GPUs of b back"
+
+
+def test_stale_driver_removes_no_holder() -> None:
+    machine = Machine(trainer(data_parallel=4), gpus_of(a=2, b=2), gives=False)
+    machine.passes(1)
+    machine.is_stale = True
+    with pytest.raises(Fenced):
+        machine.passes(2 * int(NO_ROOM_S))
+    assert all(held.lives for held in machine.holders)
+
+
+def test_holders_of_a_plan_that_was_dropped_are_removed_by_the_next_driver() -> None:
+    machine = Machine(trainer(data_parallel=4), gpus_of(a=2, b=2, c=2))
+    machine.passes(3)
+    left, twice = machine.hold("c", 2), machine.hold("a", 1)
+    machine.give()
+    machine.next_driver()
+    machine.passes(2)
+    assert left.removed and twice.removed and machine.living().keys() == {"a", "b"}
+    assert machine.shared.plan == Plan({"a": 2, "b": 2}, 4)
+
+
+def test_plan_is_made_from_a_reading_of_the_hosts_alone() -> None:
+    machine = Machine(trainer(data_parallel=2, min_data_parallel=1), gpus_of(a=2))
+    machine.shared.reconcile(RayHosts())
+    assert not machine.holders and "Ray to say" in machine.shared.waiting
+
+
+def test_two_parts_that_each_hold_what_the_other_lacks_do_not_wait_for_ever() -> None:
     first = Machine(trainer(data_parallel=4), gpus_of(a=2, b=2))
     first.gives = False
     first.passes(1)
@@ -452,7 +524,8 @@ class Epoch(RuleBasedStateMachine):
             assert {host: list(ids) for host, ids in machine.shared.gpus().items()} == self.first.gpus
         assert machine.living().keys() <= counts.keys()
         if machine.shared.lost:
-            assert machine.lost & counts.keys() or "in place of" in machine.shared.lost
+            assert machine.lost & counts.keys() or "in place of" in machine.shared.lost or (
+                "does not give the GPUs" in machine.shared.lost)
 
     def teardown(self) -> None:
         """With rest there is a plan where there is room, and it is held."""
