@@ -2,7 +2,8 @@
 alerts and metrics all decide by it.
 
 What has not changed since the last reading is neither sent nor decoded again (``KnownRange``): a job of thousands of
-members is read several times a second. Nothing else is remembered; each reading asks etcd for everything.
+members is read several times a second. The newest heartbeat that was seen of a member stays, too. All else each
+reading asks etcd for.
 """
 
 from __future__ import annotations

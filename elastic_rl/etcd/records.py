@@ -105,7 +105,7 @@ class Heartbeat(Record):
     progress_at: float = 0.0
     beat_at: float = 0.0
     beats: int = 0
-    """These are as in ``Member``."""
+    """Number of the heartbeat. All fields up to this one are as in ``Member``."""
     revision: int = 0
     """A revision of etcd at which the process still ran, as its agent saw; 0: unknown."""
 

@@ -64,7 +64,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(collected: Cost, own: Cost, members: int, hosts: int) -> Iterator[Row]:
-    """The rows of one run. Pure."""
+    """The rows of one run; this function is pure."""
     late = "" if not own.late else (f"of the heartbeats of {members} members {own.late:.0f} a second were late: the "
                                     "simulation, or etcd, was at its limit")
 
