@@ -1,9 +1,9 @@
 """One consistent shape for what etcd says about a job: ``ClusterSnapshot``. Membership, failure policy, operations,
 alerts and metrics all decide by it.
 
-What has not changed since the last reading is neither sent nor decoded again (``KnownRange``): a job of thousands of
-members is read several times a second. The newest heartbeat that was seen of a member stays, too. All else each
-reading asks etcd for.
+All of it is as of one revision, and read in one transaction. What has not changed since the last reading is neither
+sent nor decoded again (``KnownRanges``): a job of thousands of members is read several times a second. The newest
+heartbeat that was seen of a member stays, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from elastic_rl.coordinator.etcd_health import EtcdHealth, EtcdProbe
 from elastic_rl.coordinator.records import FaultLog, LastSeen
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.dcs.catalog.reads import newest_number
-from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, RunStatus
 from elastic_rl.etcd.decoding import RangeDecoder, decode_all, readable_one
 from elastic_rl.etcd.heartbeats import HeartbeatIndex
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.known_range import KnownRange
+from elastic_rl.etcd.known_ranges import KnownRanges
 from elastic_rl.etcd.records import (
     Autoscaler,
     AutoscalerState,
@@ -75,16 +75,14 @@ class ClusterSnapshot:
     """Unix seconds of the reading, by the reader's clock. For people: what is due goes by ``leader_time``."""
     leader_time: float = 0.0
     """Seconds of the leader clock; 0 on a replica that does not lead."""
-    begin_revision: int = 0
-    """Revision of etcd when the reading began: of what changed since, other parts may be missing."""
+    read_at: int = 0
+    """Revision of etcd as of which all was read, but for ``committed`` and ``durable``."""
     status: JobStatus | None = None
     stopped: bool = False
     """Whether the operator has stopped the newest submission, which may be ending, or it has ended without an error."""
     epoch: int = 0
     members: Sequence[Member] = ()
     """Each with its newest heartbeat, whether its record has that or its host's agent has collected it."""
-    members_revision: int = 0
-    """Revision of etcd at which the members were read."""
     alive_revisions: Mapping[str, int] = field(default_factory=dict)
     """Incarnation of a member whose heartbeats are collected → a revision at which its agent saw the process run."""
     registry: Mapping[tuple[str, str], LastSeen] = field(default_factory=dict)
@@ -205,71 +203,69 @@ class SnapshotReader:
             Version: RangeDecoder(Version, lambda r: keys.stream_head(r.stream)),
             JobStatus: RangeDecoder(JobStatus),
         }
-        self._ranges: dict[str, _RecordRange[Any]] = {}
+        self._kinds: dict[str, type[Record]] = {
+            keys.operations_prefix(): Operation, keys.registry_prefix(): LastSeen, keys.members_prefix(): Member,
+            keys.heartbeats_prefix(): HostHeartbeats, keys.dcs_nodes_prefix(): DcsNode,
+            keys.evidence_prefix(): Evidence, keys.witnesses_prefix(): Witness, keys.engines_prefix(): Engine,
+            keys.faults_prefix(): FaultLog, keys.restarts_prefix(): RestartRequest,
+            keys.external_engines_prefix(): ExternalEngine}
+        """Of the ranges whose records are of one kind."""
+        self._head_keys = [keys.stream_head(stream) for stream in Stream]
+        cluster = self._cluster_keys
+        self._known = KnownRanges(
+            etcd, [*self._kinds, keys.pools_prefix(), keys.autoscaling_prefix()],
+            [keys.job_status(), keys.epoch(), *self._head_keys, cluster.job(keys.job), cluster.run_status(keys.job)])
+        self._records = {prefix: _Records(self._decoders[kind]) for prefix, kind in self._kinds.items()}
         self._heartbeats = HeartbeatIndex()
         self._lags: tuple[dict[str, int], dict[str, dict[int, float]]] = {}, {}
         self._lags_at = float("-inf")
 
     def forget(self) -> None:
         """Has the next reading ask for all, whether it has changed or not."""
-        self._ranges.clear()
+        self._known.forget()
 
     def read(self) -> ClusterSnapshot:
         """Raises EtcdUnavailable. Records that cannot be read are left out, and named in ``unreadable``."""
-        reading = _Reading(self._etcd, self._decoders, self._ranges)
-        keys = self._keys
-        # Operations are read before what they are about: the requests that were written with them are then seen too.
-        operations = reading.range(keys.operations_prefix(), Operation)
-        begin_revision = reading.revision
-        # The registry is read before the members: a member that closes in between is missing in the later reading, and
-        # the compare on its (deleted) registry key then fails instead of making a death of it.
-        registry = reading.range(keys.registry_prefix(), LastSeen)
+        keys, known = self._keys, self._known
+        known.read()
+        reading = _Reading(known, self._decoders, self._records)
         members = reading.range(keys.members_prefix(), Member)
-        members_revision = reading.revision
         self._heartbeats.update(reading.range(keys.heartbeats_prefix(), HostHeartbeats))
         members, beats = self._heartbeats.merged(members), [*map(self._heartbeats.of, members)]
-        nodes = reading.range(keys.dcs_nodes_prefix(), DcsNode)
-        # Evidence is written when a registration is deleted, and deleted by the next one: it is read last.
-        evidence = reading.range(keys.evidence_prefix(), Evidence)
-        witnesses = reading.range(keys.witnesses_prefix(), Witness)
         engines = {e.id: e for e in reading.range(keys.engines_prefix(), Engine)}
-        pools = self._etcd.range(keys.pools_prefix())[0]
-        autoscaling = self._etcd.range(keys.autoscaling_prefix())[0]
-        autoscalers = reading.decode([kv for kv in autoscaling if kv.key.endswith("/spec")], Autoscaler)
-        autoscaler_states = reading.decode([kv for kv in autoscaling if kv.key.endswith("/state")], AutoscalerState)
-        specs = reading.decode([kv for kv in pools if kv.key.endswith("/spec")], PoolSpec)
-        statuses = reading.decode([kv for kv in pools if kv.key.endswith("/status")], PoolStatus)
+        specs = reading.part(keys.pools_prefix(), "/spec", PoolSpec)
+        statuses = reading.part(keys.pools_prefix(), "/status", PoolStatus)
+        autoscalers = reading.part(keys.autoscaling_prefix(), "/spec", Autoscaler)
+        autoscaler_states = reading.part(keys.autoscaling_prefix(), "/state", AutoscalerState)
         status = reading.keys([keys.job_status()], JobStatus)
-        epoch = self._etcd.get(keys.epoch())
-        heads: dict[str, Version] = {
-            v.stream: v for v in reading.keys([keys.stream_head(s) for s in Stream], Version)}
-        faults = reading.range(keys.faults_prefix(), FaultLog)
-        restarts = reading.range(keys.restarts_prefix(), RestartRequest)
-        external = reading.range(keys.external_engines_prefix(), ExternalEngine)
-        frozen = {spec.name for spec in specs if not spec.stream}
-        durable, committed = self._read_lags([e for e in engines.values() if e.pool not in frozen], heads)
+        epoch = known.keys.get(keys.epoch())
         if epoch is not None:
             reading.revisions[epoch.key] = epoch
-        stopped = self._is_stopped()  # last: who stops a run says so before anything of it ends
+        heads: dict[str, Version] = {v.stream: v for v in reading.keys(self._head_keys, Version)}
+        frozen = {spec.name for spec in specs if not spec.stream}
+        durable, committed = self._read_lags([e for e in engines.values() if e.pool not in frozen], heads)
         return ClusterSnapshot(
-            job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
-            status=status[0] if status else None, stopped=stopped,
-            epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
+            job=keys.job, now=self._clock(), leader_time=self._leader_clock(), read_at=known.revision,
+            status=status[0] if status else None, stopped=self._is_stopped(),
+            epoch=epoch.version if epoch else 0, members=members,
             alive_revisions={beat.incarnation: beat.revision for beat in beats if beat is not None},
-            registry={s.name: s for s in registry}, evidence={(e.role, e.id): e for e in evidence}, witnesses=witnesses,
-            nodes={n.id: n for n in nodes}, engines=engines,
-            external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
-            statuses={s.name: s for s in statuses}, autoscalers={a.pool: a for a in autoscalers},
-            autoscaler_states={a.pool: a for a in autoscaler_states}, operations={o.id: o for o in operations},
-            restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,
+            registry={s.name: s for s in reading.range(keys.registry_prefix(), LastSeen)},
+            evidence={(e.role, e.id): e for e in reading.range(keys.evidence_prefix(), Evidence)},
+            witnesses=reading.range(keys.witnesses_prefix(), Witness),
+            nodes={n.id: n for n in reading.range(keys.dcs_nodes_prefix(), DcsNode)}, engines=engines,
+            external_engines={e.engine: e for e in reading.range(keys.external_engines_prefix(), ExternalEngine)},
+            specs={s.name: s for s in specs}, statuses={s.name: s for s in statuses},
+            autoscalers={a.pool: a for a in autoscalers}, autoscaler_states={a.pool: a for a in autoscaler_states},
+            operations={o.id: o for o in reading.range(keys.operations_prefix(), Operation)},
+            restarts={r.target: r for r in reading.range(keys.restarts_prefix(), RestartRequest)},
+            faults={f.target: f for f in reading.range(keys.faults_prefix(), FaultLog)}, heads=heads,
             committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else EtcdHealth(),
             revisions=reading.revisions, unreadable=reading.unreadable)
 
     def _is_stopped(self) -> bool:
         keys, job = self._cluster_keys, self._keys.job
-        found = self._etcd.txn([], [Op.get(keys.job(job)), Op.get(keys.run_status(job))])
-        record = readable_one(found.get(keys.job(job)), JobRecord)
-        run = readable_one(found.get(keys.run_status(job)), RunStatus)
+        record = readable_one(self._known.keys.get(keys.job(job)), JobRecord)
+        run = readable_one(self._known.keys.get(keys.run_status(job)), RunStatus)
         if record is None or not record.submission:
             return False
         return record.stopped or (run is not None and run.submission == record.submission
@@ -295,55 +291,48 @@ class SnapshotReader:
         return self._lags
 
 
-class _RecordRange(Generic[R]):
+class _Records(Generic[R]):
     """The records of a range, reading after reading."""
 
-    def __init__(self, etcd: EtcdClient, prefix: str, decoder: RangeDecoder[R]) -> None:
-        self._range, self._decoder = KnownRange(etcd, prefix), decoder
-        self.kvs: Mapping[str, KeyValue] = {}
+    def __init__(self, decoder: RangeDecoder[R]) -> None:
+        self._decoder = decoder
+        self._kvs: Mapping[str, KeyValue] = {}
         self.records: list[R] = []
         self.unreadable: dict[str, str] = {}
 
-    @property
-    def revision(self) -> int:
-        """Revision of etcd at the last reading."""
-        return self._range.revision
-
-    def read(self) -> None:
-        """Reads the range. Raises EtcdUnavailable."""
-        kvs = self._range.read()
-        if kvs is not self.kvs:
-            self.kvs, self.unreadable = kvs, {}
+    def update(self, kvs: Mapping[str, KeyValue]) -> None:
+        """``kvs``: the range as it is; the same object as before where nothing has changed."""
+        if kvs is not self._kvs:
+            self._kvs, self.unreadable = kvs, {}
             self.records = self._decoder.decode(kvs.values(), self.unreadable)
 
 
 class _Reading:
-    """One reading of etcd in the making."""
+    """What one reading of etcd makes."""
 
-    def __init__(self, etcd: EtcdClient, decoders: Mapping[type[Record], RangeDecoder[Any]],
-                 ranges: dict[str, _RecordRange[Any]]) -> None:
-        """``ranges``: by prefix, as the reading before has left them."""
-        self._etcd, self._decoders, self._ranges = etcd, decoders, ranges
-        self.revision = 0
-        """Revision of etcd at the last range."""
+    def __init__(self, known: KnownRanges, decoders: Mapping[type[Record], RangeDecoder[Any]],
+                 records: Mapping[str, _Records[Any]]) -> None:
+        """``records``: by prefix, as the reading before has left them."""
+        self._known, self._decoders, self._records = known, decoders, records
         self.revisions: dict[str, Revisions] = {}
         self.unreadable: dict[str, str] = {}
 
     def range(self, prefix: str, kind: type[R]) -> list[R]:
-        found = self._ranges.get(prefix)
-        if found is None:
-            found = self._ranges[prefix] = _RecordRange(self._etcd, prefix, self._decoders[kind])
-        found.read()
-        self.revision = found.revision
-        self.revisions.update(found.kvs)
+        """The records of a range of one kind."""
+        found: _Records[R] = self._records[prefix]
+        found.update(self._known.ranges[prefix])
+        self.revisions.update(self._known.ranges[prefix])
         self.unreadable.update(found.unreadable)
-        records: list[R] = found.records
-        return records
+        return found.records
+
+    def part(self, prefix: str, end: str, kind: type[R]) -> list[R]:
+        """The records of a range whose keys end so."""
+        return self._decode([kv for key, kv in self._known.ranges[prefix].items() if key.endswith(end)], kind)
 
     def keys(self, keys: Iterable[str], kind: type[R]) -> list[R]:
-        return self.decode([kv for key in keys if (kv := self._etcd.get(key)) is not None], kind)
+        return self._decode([kv for key in keys if (kv := self._known.keys.get(key)) is not None], kind)
 
-    def decode(self, kvs: Sequence[KeyValue], kind: type[R]) -> list[R]:
+    def _decode(self, kvs: Sequence[KeyValue], kind: type[R]) -> list[R]:
         self.revisions.update((kv.key, kv) for kv in kvs)
         found: list[R] = self._decoders[kind].decode(kvs, self.unreadable)
         return found

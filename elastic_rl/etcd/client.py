@@ -70,14 +70,23 @@ class Page:
 
 @dataclass(frozen=True)
 class Changed:
-    """The keys of a range that were put since an earlier revision, as they were at ``revision``."""
+    """The keys of a range that were put since an earlier revision."""
 
     kvs: list[KeyValue]
-    revision: int
     total: int
-    """Number of all keys of the range at that revision."""
+    """Number of all keys of the range."""
     more: bool
     """Whether there are further ones that were put."""
+
+
+@dataclass(frozen=True)
+class ChangedRanges:
+    """What was put in several ranges, all as of ``revision``."""
+
+    ranges: list[Changed]
+    kvs: list[KeyValue]
+    """Those of the single keys that there are, changed or not."""
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -239,13 +248,19 @@ class EtcdClient:
         """Number of keys under a prefix, between two of them."""
         return int(self._channels.call(RANGE, _range_request(prefix, after, before, count_only=True)).count)
 
-    def changed(self, prefix: str, *, since: int, limit: int) -> Changed:
-        """At most ``limit`` of the keys under a prefix that were put after revision ``since``, in any order. One that
-        was deleted is not among them; ``total`` tells. etcd looks at every key of the range and sends these alone."""
-        request = _range_request(prefix, limit=limit, min_mod_revision=since + 1)
-        response = self._channels.call(RANGE, request, timeout_s=self._channels.call_timeout_s + _RANGE_EXTRA_S)
-        return Changed([KeyValue.from_message(kv) for kv in response.kvs], response.header.revision, response.count,
-                       response.more)
+    def changed(self, prefixes: Sequence[str], keys: Sequence[str] = (), *, since: int, limit: int) -> ChangedRanges:
+        """At most ``limit`` of the keys under each prefix that were put after revision ``since``, in any order, and the
+        single ``keys``, in one transaction. A key that was deleted is not among them; ``total`` tells. etcd looks at
+        every key of the ranges and sends these alone."""
+        ranges = [_range_request(prefix, limit=limit, min_mod_revision=since + 1) for prefix in prefixes]
+        gets = [Op.get(key).to_message() for key in keys]
+        response = self._channels.call(TXN, pb.TxnRequest(
+            success=[*(pb.RequestOp(request_range=request) for request in ranges), *gets]),
+            timeout_s=self._channels.call_timeout_s + _RANGE_EXTRA_S)
+        answers = [step.response_range for step in response.responses]
+        return ChangedRanges(
+            [Changed([KeyValue.from_message(kv) for kv in a.kvs], a.count, a.more) for a in answers[:len(ranges)]],
+            [KeyValue.from_message(kv) for a in answers[len(ranges):] for kv in a.kvs], response.header.revision)
 
     # -- writes --------------------------------------------------------------------------------------------------------
     def put(self, key: str, value: bytes, *, lease: int = 0) -> int:

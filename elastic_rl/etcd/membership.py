@@ -105,13 +105,14 @@ class Membership:
         self._thread.start()
         return self
 
-    def progress(self, step: int, phase: str, **info: Any) -> None:
+    def progress(self, step: int, phase: str, *, in_flight: int | None = None, **info: Any) -> None:
         """Reports that the working thread makes progress, and how far it is; ``info`` (JSON-able) is merged into the
-        entry's. Never waits for etcd. A change of ``info`` is written at once. Others see one of step or phase as late
-        as the agent of the host collects heartbeats, if it does; where nothing changes, the next heartbeat has it."""
+        entry's. Never waits for etcd. A change of ``info``, which should be rare, is written at once. Others see one of
+        all else as late as the agent of the host collects heartbeats, if it does; where nothing changes, the next
+        heartbeat has it."""
         with self._lock:
             now = self._member
-            new = now.replace(step=step, phase=phase, info={**now.info, **info})
+            new = now.replace(step=step, phase=phase, in_flight=in_flight, info={**now.info, **info})
             changed = new != now
             self._member, self._progressed = new.replace(progress_at=time.time()), time.monotonic()
         if changed:

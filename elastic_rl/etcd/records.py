@@ -87,6 +87,8 @@ class Member(Record):
     """Unix seconds, by the same clock, of the last heartbeat, which another thread of the process sends."""
     beats: int = 0
     """Number of that heartbeat: of two, the one with the higher number is newer, also after the clock was set."""
+    in_flight: int | None = None
+    """Things that it works on for others, such as prompt groups, at that heartbeat; None: it does not count them."""
     info: dict[str, Any] = {}
     machine: str = ""
     """Names the machine's boot and the pid namespace (``process_state.machine_id``); empty if unknown."""
@@ -104,6 +106,7 @@ class Heartbeat(Record):
     phase: str = ""
     progress_at: float = 0.0
     beat_at: float = 0.0
+    in_flight: int | None = None
     beats: int = 0
     """Number of the heartbeat. All fields up to this one are as in ``Member``."""
     revision: int = 0

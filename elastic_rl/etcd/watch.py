@@ -49,6 +49,8 @@ class Watch:
         """Whether the last answer was that we may not watch."""
         self._answered_at = time.monotonic()
         self._stopping = threading.Event()
+        self._answers: queue.Queue[Any] = queue.Queue()
+        """Of the stream that is open."""
         self._events: queue.Queue[WatchEvent | ElasticRLError | None] = queue.Queue()
         self._error: ElasticRLError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch-{prefix}", daemon=True)
@@ -85,6 +87,8 @@ class Watch:
     def close(self) -> None:
         self._stopping.set()
         self._events.put(None)  # wakes a reader
+        with contextlib.suppress(queue.Full):
+            self._answers.put_nowait(None)  # wakes the thread; where it is full, the thread does not wait
         self._thread.join(timeout=1.0)
 
     def __enter__(self) -> Self:
@@ -121,7 +125,7 @@ class Watch:
         # The stream has a thread of its own: on a stopped member the read blocks for ever, and so does gRPC's sender,
         # so that neither side of the stream can notice the silence.
         call = self._channels.stream(WATCH, iter(requests.get, None), self._member)
-        answers: queue.Queue[Any] = queue.Queue(maxsize=_MAX_BUFFERED_ANSWERS)
+        answers = self._answers = queue.Queue[Any](maxsize=_MAX_BUFFERED_ANSWERS)
         reader = threading.Thread(target=_read, args=(call, answers), name="watch-read", daemon=True)
         reader.start()
         try:

@@ -108,8 +108,7 @@ class ForwardWorker(GroupWorker):
     def _report(self, phase: str = "", *, ready: bool = False) -> None:
         self._ready = self._ready or ready
         step = max(self.version.step, 0)
-        self.member.progress(step, phase or "waiting for a command", ready=self._ready,
-                             policy_version=self.version.number)
+        self.member.progress(step, phase or "waiting for a command", ready=self._ready)
         if self.par.rank == 0:
             self.board.set_status(
                 group=self.member.incarnation, epoch=self.ctx.epoch, step=step, phase="rl", pair="", cursor={},

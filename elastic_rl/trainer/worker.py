@@ -252,9 +252,7 @@ class TrainerWorker(GroupWorker):
     def _report(self, phase: str = "", *, ready: bool = False) -> None:
         p = self.progress
         self._ready = self._ready or ready
-        self.member.progress(p.step, phase or "waiting for a command", ready=self._ready,
-                             policy_version=self.checkpoints.policy_version,
-                             state_version=self.checkpoints.state_version)
+        self.member.progress(p.step, phase or "waiting for a command", ready=self._ready)
         if self.par.rank == 0 and self._wanted is None:  # else step and version would not belong together
             self.board.set_status(
                 group=self.member.incarnation, epoch=self.ctx.epoch, step=p.step, phase=p.phase, pair=p.pair,

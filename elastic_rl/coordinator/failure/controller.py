@@ -93,7 +93,7 @@ class FailureController:
                     or (known is not None and known.operation)):
                 continue
             for key in (self._keys.fault(target), self._keys.restart(target)):
-                if 0 < snapshot.revision(key) <= snapshot.begin_revision:  # later ones may have an operation by now
+                if snapshot.revision(key):
                     self._guarded([snapshot.unchanged(key)], [Op.delete(key)])
 
     def _follow(self, known: FaultLog, snapshot: ClusterSnapshot) -> bool:

@@ -76,7 +76,7 @@ class MembershipController:
         reports = WitnessReports(snapshot.leader_time, snapshot.witnesses, snapshot.evidence)
         live = self._live(snapshot, reports.loads)
         changes = registry.compare(
-            snapshot.registry, live, now=snapshot.now, revision=snapshot.members_revision,
+            snapshot.registry, live, now=snapshot.now, revision=snapshot.read_at,
             last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_ended,
             ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas,
             reports=reports, suspicion=self._suspicion)
@@ -146,7 +146,7 @@ class MembershipController:
             # Not the revision at which its agent has written: the member may have died, and been replaced, between the
             # heartbeat and that. None that etcd has not reached, as it may be when etcd was restored.
             seen = (snapshot.alive_revisions.get(m.incarnation, 0), before.revision if before is not None else 0)
-            alive = max([snapshot.revision(key), *(r for r in seen if r <= snapshot.members_revision)])
+            alive = max([snapshot.revision(key), *(r for r in seen if r <= snapshot.read_at)])
             self._heartbeats[who] = LastHeartbeat(m.beat_at, alive)
         hung = hang_detection.is_hung(m, self._learner.intervals, self._limits, load_per_core)
         return registry.live_member(m, key, snapshot.created(key), hung=hung)

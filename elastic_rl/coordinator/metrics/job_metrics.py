@@ -148,7 +148,7 @@ def _members(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
         beats[m.role] = max(beats.get(m.role, 0.0), s.now - m.beat_at)
         if not is_idle(m.phase):
             progress_ages[m.role] = max(progress_ages.get(m.role, 0.0), stalled_s(m))
-    in_flight = [float(m.info["in_flight"]) for m in s.members if "in_flight" in m.info]
+    in_flight = [float(m.in_flight) for m in s.members if m.in_flight is not None]
     return [
         _gauge("members", "Registered processes", "role", Counter(m.role for m in s.members)),
         _gauge("members_suspected", "Members that send no heartbeats and may be slow or dead", "role",

@@ -13,6 +13,7 @@ from support.waiting import wait_until
 
 from elastic_rl.errors import Compacted, EtcdRefused, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd import event_kinds, events, fencing
+from elastic_rl.etcd import watch as watch_module
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.net.addresses import free_port
@@ -159,6 +160,14 @@ def test_closed_watch_ends_its_iteration(etcd: EtcdClient, keys: Keys) -> None:
     watch.close()
     reader.join(60)
     assert not reader.is_alive() and seen == [keys.root + "a"]
+
+
+def test_closed_watch_ends_while_etcd_is_silent(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_LIVENESS_S", 3600.0)
+    watch = etcd.watch(keys.root, start_revision=etcd.put(keys.root + "a", b"1"))
+    assert watch.get(30) is not None
+    watch.close()
+    assert not watch._thread.is_alive(), "it waits for an answer that does not come"
 
 
 def test_watch_from_compacted_revisions_raises(etcd: EtcdClient, keys: Keys) -> None:

@@ -15,7 +15,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op, Page
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.known_range import KnownRange
+from elastic_rl.etcd.known_ranges import KnownRanges
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
@@ -151,15 +151,19 @@ def test_page_over_a_slow_link_has_all_requested_keys(etcd_servers: EtcdServers,
     assert [kv.key for kv in backward.kvs] == [_key(keys, n) for n in range(7, 2, -1)] and backward.more
 
 
-def test_range_of_which_only_changes_are_sent_has_what_etcd_has(etcd: EtcdClient, keys: Keys) -> None:
-    known, rng = KnownRange(etcd, f"{keys.root}large/"), random.Random(7)
-    etcd.put(f"{keys.root}other", b"")
+def test_ranges_of_which_only_changes_are_sent_have_what_etcd_has(etcd: EtcdClient, keys: Keys) -> None:
+    large, small, single = f"{keys.root}large/", f"{keys.root}small/", f"{keys.root}single"
+    known, rng = KnownRanges(etcd, [large, small], [single]), random.Random(7)
     for _ in range(60):
         for _ in range(rng.randrange(4)):
-            key = _key(keys, rng.randrange(8))
+            key = rng.choice([*(_key(keys, n) for n in range(6)), f"{small}1", f"{small}2", single,
+                              f"{keys.root}other"])
             etcd.delete(key) if rng.random() < 0.4 else etcd.put(key, rng.randbytes(4))
-        kvs, revision = etcd.range(f"{keys.root}large/")
-        assert list(known.read().values()) == kvs and known.revision >= revision
-    before = known.read()
+        known.read()
+        for prefix in (large, small):
+            assert list(known.ranges[prefix].values()) == etcd.range(prefix)[0]
+        assert known.keys.get(single) == etcd.get(single) and known.revision == etcd.revision()
+    before = dict(known.ranges)
     etcd.put(f"{keys.root}other", b"")
-    assert known.read() is before
+    known.read()
+    assert all(known.ranges[prefix] is kvs for prefix, kvs in before.items())

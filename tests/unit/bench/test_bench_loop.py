@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from elastic_rl.bench.loop import (
     outages,
     overhead,
     own_cores,
+    step_cost,
     steps,
 )
 from elastic_rl.bench.loop.bare_engines import requests_of_step
@@ -197,6 +199,37 @@ def test_step_of_a_predecessor_is_in_no_row() -> None:
     assert found[-4]["kind"] == "step" and rows["step-s"].samples == alone["step-s"] - 1
     assert [s["step"] for s, _ in steps.intervals([*(step(n, float(n)) for n in range(1, 5)), of_predecessor(5, 20.0),
                                                    step(6, 21.0), step(7, 22.0)])] == [3, 4, 7]
+
+
+# -- step_cost --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("line, kind", [
+    (["ray::ServeReplica:bench-1:actor"], "ServeReplica actor"), (["ray::ComponentActor.wait"], "ComponentActor.wait"),
+    (["sglang::scheduler_TP0"], "sglang::scheduler"), (["sglang::detokenizer"], "sglang::detokenizer"),
+    (["/venv/bin/python", "-B", "-m", "elastic_rl.host.agent", "--name", "agent-0"], "host.agent"),
+    (["/venv/bin/python", "-B", "-c", "from multiprocessing.resource_tracker import main;main(10)"],
+     "multiprocessing.resource_tracker"),
+    (["/usr/bin/etcd", "--data-dir", "/x"], "etcd"), (["python3.11", "-u", "/ray/dashboard.py"], "dashboard.py"),
+    ([""], "ended"), ([], "ended"), (["python"], "python")])
+def test_kind_of_a_process_is_what_people_call_it(line: list[str], kind: str) -> None:
+    assert step_cost.kind_of_process(line) == kind
+
+
+@pytest.mark.parametrize("key, kind", [
+    ("/elastic_rl/j/members/engine/e-1", "members/engine"), ("/elastic_rl/j/job", "job"),
+    ("/elastic_rl/j/steps/0001", "steps"), ("/elastic_rl/_tokens/a/1", "_tokens"),
+    ("/elastic_rl/j/dcs/streams/policy/next", "dcs"), ("/elastic_rl/_clusters/default/hosts/a", "cluster: hosts")])
+def test_kind_of_a_key_leaves_out_which_one(key: str, kind: str) -> None:
+    assert step_cost.kind_of_key(key, "j") == kind
+
+
+def test_cost_of_a_step_is_what_does_not_compute() -> None:
+    cpu_s = {"rank": 5.0, "sglang::scheduler": 4.0, "etcd": 2.0, "driver": 1.0, "raylet": 0.01}
+    span = step_cost.Span(steps=10, cpu_s=cpu_s, transactions=150, writes=Counter({"_tokens": 150, "job": 10}))
+    rows = {row.id: row for row in step_cost.rows(span, records(8, faults=False))}
+    assert rows["cpu-a-step"].value == pytest.approx(0.301) and rows["cpu-a-step"].met is False
+    assert rows["cpu-a-step"].alternatives == {"rank": 0.5, "sglang::scheduler": 0.4, "etcd": 0.2, "driver": 0.1}
+    assert rows["etcd-a-step"].value == 15 and rows["etcd-a-step"].alternatives == {"_tokens": 15, "job": 1}
+    assert set(rows) == {"cpu-a-step", "etcd-a-step", "sync-small"} and rows["sync-small"].samples == 6
 
 
 # -- overhead ---------------------------------------------------------------------------------------------------------

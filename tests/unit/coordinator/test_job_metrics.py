@@ -78,7 +78,7 @@ def test_engine_metrics_show_lag_and_cost_of_the_last_update() -> None:
 def test_role_metrics_show_the_worst_member() -> None:
     def member(name: str, beat_at: float, in_flight: int) -> Member:
         return Member(role="rollout", id=name, pid=1, host="h", beat_at=beat_at, progress_at=beat_at - 5,
-                      phase="generate" if name == "a" else "idle", info={"in_flight": in_flight})
+                      phase="generate" if name == "a" else "idle", in_flight=in_flight)
 
     found = samples(ClusterSnapshot(job="j", now=100.0, members=[member("a", 99.0, 3), member("b", 96.0, 4)]),
                     lease_s={"rollout": 2})

@@ -31,7 +31,7 @@ class Leader:
         member = Member(role="engine", id="e", incarnation="i", pid=1, host="h", beat_at=100.0 + self.beats,
                         progress_at=100.0, beats=self.beats)
         snapshot: Any = SimpleNamespace(
-            members=[member], nodes={}, members_revision=now, revision=lambda key: written,
+            members=[member], nodes={}, read_at=now, revision=lambda key: written,
             created=lambda key: REGISTERED, alive_revisions={"i": noted} if noted is not None else {})
         self.controller._live(snapshot, {})
         return self.controller._heartbeats["engine", "e", "i"].revision
