@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
-from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest, oldest_version
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Trial, Verdict
 from elastic_rl.pipeline.waits import Waits
@@ -38,6 +38,14 @@ class _Asked(NamedTuple):
     min_version: int
 
 
+class _Sent(NamedTuple):
+    """A request in flight."""
+
+    groups: Sequence[_Asked]
+    trial: Trial[_Asked] | None
+    """What it tries; None for a probe."""
+
+
 class GroupRequests:
     """Generates groups; ``FaultIsolation`` says where and when those are tried again for which the user's function
     fails. A request that fails as a whole is sent again, after a pause that grows, without end. Used by one thread."""
@@ -62,8 +70,8 @@ class GroupRequests:
     def begin(self) -> None:
         """Forgets what is not answered yet."""
         self._isolation.reset()
-        self._running: dict[Lane, dict[Future[Sequence[Generated]], Trial[_Asked] | None]] = {lane: {} for lane in Lane}
-        """Requests by lane, with the groups of each; None for a probe."""
+        self._running: dict[Lane, dict[Future[Sequence[Generated]], _Sent]] = {lane: {} for lane in Lane}
+        """Requests by lane."""
 
     @property
     def pending(self) -> bool:
@@ -113,7 +121,8 @@ class GroupRequests:
 
     def _submit(self, lane: Lane, groups: Sequence[_Asked], trial: Trial[_Asked] | None) -> None:
         self._running[lane][self._threads.submit(
-            self._generate, [asked.request for asked in groups], groups[0].min_version, lane is Lane.PROBATION)] = trial
+            self._generate, [asked.request for asked in groups], groups[0].min_version, lane is Lane.PROBATION
+        )] = _Sent(groups, trial)
 
     def _take_ended(self, lane: Lane, ended: Set[Future[Any]]) -> tuple[list[Answer], list[Group]]:
         """Takes what has ended in a lane, as ``poll`` does."""
@@ -135,9 +144,10 @@ class GroupRequests:
     def _take(self, lane: Lane, future: Future[Sequence[Generated]]
               ) -> tuple[Trial[_Asked], Sequence[Generated]] | None:
         """What became of the groups of an ended request; None for a probe, and for one that failed as a whole."""
-        trial = self._running[lane].pop(future)
+        groups, trial = self._running[lane].pop(future)
         try:
-            results = future.result()
+            results = [_accepted(found, asked.min_version)
+                       for asked, found in zip(groups, future.result(), strict=True)]
         except Fenced:
             raise
         except ElasticRLError as e:
@@ -166,6 +176,15 @@ class GroupRequests:
         log.warning("group %d is dropped since it cannot be generated: %s", request.ordinal, fault.why)
         self._on_failed([request.ordinal], fault.why)
         return Group(request.ordinal, request.prompt, (), fault.why)
+
+
+def _accepted(found: Generated, min_version: int) -> Generated:
+    """The samples, unless some are older than what was asked for: the role generates those again itself, and reports
+    engines that are behind, so that it is at fault for a group that it answers so."""
+    if isinstance(found, GenerateFault) or (oldest := oldest_version(found)) >= min_version:
+        return found
+    return GenerateFault(f"the rollout role gave samples of policy version {oldest}, and {min_version} or newer was "
+                         "asked for")
 
 
 def _waited_for(error: ElasticRLError) -> tuple[str, str]:

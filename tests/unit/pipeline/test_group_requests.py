@@ -54,9 +54,9 @@ class Loop:
         self.sampler = Sampler(cfg, source, call, Waits(report, stopping), on_failed=lambda part, ordinals, why:
                                self.failed.append((part, list(ordinals))))
 
-    def groups(self, count: int) -> list[Group]:
+    def groups(self, count: int, min_version: int = 0) -> list[Group]:
         try:
-            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), 0)]
+            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), min_version)]
         finally:
             self.sampler.close()
 
@@ -73,6 +73,23 @@ def test_group_that_cannot_be_generated_is_dropped_if_another_can_be(monkeypatch
     assert set(sent) == set(range(8))
     assert len(sent) - sent.count(5) - 7 <= sent.count(5), "at most one other is generated again for each failure"
     assert loop.failed == [("generate", [5])]
+
+
+def test_role_that_gives_older_samples_than_asked_for_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one group, which is dropped; or for all, for which the run waits and says so: it has the faults of a
+    function."""
+    def of(version: int) -> list[Sample]:
+        return [Sample((Segment((1,), (-0.5,), version=v),)) for v in (4, version)]
+
+    lies = {5}
+    loop = Loop(monkeypatch, lambda ordinals, _: [of(3 if i in lies else 4) for i in ordinals])
+    found = loop.groups(8, min_version=4)
+    assert [g.ordinal for g in found if g.failed] == [5] and loop.failed == [("generate", [5])]
+    assert "gave samples of policy version 3, and 4 or newer was asked for" in found[5].failed
+    loop = Loop(monkeypatch, lambda ordinals, _: [of(3) for _ in ordinals], waits=200)
+    with pytest.raises(Fenced):
+        loop.groups(8, min_version=4)
+    assert not loop.failed and loop.texts[-1].startswith("plugin: the rollout role gave samples of policy version 3")
 
 
 def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
