@@ -18,9 +18,11 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline.sampling.group_requests import GroupRequests
+from elastic_rl.pipeline.sampling import group_requests
+from elastic_rl.pipeline.sampling.group_requests import GroupRequests, requests_at_once
 from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.roles.registry import ROLES
 
 
 def _request(ordinal: int) -> PromptRequest:
@@ -137,15 +139,40 @@ class _Processes:
             future.set_result([fault if ends or (probation and not self.starts) else _good(i) for i in ordinals])
 
 
-def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes) -> GroupRequests:
+def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes, running: int = 0) -> GroupRequests:
     monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])
     made = GroupRequests(cfg, lambda prompts, version, probation: [], Waits(lambda *_: None, threading.Event()),
-                         no_engine=str, other=lambda number: _request(-1), on_failed=lambda ordinals, why: None)
+                         no_engine=str, other=lambda number: _request(-1), on_failed=lambda ordinals, why: None,
+                         running=lambda: running)
     made.close()
     made._threads = processes  # type: ignore[assignment]
     return made
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 1 << 10))
+def test_requests_in_flight_follow_what_the_engines_decode_at_once(running: int, sequences: int) -> None:
+    most = requests_at_once(running, sequences)
+    assert 64 <= most <= 1024 and most <= requests_at_once(running + 512, sequences)
+    assert most in (64, 1024) or running < most * sequences <= 1.5 * running + sequences
+
+
+@pytest.mark.parametrize(("running", "sent"), [(0, 64), (128, 96), (10_000, 400)])
+def test_further_requests_are_sent_to_a_larger_pool(monkeypatch: pytest.MonkeyPatch, running: int, sent: int) -> None:
+    """Of two sequences each."""
+    processes = _Processes()
+    requests = _requests(monkeypatch, processes, running)
+    requests.add([_request(i) for i in range(400)], 0)
+    requests.poll(0.0)
+    assert len(processes._running[False]) == sent
+    while requests.pending:
+        processes.turn(False)
+        requests.poll(0.0)
+
+
+def test_replica_of_the_role_takes_all_requests_at_once() -> None:
+    assert ROLES["rollout"].max_ongoing_requests == group_requests._MOST + group_requests._IN_PROBATION
 
 
 @pytest.mark.parametrize("culprits", [(), (9,), (9, 40)])
