@@ -65,9 +65,12 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
     client.accumulate(2, parts[0], 0, versions=group.newest_version())
     with pytest.raises(Conflict, match=": 1 are accumulated"):
         client.apply(2, 2, versions=group.newest_version(), consumption=groups_of(2))
+    before = group.newest_version()
     assert client.save("rl", 1, publish=True)["committed"]
+    assert group.newest_version() > before
     with pytest.raises(Conflict, match="send the parts of the step again"):
         client.accumulate(2, parts[1], 1, versions=group.newest_version())
+    client.accumulate(2, parts[0], 0, versions=before)  # the weights are the same, whatever their number
 
 
 @full(proved_in="tests/integration/trainer/test_step_parts.py tests/integration/trainer/test_trainer_group.py "
