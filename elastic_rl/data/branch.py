@@ -30,20 +30,20 @@ class Branch:
 
     def restored(self, version: int) -> Self:
         """The trainer is at the state of this version, which was saved with this branch; 0: at the beginning."""
-        return type(self)(version, 0, self._abandoning[-_KEPT:] if version else ())
+        return type(self)(version, 0, self.abandoning[-_KEPT:] if version else ())
 
     def published(self, version: int) -> Self:
         """The trainer has published this version."""
         return self if self.first or not version else type(self)(self.base, version, self.before)
 
     @property
-    def _abandoning(self) -> tuple[tuple[int, int], ...]:
+    def abandoning(self) -> tuple[tuple[int, int], ...]:
         """This branch and those before, each with the versions between its two that were abandoned for it."""
         return tuple((base, first) for base, first in (*self.before, (self.base, self.first)) if base + 1 < first)
 
     def abandoned(self, versions: Iterable[int]) -> bool:
         """Whether one of the versions is of weights that the trainer went back from."""
-        return any(base < version < first for version in versions for base, first in self._abandoning)
+        return any(base < version < first for version in versions for base, first in self.abandoning)
 
     def to_json(self) -> list[Any]:
         return [self.base, self.first, *map(list, self.before)]

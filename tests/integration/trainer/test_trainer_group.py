@@ -345,6 +345,8 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
     saved = before.step // STATE_EVERY * STATE_EVERY
     assert saved < before.step and (after.phase, after.step, after.restarts) == ("rl", saved, 0)
     assert after.policy_version > before.policy_version
+    assert after.branch.first == after.policy_version and after.branch.before == before.branch.abandoning, (
+        "earlier returns are saved with the state")
 
 
 def test_reference_policy_is_stored_once_for_all_states_that_have_it(group: Group) -> None:
