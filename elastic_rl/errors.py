@@ -137,6 +137,14 @@ class GroupsLost(Conflict):
         self.ordinals = tuple(ordinals)
 
 
+class StaleSamples(Conflict):
+    """The trainer refuses a step with samples of some versions of the policy: their groups are not trained on."""
+
+    def __init__(self, message: str, versions: Sequence[int] = (), *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.versions = tuple(versions)
+
+
 class SourceFailed(ElasticRLError):
     """The data source raised; what it reads may be away."""
 

@@ -79,7 +79,8 @@ class EngineConfig(Section):
     pause_mode: Literal["retract", "in_place", "abort", "drain"] = "retract"
     """What happens to requests in flight when the weights change. ``retract``: they wait in the engine, and go on with
     their KV cache computed again by the new weights. ``in_place``: they go on with their KV cache, and the prefix cache
-    is kept: a shorter pause, and tokens whose attention mixes two versions. ``abort``: the engine gives back what it
+    is kept, of which new prompts take only what the same weights have computed: a shorter pause, and tokens whose
+    attention mixes two versions. ``abort``: the engine gives back what it
     has sampled, and the rest is asked for again, of whichever engine the router chooses: none waits for an engine that
     updates slowly. ``drain``: the engine takes no new request and finishes those that it has, for up to
     ``drain_timeout_s``, before it updates (those that are left then are given back): a sample is of one version, and

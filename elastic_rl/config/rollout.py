@@ -69,7 +69,8 @@ class RolloutConfig(Section):
     max_failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of the last groups, as many as a step has, that may be dropped because their reward failed. With more,
     the reward itself is at fault: the run waits and tries again without end. 0: no group is dropped for that. The same
-    fraction may be dropped because ``generate`` failed, and because a filter failed."""
+    fraction may be dropped because ``generate`` failed, because a filter failed, and because the trainer has refused
+    their samples twice for the policy versions that these say."""
     filters: list[str | dict[str, Any]] = []
     """Which prompt groups are dropped instead of trained on; others are generated in their place. Each entry is the
     name of a filter, or a mapping with its ``name`` and its options: ``uniform_reward`` (all samples of the group have

@@ -180,6 +180,10 @@ class Batch:
         one of that, whatever the number of replicas."""
         return self.share((self["numbers"] % count == index).nonzero().flatten())
 
+    def minibatches(self, count: int) -> list[Batch]:
+        """The samples of this share by minibatch, of which the step's batch has ``count``: each is in one of them."""
+        return [self] if count == 1 else [self.minibatch(index, count) for index in range(count)]
+
     def shares(self, count: int) -> list[Batch]:
         """Splits the samples over data-parallel replicas, as ``share_rows``."""
         return [self.share(rows) for rows in self.share_rows(count)]

@@ -200,6 +200,15 @@ class GroupLedger:
         self._stale.discard(ordinal)
         self._dropped.setdefault(reason, set()).add(ordinal)
 
+    def give_up(self, ordinal: int, reason: str) -> None:
+        """Drops a group that nobody has, before it is generated (again); the next update records why. Raises
+        IllegalTransition for one that is in progress."""
+        if (state := self.state(ordinal)) is not None:
+            raise IllegalTransition(f"group {ordinal} is {state}, and not to be given up")
+        self._stale.discard(ordinal)
+        self._stop = max(self._stop, ordinal + 1)
+        self._dropped.setdefault(reason, set()).add(ordinal)
+
     def release(self, ordinal: int, *, stale: bool = False) -> None:
         """Gives a group back, which is to be generated again. Raises IllegalTransition for one that nobody has."""
         self._take(ordinal, *GroupState)

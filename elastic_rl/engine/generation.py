@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
@@ -19,11 +19,13 @@ class PromptRequest:
     prompt: Prompt
     sampling: Sampling
     samples: int
+    min_version: int = 0
+    """The oldest version of the policy that is accepted of what is trained on."""
 
 
 class GenerateFn(Protocol):
     """Generates the samples of one prompt. It may call the engines many times (turns, tools, environments): every
-    segment of a sample has the log-probs and the version of the call that made it."""
+    segment that a policy generated has the log-probs and the version of the call that made it."""
 
     async def __call__(self, request: PromptRequest, engines: GenerateClient) -> Sequence[Sample]:
         """Generates as many samples as requested. Raises EngineFailed; whatever else it raises is a failure of this
@@ -75,6 +77,24 @@ def fault_of(samples: object, request: PromptRequest, vocabulary: int = MAX_TOKE
     return ""
 
 
+def oldest_version(samples: Iterable[Sample]) -> int:
+    """The oldest version of what is trained on; 0 for a segment without one. Whatever is older than what was asked for
+    is not trained on: the rollout role generates it again, and the actor does not take it from the role either."""
+    return min((sample.oldest_version for sample in samples), default=0)
+
+
+def version_fault(samples: Sequence[Sample], min_version: int, answered: Collection[int]) -> str:
+    """What is wrong with the versions that a ``GenerateFn`` gave, where it is to blame that they are too old; "" where
+    they are not, or where an engine is, which is behind: then they are generated again. ``answered``: the oldest
+    version of each sample that engines gave it for them."""
+    oldest = oldest_version(samples)
+    if oldest >= min_version or any(version < min_version for version in answered):
+        return ""
+    found = f"samples of policy version {oldest}" if oldest else "a segment that is trained on, with version=0"
+    return (f"gave {found}, and {min_version} or newer was asked for: every segment that is trained on must have the "
+            "version of the call that made it, as in the segments that engines.generate returns")
+
+
 def _fault_of_segment(segment: object, vocabulary: int) -> str:
     if not isinstance(segment, Segment):
         return "gave something else than segments in a sample"
@@ -83,7 +103,8 @@ def _fault_of_segment(segment: object, vocabulary: int) -> str:
     if type(segment.loss) is not bool:
         return "gave a segment whose loss is neither True nor False"
     if type(segment.version) is not int or not 0 <= segment.version < _VERSIONS:
-        return "gave a segment whose version is no int from 0 to 2**63 - 1"
+        return ("gave a segment whose version is no int from 0 to 2**63 - 1: it must be the version of the call that "
+                "made it, as in the segments that engines.generate returns, or 0 for what no policy generated")
     if not all(type(t) is int and 0 <= t < vocabulary for t in segment.token_ids):
         return f"gave a token id that is no int from 0 to {vocabulary - 1}"
     if segment.logprobs and len(segment.logprobs) != len(segment.token_ids):

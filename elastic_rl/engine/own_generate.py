@@ -11,8 +11,9 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from elastic_rl.data.samples import Prompt, Sample, Segment
-from elastic_rl.engine.client import GenerateClient
-from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
+from elastic_rl.engine.client import GenerateClient, Sampling
+from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of, version_fault
+from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
 from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.plugins.process import PluginProcess
@@ -202,17 +203,39 @@ def answering(generate: GenerateFn, options: ClientOptions) -> Callable[[Asked],
             if asked is not None and callable(check := getattr(generate, "check", None)):
                 await check(asked)
             return {}
+        engines = _EnginesOfCall(client)
         try:
-            samples = await generate(asked, client)
+            samples = await generate(asked, engines)
         except EngineFailed as e:  # or a class of the user's derived from it
             return {"engines": text_of(e)}
         except PluginAway as e:
             return {"away": text_of(e), "replace": bool(e.replace)}
-        if fault := fault_of(samples, asked, options.vocabulary):
+        if fault := (fault_of(samples, asked, options.vocabulary)
+                     or version_fault(samples, asked.min_version, engines.versions)):
             raise PluginFailed(f"it {fault}")
         return {"samples": [_to_json(sample) for sample in samples]}
 
     return call
+
+
+class _EnginesOfCall(GenerateClient):
+    """A client as one call of a ``GenerateFn`` uses it, which remembers with which versions engines answered."""
+
+    def __init__(self, client: GenerateClient) -> None:
+        self._client = client
+        self.versions = set[int]()
+        """The oldest version of each sample."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
+        samples = await self._client.generate(token_ids, sampling, n, route)
+        self.versions.update(sample.oldest_version for sample in samples)
+        return samples
+
+    async def score(self, sequences: Sequence[ScoreRequest], top: int = 0) -> list[TokenScores | None]:
+        return await self._client.score(sequences, top)
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 def _to_json(sample: Sample) -> dict[str, Any]:

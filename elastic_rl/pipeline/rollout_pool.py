@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -58,6 +60,11 @@ def serves(found: list[Engine], version: int) -> bool:
     new weights meanwhile: what generates beside the steps need not wait for them."""
     ready = [e for e in found if e.state is EngineState.READY]
     return bool(ready) and all(e.version >= version for e in ready)
+
+
+def living(found: Sequence[Engine]) -> int:
+    """How many engines serve, or will once they have a version."""
+    return sum(e.state in (EngineState.READY, EngineState.SYNCING) for e in found)
 
 
 def behind(found: list[Engine], version: int) -> list[Engine]:

@@ -14,6 +14,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline.pool_sync import PoolSync
 from elastic_rl.pipeline.records.run_events import RunEvents, emitter
 from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.rollout_pool import living
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
@@ -49,7 +50,8 @@ class Rollouts:
         self.prompts = waits.retry("source", lambda: PromptReader(cfg, source, waits, reads))
         events = RunEvents(etcd, keys, emitter(writer, waits))
         self.sampler = waits.retry("plugin", lambda: Sampler(
-            cfg, source, calls.generate, waits, self.pool.no_engine, events.groups_failed, calls.judge, reads))
+            cfg, source, calls.generate, waits, self.pool.no_engine, events.groups_failed, calls.judge, reads,
+            lambda: cfg.engine.max_running_requests * living(self.pool.engines)))
 
     def of_thread(self, waits: Waits, publish_again: Callable[[int], None]) -> Rollouts:
         """The same for another thread, which calls this and has these waits."""

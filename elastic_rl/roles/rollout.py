@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
@@ -124,6 +124,7 @@ class RolloutRole(EngineRole):
             return GenerateFault(str(e))
 
     async def _group(self, prompt: PromptRequest, min_version: int, generate_fn: GenerateFn) -> list[Sample]:
+        prompt = replace(prompt, min_version=min_version)
         for attempt in range(1, self.ctx.config.rollout.max_attempts + 1):
             requested_at = time.time()
             samples = await self._generate(prompt, generate_fn)
@@ -132,7 +133,7 @@ class RolloutRole(EngineRole):
                 continue
             if version := self._first_sample.first_of(samples):
                 await asyncio.to_thread(self._first_sample.record, version, requested_at, time.time())
-            if all(s.oldest_version >= min_version for s in samples) and not self._is_mixed(samples):
+            if generation.oldest_version(samples) >= min_version and not self._is_mixed(samples):
                 return list(samples)
             await asyncio.sleep(backoff_s(attempt, *_RETRY_S))  # the engine is about to be updated or removed
         raise EngineFailed(f"no engine generated samples of policy version {min_version} or newer",

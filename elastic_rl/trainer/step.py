@@ -90,8 +90,7 @@ class TrainStep(ForwardPass):
             share = Batch({**share.tensors, "trainer_logprobs": own})
         metrics = {}
         differences: dict[str, float] = {}
-        minibatches = [share] if of == 1 else [share.minibatch(i, of) for i in range(of)]
-        for minibatch in minibatches * passes:
+        for minibatch in share.minibatches(of) * passes:
             metrics = self.gradients(minibatch, algorithm)
             metrics["grad_norm"] = self.adam.reduce_and_step(lr)
             if not differences:

@@ -16,6 +16,7 @@ from elastic_rl.algorithms.registry import CRITIC_LOSS, algorithm_of, required_t
 from elastic_rl.config.algorithm import reference_step
 from elastic_rl.config.groups import ACTOR, CRITIC
 from elastic_rl.data.batch import Batch
+from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.errors import (
     ConfigError,
     Conflict,
@@ -170,10 +171,10 @@ class TrainerWorker(GroupWorker):
             return self._idle()
         try:
             self._learn_term()
-            earlier = self.gate.admit(command, self.progress)
+            earlier = self.gate.admit(command, self.progress, self._staleness_rule())
             if self._offloaded and not isinstance(command, Offload | Onload):
                 raise Conflict("the trainer's memory is offloaded", hint="onload it, then send the command again")
-        except (Fenced, Conflict, TrainerFailed, PluginFailed) as e:
+        except (Fenced, Conflict, ConfigError, TrainerFailed, PluginFailed) as e:
             log.warning("refused %s: %s", command, e)
             self.board.refused(command, e)
             self._moving = None
@@ -185,6 +186,14 @@ class TrainerWorker(GroupWorker):
             self.board.done(command, earlier)
             return Message(Order.IDLE)
         return Message(Order.EXECUTE, command.encode())
+
+    def _staleness_rule(self) -> StalenessRule | None:
+        """Which samples the next RL step may have, by what this group has published itself; None for a critic, which
+        follows the policy."""
+        if self.ctx.group is CRITIC:
+            return None
+        made = self.checkpoints
+        return StalenessRule(made.weights_version, self.cfg.train.max_staleness, made.branch, made.policy_version)
 
     def _move_later(self, command: Command, why: str) -> Message:
         self._moving, self.board.waits_for = command, why

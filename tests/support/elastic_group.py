@@ -53,6 +53,12 @@ class Group:
 
         return wait_until(another, what="another trainer group")
 
+    def newest_version(self) -> tuple[int, ...]:
+        """The version of which the samples of the next step are, as its command says it; (1,) without a group that
+        could refuse it."""
+        status, _ = self.client._read_status()
+        return (status.policy_version,) if status is not None else (1,)
+
     def ranks(self) -> list[psutil.Process]:
         alive = {m.pid for m in members(self.etcd, self.keys, "trainer")}
         return [psutil.Process(pid) for pid in sorted(alive) if psutil.pid_exists(pid)]

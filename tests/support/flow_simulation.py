@@ -45,8 +45,9 @@ class AsyncWorld(World):
     without it."""
 
     def __init__(self, seed: int, limits: FlowLimits = ASYNC_LIMITS, *, loses: bool = True,
-                 turns: Callable[[int], int] | None = None) -> None:
-        super().__init__(seed, replace(PLAN, steps=limits.steps, groups_per_step=limits.groups_per_step), limits)
+                 turns: Callable[[int], int] | None = None, lies: float = 0.0, trusts_trainer: bool = False) -> None:
+        super().__init__(seed, replace(PLAN, steps=limits.steps, groups_per_step=limits.groups_per_step), limits,
+                         lies=lies, trusts_trainer=trusts_trainer)
         self.loses = loses
         self.turns = turns or (lambda ordinal: self.random.randint(0, 12))
         self.generated: list[int] = []
@@ -118,7 +119,7 @@ class AsyncWorld(World):
 
     def finish(self, actor: AsyncActor, rollout: Rollout) -> None:
         """Its last tokens are of the version that is served now: a partial rollout went on over the updates."""
-        versions = sorted({rollout.version, self.served})
+        versions = sorted({self.said(rollout.version, rollout.ordinal), self.said(self.served, rollout.ordinal)})
         group = Group(rollout.ordinal, Prompt((1,)), (Sample(tuple(
             Segment((2,), (-0.1,), version=version) for version in versions)),))
         drop = "uniform" if random.Random(rollout.ordinal).random() < 0.2 else ""

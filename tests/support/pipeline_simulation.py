@@ -23,7 +23,8 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import audit
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import Conflict, Fenced, TrainerFailed
+from elastic_rl.data.staleness import StalenessRule
+from elastic_rl.errors import Conflict, Fenced, StaleSamples, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.group_flow import FlowLimits, GroupFlow
 from elastic_rl.pipeline.schedule import Lost, RunPlan, State, TakenStep
@@ -67,6 +68,7 @@ class Executed:
 class Committed:
     progress: Progress
     policy_version: int
+    branch: Branch
     lineage: int
     """Length of the list of executed updates that made it."""
 
@@ -88,6 +90,8 @@ class Trainer:
     pending: set[str] = field(default_factory=set)
     publishing: Command | None = None
     """A step that is trained, and whose version has no number yet."""
+    weights_version: int = 0
+    """Of the weights as they are now, when they were first published."""
     branch: Branch = Branch()
     shown: tuple[Progress, int, Branch] = (Progress(), 0, Branch())
     """Progress, policy version and branch as its status has them: they always belong together."""
@@ -111,10 +115,12 @@ class Actor:
 
 class World:
     """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
-    step's batch before it trains."""
+    step's batch before it trains. ``lies``: how often those who generate say a wrong version of a sample (0 to 1).
+    ``trusts_trainer``: whether the actor may leave it to the trainer to refuse samples that it knows to be stale."""
 
-    def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *,
-                 asks_reference: bool = False) -> None:
+    def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *, asks_reference: bool = False,
+                 lies: float = 0.0, trusts_trainer: bool = False) -> None:
+        self.lies, self.trusts_trainer, self.refusals = lies, trusts_trainer, 0
         self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
         self.reference_passes = 0
         self.ids = itertools.count(1)
@@ -148,7 +154,7 @@ class World:
             self.executed.clear()
             progress = Progress()
         formed = Trainer(self.groups, progress, self.version, WriterGate(1, str(self.groups)),
-                         branch=Branch().restored(self.committed[-1].policy_version if self.committed else 0))
+                         branch=last.branch.restored(last.policy_version) if self.committed else Branch())
         if progress.phase == "rl":
             self.number(formed)  # a new number for the old weights
         formed.show()
@@ -163,6 +169,7 @@ class World:
         self.version += 1
         self.weights_of[self.version] = self.weights()
         trainer.policy_version, trainer.branch = self.version, trainer.branch.published(self.version)
+        trainer.weights_version = self.version
 
     def execute_next(self) -> None:
         trainer = self.trainer
@@ -175,7 +182,11 @@ class World:
         if self.etcd_up:
             trainer.gate.term = max(trainer.gate.term, self.term)
         try:
-            earlier = trainer.gate.admit(command, trainer.progress)
+            earlier = trainer.gate.admit(command, trainer.progress, StalenessRule(
+                trainer.weights_version, self.limits.max_staleness, trainer.branch, trainer.policy_version))
+        except StaleSamples as e:
+            self.refuse(trainer, command, e)
+            return
         except (Fenced, Conflict, TrainerFailed) as e:
             self.answer(command, {"error": "fenced" if isinstance(e, Fenced) else "conflict"})
             return
@@ -201,6 +212,13 @@ class World:
             self.reference_passes += 1
             self.done(trainer, command, {})
 
+    def refuse(self, trainer: Trainer, command: Command, error: StaleSamples) -> None:
+        """The actor knows all that the rule goes by but the newest version."""
+        self.refusals += 1
+        if not self.trusts_trainer and (known := [v for v in error.versions if v <= trainer.policy_version]):
+            raise Violation(f"{command} has samples of versions {known}, which the actor should have refused")
+        self.answer(command, {"error": "stale", "versions": error.versions})
+
     def run_update(self, trainer: Trainer, command: Update) -> None:
         if self.random.random() < 0.05 and self.faults_left:
             self.faults_left -= 1
@@ -209,6 +227,8 @@ class World:
         meta = dict(command.cursor)
         now = self.weights()
         for version in meta.get("versions", ()):
+            if version not in self.weights_of:
+                raise Violation(f"step {command.step} was trained on samples of version {version}, which there is not")
             if (made_by := self.weights_of[version]) != now[:len(made_by)]:
                 raise Violation(f"step {command.step} was trained on samples of version {version}, whose weights the "
                                 "trainer went back from")
@@ -236,7 +256,8 @@ class World:
     def commit(self, trainer: Trainer) -> None:
         """A publish may be dropped: then the last state is an older one."""
         if self.etcd_up and self.random.random() < 0.9:
-            self.committed.append(Committed(trainer.progress, trainer.policy_version, len(self.executed)))
+            self.committed.append(Committed(trainer.progress, trainer.policy_version, trainer.branch,
+                                            len(self.executed)))
 
     def done(self, trainer: Trainer, command: Command, result: dict[str, Any]) -> None:
         trainer.gate.executed(command, result)
@@ -296,6 +317,7 @@ class World:
                     yield from self.command(actor, ForwardReference, phase="rl", step=effect.step)
                 result = yield from self.command(
                     actor, Update, phase="rl", step=effect.step, consumption=effect.taken.consumption,
+                    sample_versions=effect.taken.groups.versions,
                     cursor={**effect.cursor, "oldest": min(s.oldest_version for s in samples),
                             "versions": sorted({v for s in samples for v in s.versions})})
                 return result["policy_version"]
@@ -361,11 +383,22 @@ class World:
         yield from self.wait(actor, "engines", lambda: self.engines_up and self.served >= min_version)
         out = []
         for ordinal in ordinals:
-            version = self.served
+            version = self.said(self.served, ordinal)
             group = Group(ordinal, Prompt((1,)), (Sample((Segment((2,), (-0.1,), version=version),)),))
             drop = "uniform" if random.Random(ordinal).random() < 0.2 else ""
             out.append((group, drop))
         return out
+
+    def said(self, version: int, ordinal: int) -> int:
+        """The version that samples of this one say of themselves. Who lies says any other: an older one, of abandoned
+        weights perhaps, or one that there is not; of some groups always."""
+        if self.lies and ordinal % 11 == 7:
+            return self.version + 3
+        if self.random.random() >= self.lies:
+            return version
+        now = self.weights()
+        abandoned = [v for v, made_by in self.weights_of.items() if made_by != now[:len(made_by)]]
+        return self.random.choice([self.random.randint(0, self.version + 2), *abandoned[-3:]])
 
     def command(self, actor: Actor, kind: type[Command], **fields: Any) -> Generator[None, None, dict[str, Any]]:
         """As the client does: send, ask again and again, send again what is not known, give up with the group."""
@@ -398,6 +431,10 @@ class World:
                 continue
             if "result" in outcome:
                 return outcome["result"]
+            if outcome["error"] == "stale":
+                for ordinal in actor.flow.refused(outcome["versions"]):
+                    actor.queue.pop(ordinal, None)
+                raise Lost("the trainer refuses the samples")
             if outcome["error"] == "fenced":
                 if actor.term == self.term:
                     raise Violation("the newest actor was fenced off")

@@ -22,6 +22,7 @@ from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import audit
 from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.data.tokenizer import EOS_ID, VOCABULARY
 from elastic_rl.dcs.security import Security
 from elastic_rl.engine.generation import PromptRequest
@@ -61,10 +62,13 @@ STEPS = 6
 class TrainerWithoutTensors:
     """The trainer group of one rank. ``lose`` ends it; ``form`` forms the next one from the last saved state."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares) -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares, max_staleness: int) -> None:
         self._etcd, self._keys, self._epoch, self._shares = etcd, keys, epoch, shares
-        self.saved = [Progress()]
+        self._max_staleness = max_staleness
+        self.saved, self.saved_branch = [Progress()], Branch()
         self.version = self.saved_version = 0
+        self.weights_version = 0
+        """Of the weights as they are now, when they were first published."""
         self.trained: list[tuple[int, Batch]] = []
         """Of each step what it was made of, in one piece or in parts."""
         self.parts: list[Batch] = []
@@ -87,7 +91,8 @@ class TrainerWithoutTensors:
         self.form()
 
     def form(self) -> None:
-        self.board, self.progress, self.branch = Board(1 << 20), self.saved[-1], Branch(self.saved_version)
+        self.board, self.progress, self.branch = Board(1 << 20), self.saved[-1], (
+            self.saved_branch.restored(self.saved_version))
         self.parts = []
         self.service = TrainerService(self.board, "127.0.0.1", Security(), self._shares.take).start()
         self.member = Membership(self._etcd, self._keys, "trainer", "rank-0", ttl_s=10, url=self.service.url,
@@ -107,12 +112,17 @@ class TrainerWithoutTensors:
 
     def _report(self) -> None:
         p = self.progress
-        self.version += p.phase == "rl" and not self.board.status()["ready"]
+        if p.phase == "rl" and not self.board.status()["ready"]:
+            self._publish_weights()
         self.branch = self.branch.published(self.version) if p.phase == "rl" else self.branch
         self.board.set_status(ready=True, group=self.member.incarnation, epoch=self._epoch, step=p.step, phase=p.phase,
                               cursor=p.cursor, consumed=p.consumed.to_json(), policy_version=self.version,
                               state_version=len(self.saved), share_urls=[self.service.url], minibatches=1, restarts=0,
                               pair=p.pair, branch=self.branch.to_json(), reference_version=0)
+
+    def _publish_weights(self) -> None:
+        self.version += 1
+        self.weights_version = self.version
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -122,7 +132,8 @@ class TrainerWithoutTensors:
                 continue
             try:
                 self.gate.term = max(self.gate.term, fencing.current_term(self._etcd, self._keys))
-                earlier = self.gate.admit(command, self.progress)
+                earlier = self.gate.admit(command, self.progress, StalenessRule(
+                    self.weights_version, self._max_staleness, self.branch, self.version))
             except (Fenced, Conflict, PluginFailed) as e:
                 self.board.refused(command, e)
                 continue
@@ -150,6 +161,10 @@ class TrainerWithoutTensors:
             self.gate.executed(command, result)
             self.board.done(command, result)
 
+    def _save(self) -> None:
+        self.saved.append(self.progress)
+        self.saved_version, self.saved_branch = self.version, self.branch.published(self.version)
+
     def _execute(self, command: Command) -> dict[str, Any]:
         batch = Batch.from_bytes(self.board.share(command.batch) or b"") if isinstance(command, BatchCommand) else None
         if isinstance(command, ForwardLogprobs | ForwardReference) and batch is not None:
@@ -169,14 +184,13 @@ class TrainerWithoutTensors:
         if isinstance(command, Save):
             if command.begin_rl:
                 self.progress = after_begin_rl(self.progress, command)
-                self.version += 1
+                self._publish_weights()
             else:
                 self.progress = self.progress.replace(cursor=dict(command.cursor))
             if command.publish:
                 self.version += 1
                 self.republished += 1
-            self.saved.append(self.progress)
-            self.saved_version = self.version
+            self._save()
             return {"committed": True, "policy_version": self.version}
         if isinstance(command, Accumulate):
             assert batch is not None
@@ -188,10 +202,9 @@ class TrainerWithoutTensors:
         if command.phase == "rl":
             self.trained += [(command.step, made) for made in (self.parts if batch is None else [batch])]
             self.parts = []
-            self.version += 1
+            self._publish_weights()
             if command.step % 2 == 0:
-                self.saved.append(self.progress)
-                self.saved_version = self.version
+                self._save()
         return {"loss": 0.1, "publish_stall_s": 0.0, "policy_version": self.version, "logprob_diff_max": 0.0,
                 "grad_norm": None, "my_stat": 2.5, "train_tokens_per_s": 1234.5678}
 
@@ -211,6 +224,8 @@ class Roles:
     """Advantages are no numbers."""
     unscored: threading.Event = field(default_factory=threading.Event)
     """No teacher answers."""
+    unpublished: set[int] = field(default_factory=set)
+    """Groups whose samples say a version that there is not."""
     finish_reason: str = "stop"
     asked: list[int] = field(default_factory=list)
 
@@ -224,7 +239,8 @@ class Roles:
         self.hanging.wait(WAIT_S)
         version = self.trainer.version
         self.asked += [p.ordinal for p in prompts]
-        return [[self._sample(p, i, version) for i in range(p.samples)] for p in prompts]
+        return [[self._sample(p, i, version + 9 * (p.ordinal in self.unpublished)) for i in range(p.samples)]
+                for p in prompts]
 
     def _sample(self, request: PromptRequest, index: int, version: int) -> Sample:
         right, asked = request.prompt.answer_ids or (), request.sampling
@@ -275,7 +291,8 @@ class SimulatedJob(ThreadedJob):
         (model / "config.json").write_text(json.dumps(_MODEL))
         ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch,
                          model_dir=str(model), host=LOOPBACK)
-        self.trainer = TrainerWithoutTensors(etcd, keys, epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
+        self.trainer = TrainerWithoutTensors(etcd, keys, epoch, Shares(self.cfg, needs=[], vocab=1 << 31),
+                                            self.cfg.train.max_staleness)
         super().__init__(etcd, ctx, Roles(self.trainer, etcd, keys))
 
     def wait_for(self, step: int, *, phase: str = "rl") -> None:

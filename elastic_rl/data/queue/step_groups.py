@@ -69,6 +69,11 @@ class StepGroups:
         return [sample for group in self.groups for sample in group.samples]
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions of what is trained on, ascending; 0 for a token without one."""
+        return tuple(sorted({version for group in self.groups for version in group.versions}))
+
+    @property
     def refs(self) -> list[SampleRef]:
         """The references of ``samples``."""
         return [(group.ordinal, index) for group in self.groups for index in range(len(group.samples))]

@@ -49,10 +49,13 @@ class GroupSummary:
 
     ordinal: int
     samples: tuple[SampleSummary, ...]
+    versions: tuple[int, ...] = ()
+    """See ``Group``."""
 
     @classmethod
     def from_group(cls, group: Group) -> GroupSummary:
-        return cls(group.ordinal, tuple(SampleSummary.from_sample(group.prompt, s) for s in group.samples))
+        return cls(group.ordinal, tuple(SampleSummary.from_sample(group.prompt, s) for s in group.samples),
+                   group.versions)
 
     @property
     def rewards(self) -> list[float]:

@@ -2,17 +2,18 @@
 
     (none) ──lease──▶ leased ──finished──▶ generated ──arrived──▶ queued ──choose──▶ chosen ──commit───▶ trained 
       ▲                 │ dropped by a filter: on the record with the next update     │             │
-      └── lost by the queue, too stale when it was due,                               │             │
-          or of weights that the trainer went back from: generated again ◀────────────┴─────────────┘
+      └── lost by the queue, too stale when it was due, or of weights that            │             │
+          the trainer went back from, or refused by it: generated again ◀─────────────┴─────────────┘
 
 Two bounds hold the producer and the trainer together (``max_staleness`` = S, ``groups_per_step`` = B, and A steps whose
 groups may be generated ahead of the next one's: S beside the steps, 0 where generation and training alternate):
 
 - A group is trained only while its oldest token is at most S versions older than the policy that it trains. This one
-  is checked when a step is chosen, on what the samples say of themselves, so it holds whatever the engines did, and
-  after a recovery, which gives the same weights a newer number. Numbers say nothing of weights that the trainer went
-  back from (``data.branch``): a group with a token of theirs is never trained, however new; and no group is asked of
-  engines that serve them.
+  is checked when a step is chosen (``data.staleness``), on what the samples say of themselves, so it holds whatever the
+  engines did, and after a recovery, which gives the same weights a newer number. Numbers say nothing of weights that
+  the trainer went back from (``data.branch``): a group with a token of theirs is never trained, however new; and no
+  group is asked of engines that serve them. The trainer applies the same rule to what it gets. What it refuses all the
+  same, such as a version that was never published, is generated again, and dropped when it is refused once more.
 - A group is leased only while fewer than (A + 1)·B others are not consumed yet, those of the step in progress
   included: the last of them is then trained after at most S further versions. For the same reason one with n others
   before it asks for samples of version v + n // B - S or newer, where v is the policy's: by the time that it is
@@ -27,16 +28,20 @@ once is trained first, and no step is made that would make it too stale again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_rl.config import Config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
-from elastic_rl.data.samples import FAILED
+from elastic_rl.data.samples import FAILED, TRAINER_REFUSED
+from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.errors import IllegalTransition
+from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 
+_REFUSALS = 2
+"""Times that the trainer refuses a group before it is dropped: engines may have said a wrong version once."""
 LEASED, GENERATED, QUEUED, CHOSEN = (GroupState.LEASED, GroupState.GENERATED, GroupState.QUEUED, GroupState.CHOSEN)
 
 
@@ -56,6 +61,8 @@ class FlowLimits:
     """Groups that are generated at once; None: as many as the staleness allows."""
     groups_per_part: int | None = None
     """Groups of a step that are trained on as soon as so many have finished; None: all of them together."""
+    max_refused: float = 0.5
+    """Share of a step's groups that may be dropped since the trainer refuses them; further ones are generated again."""
 
     @classmethod
     def of(cls, cfg: Config) -> FlowLimits:
@@ -64,7 +71,8 @@ class FlowLimits:
         return cls(steps=cfg.train.steps, groups_per_step=cfg.train.prompts_per_step,
                    max_staleness=cfg.train.max_staleness, max_dropped_groups=cfg.rollout.max_dropped_groups,
                    beside_steps=beside_steps, max_in_flight=cfg.train.max_groups_in_flight if beside_steps else None,
-                   groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None)
+                   groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None,
+                   max_refused=cfg.rollout.max_failed_rewards)
 
     @property
     def steps_ahead(self) -> int:
@@ -122,7 +130,7 @@ class FlowCounts:
 
     stale: int = 0
     """Groups that were generated again since they were too stale when they were due, or of weights that the trainer
-    went back from."""
+    went back from, or since the trainer refused them."""
     lost: int = 0
     """Groups that were generated again since the queue lost them."""
 
@@ -148,35 +156,37 @@ class GroupFlow:
         self._ledger = GroupLedger(IntervalSet())
         self._step = self._version = 0
         self._begun = False
-        self._branches: list[Branch] = []
-        """Branches that may tell of groups within the staleness; the newest one last."""
+        self._branch = Branch()
+        self._refusals: dict[int, int] = {}
+        """How often the trainer has refused groups that are not consumed."""
+        self._given_up: set[int] = set()
+        """Groups that are dropped since the trainer refused them, until an update records it."""
+        self._limit = DropLimit(self.limits.max_refused, self.limits.groups_per_step)
 
     # -- the trainer's state ----------------------------------------------------------------------------------------
     def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> list[int]:
         """The trainer is at this committed state: at the start, and after a loss. What is being generated or queued
-        goes on, if groups are generated beside the steps, unless it is consumed, or was made by weights that the
-        trainer went back from: then it is generated again. Returns the groups whose data nobody needs any more."""
-        self._step, self._version, self._begun = step, version, True
-        if not self.limits.beside_steps:
+        goes on, if groups are generated beside the steps, unless it is consumed. Returns the groups whose data nobody
+        needs any more."""
+        self._step, self._version, self._branch, self._begun = step, version, branch, True
+        if self.limits.beside_steps:
+            self.choose_again()  # if the step in progress was not made, its groups are next
+            gone = self._ledger.rebase(consumed)
+        else:
             gone = self._ledger.in_progress
-            self._ledger, self._branches = GroupLedger(consumed), [branch]
-            return gone
-        oldest = version - self.limits.max_staleness  # what is older need not be told from what is abandoned
-        self._branches = [b for b in self._branches if b.first > oldest and b.first != branch.first] + [branch]
-        self.choose_again()  # if the step in progress was not made, its groups are next
-        gone = self._ledger.rebase(consumed)
-        abandoned = [ordinal for state in (QUEUED, GENERATED) for ordinal, group in self._ledger.in_state(state).items()
-                     if self._is_abandoned(group.versions)]
-        self._release(abandoned)
-        self.counts.stale += len(abandoned)
-        return gone + abandoned
+            self._ledger = GroupLedger(consumed)
+        self._forget_refusals(consumed)
+        for ordinal in self._given_up - set(self._ledger.dropped.get(TRAINER_REFUSED, ())):
+            self._ledger.give_up(ordinal, TRAINER_REFUSED)
+        return gone
+
+    def _forget_refusals(self, consumed: IntervalSet) -> None:
+        self._refusals = {o: times for o, times in self._refusals.items() if o not in consumed}
+        self._given_up = {o for o in self._given_up if o not in consumed}
 
     def _release(self, ordinals: Iterable[int], *, stale: bool = False) -> None:
         for ordinal in ordinals:
             self._ledger.release(ordinal, stale=stale)
-
-    def _is_abandoned(self, versions: Sequence[int]) -> bool:
-        return any(branch.abandoned(versions) for branch in self._branches)
 
     def trained(self, consumption: Consumption, version: int) -> list[int]:
         """The chosen step was made, and its policy has this number. Returns the groups whose data nobody needs any
@@ -184,6 +194,8 @@ class GroupFlow:
         done = list(self._ledger.in_state(CHOSEN))
         self._ledger.commit(consumption)
         self._step, self._version = self._step + 1, version
+        self._forget_refusals(self._ledger.consumed)
+        self._limit.kept(len(done))
         return done
 
     # -- the producer -----------------------------------------------------------------------------------------------
@@ -200,7 +212,7 @@ class GroupFlow:
         room = min(room, size - ahead % size)  # all of a grant are due in the same step
         if room <= 0:
             return None
-        min_version = max(1, self._version + ahead // size - self.limits.max_staleness, self._branches[-1].first)
+        min_version = max(1, self._version + ahead // size - self.limits.max_staleness, self._branch.first)
         return Grant(tuple(self._ledger.lease(room, min_version)), min_version)
 
     def give_back(self, ordinals: Iterable[int]) -> None:
@@ -210,15 +222,10 @@ class GroupFlow:
     def finished(self, ordinal: int, versions: Sequence[int], reason: str) -> bool:
         """A group was generated and rewarded. ``versions``: of its tokens, ascending. ``reason``: why a filter drops
         it, or one of ``FAILED``; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
-        ``arrived`` says so. A group that nobody waits for any more is not kept, and one of weights that the trainer
-        went back from is generated again."""
+        ``arrived`` says so. A group that nobody waits for any more is not kept."""
         if self._ledger.state(ordinal) is not LEASED:
             return False
         self._ledger.generated(ordinal, versions)
-        if self._is_abandoned(versions):
-            self._ledger.release(ordinal)
-            self.counts.stale += 1
-            return False
         if reason in FAILED or (reason and self._dropped_by_filters < self.limits.max_dropped_groups):
             self._ledger.drop(ordinal, reason)
             return False
@@ -257,8 +264,25 @@ class GroupFlow:
         return self.lost(missing)
 
     # -- the trainer ------------------------------------------------------------------------------------------------
+    def refused(self, versions: Collection[int]) -> list[int]:
+        """The trainer refuses samples of these versions, which it was sent. The groups that have some are generated
+        again; those that it refuses for the second time are dropped, within the limit: else a group of which wrong
+        versions are said would hold the run up for ever. Returns the groups whose data nobody needs any more."""
+        self.choose_again()
+        found = [ordinal for ordinal, group in self._ledger.in_state(QUEUED).items()
+                 if not set(versions).isdisjoint(group.versions)]
+        self._release(found, stale=True)
+        self.counts.stale += len(found)
+        for ordinal in found:
+            self._refusals[ordinal] = self._refusals.get(ordinal, 0) + 1
+            if self._refusals[ordinal] >= _REFUSALS and self._limit.drop():
+                self._ledger.give_up(ordinal, TRAINER_REFUSED)
+                self._given_up.add(ordinal)
+        return found
+
     def take_stale(self) -> list[int]:
-        """Gives up the queued groups that are too stale to be trained; they are leased again. Returns them."""
+        """Gives up the queued groups that must not be trained, by their versions; they are leased again. Returns them.
+        """
         stale = self._stale()
         self._release(stale, stale=True)
         self.counts.stale += len(stale)
@@ -266,12 +290,12 @@ class GroupFlow:
 
     @property
     def has_stale(self) -> bool:
-        """Whether a queued group is too stale to be trained."""
+        """Whether a queued group must not be trained, by its versions."""
         return bool(self._stale())
 
     def _stale(self) -> list[int]:
-        oldest = self._version - self.limits.max_staleness
-        return [ordinal for ordinal, group in self._ledger.in_state(QUEUED).items() if group.versions[0] < oldest]
+        rule = StalenessRule(self._version, self.limits.max_staleness, self._branch)
+        return [ordinal for ordinal, group in self._ledger.in_state(QUEUED).items() if rule.refused(group.versions)]
 
     def choose_again(self) -> None:
         """Puts the groups that were chosen of the next step back into the queue: the step will be made of others."""

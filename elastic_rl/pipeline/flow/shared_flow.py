@@ -154,6 +154,10 @@ class SharedFlow:
         if loss is not None:
             on_loss(loss)
 
+    def refused(self, versions: Collection[int]) -> None:
+        """The trainer refuses samples of these versions: the step is chosen again, without their groups."""
+        self._give_up(lambda: self._flow.refused(versions))
+
     def _next_part(self, wait_s: float) -> ChosenPart | None:
         """The next part; None when there is none within this time."""
         with self._changed:

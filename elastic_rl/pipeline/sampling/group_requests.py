@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
-from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest, oldest_version
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Trial, Verdict
 from elastic_rl.pipeline.waits import Waits
@@ -18,8 +19,12 @@ from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
 
-_REQUESTS = {Lane.MAIN: 64, Lane.PROBATION: 32}
-"""Requests in flight at once. The role takes as many (``roles/registry.py``)."""
+_LEAST, _MOST, _IN_PROBATION = 64, 1024, 32
+"""Requests in flight at once: the least and the most by what engines can take, and those of groups in probation beside
+them. A replica of the role takes as many (``roles/registry.py``)."""
+_AHEAD = 1.5
+"""Sequences in flight as a multiple of those that engines decode at once: others wait there when some end, since a
+request is answered with its slowest one."""
 _SHOW_S = 0.5
 """How often it is said that engines are missing."""
 _RETRY_S = (0.2, 4.0)
@@ -38,21 +43,37 @@ class _Asked(NamedTuple):
     min_version: int
 
 
+class _Sent(NamedTuple):
+    """A request in flight."""
+
+    groups: Sequence[_Asked]
+    trial: Trial[_Asked] | None
+    """What it tries; None for a probe."""
+
+
+def requests_at_once(running: int, sequences: int) -> int:
+    """How many requests of so many sequences keep engines busy that decode ``running`` sequences at once, all of them
+    together; 0 where that is not known. Pure."""
+    return max(_LEAST, min(_MOST, math.ceil(_AHEAD * running / sequences)))
+
+
 class GroupRequests:
     """Generates groups; ``FaultIsolation`` says where and when those are tried again for which the user's function
     fails. A request that fails as a whole is sent again, after a pause that grows, without end. Used by one thread."""
 
     def __init__(self, cfg: Config, generate: Generate, waits: Waits, *, other: Callable[[int], PromptRequest],
-                 no_engine: Callable[[], str], on_failed: Callable[[Sequence[int], str], None]) -> None:
+                 no_engine: Callable[[], str], on_failed: Callable[[Sequence[int], str], None],
+                 running: Callable[[], int] = lambda: 0) -> None:
         """``other``: a prompt to probe with, see ``FaultIsolation.probe``. ``no_engine``: says which engines are
         missing while none serves; else "". ``on_failed``: called with groups that are dropped, and why; it raises
-        nothing but Fenced."""
+        nothing but Fenced. ``running``: see ``requests_at_once``."""
         self._generate, self._waits, self._other, self._no_engine = generate, waits, other, no_engine
         self._on_failed, self._groups_per_request = on_failed, cfg.groups_per_request
         self._setting = cfg.rollout.generated_by
         # An episode may take minutes: halves show in few rounds which of many groups has ended their process.
         self._isolation: FaultIsolation[_Asked] = FaultIsolation.of(cfg, _RETRY_S, halves=True)
-        self._threads = ThreadPoolExecutor(sum(_REQUESTS.values()), "generate")
+        self._running_of_pool, self._sequences = running, 1
+        self._threads = ThreadPoolExecutor(_MOST + _IN_PROBATION, "generate")  # which starts those that it needs
         self._show_at, self._quiet, self._min_version = 0.0, False, 0
         self.begin()
 
@@ -62,8 +83,8 @@ class GroupRequests:
     def begin(self) -> None:
         """Forgets what is not answered yet."""
         self._isolation.reset()
-        self._running: dict[Lane, dict[Future[Sequence[Generated]], Trial[_Asked] | None]] = {lane: {} for lane in Lane}
-        """Requests by lane, with the groups of each; None for a probe."""
+        self._running: dict[Lane, dict[Future[Sequence[Generated]], _Sent]] = {lane: {} for lane in Lane}
+        """Requests by lane."""
 
     @property
     def pending(self) -> bool:
@@ -72,6 +93,7 @@ class GroupRequests:
 
     def add(self, requests: Sequence[PromptRequest], min_version: int) -> None:
         self._min_version = min_version
+        self._sequences = self._groups_per_request * max((request.samples for request in requests), default=1)
         for some in batches(requests, self._groups_per_request):
             self._isolation.add([_Asked(request, min_version) for request in some])
 
@@ -108,12 +130,14 @@ class GroupRequests:
         if (probe := self._isolation.probe(lane, lambda number: _Asked(self._other(number), self._min_version))
                 ) is not None:
             self._submit(lane, [probe], None)
-        for trial in self._isolation.start(lane, now, _REQUESTS[lane]):
+        most = _IN_PROBATION if lane is Lane.PROBATION else requests_at_once(self._running_of_pool(), self._sequences)
+        for trial in self._isolation.start(lane, now, most):
             self._submit(lane, trial.groups, trial)
 
     def _submit(self, lane: Lane, groups: Sequence[_Asked], trial: Trial[_Asked] | None) -> None:
         self._running[lane][self._threads.submit(
-            self._generate, [asked.request for asked in groups], groups[0].min_version, lane is Lane.PROBATION)] = trial
+            self._generate, [asked.request for asked in groups], groups[0].min_version, lane is Lane.PROBATION
+        )] = _Sent(groups, trial)
 
     def _take_ended(self, lane: Lane, ended: Set[Future[Any]]) -> tuple[list[Answer], list[Group]]:
         """Takes what has ended in a lane, as ``poll`` does."""
@@ -135,9 +159,10 @@ class GroupRequests:
     def _take(self, lane: Lane, future: Future[Sequence[Generated]]
               ) -> tuple[Trial[_Asked], Sequence[Generated]] | None:
         """What became of the groups of an ended request; None for a probe, and for one that failed as a whole."""
-        trial = self._running[lane].pop(future)
+        groups, trial = self._running[lane].pop(future)
         try:
-            results = future.result()
+            results = [_accepted(found, asked.min_version)
+                       for asked, found in zip(groups, future.result(), strict=True)]
         except Fenced:
             raise
         except ElasticRLError as e:
@@ -166,6 +191,15 @@ class GroupRequests:
         log.warning("group %d is dropped since it cannot be generated: %s", request.ordinal, fault.why)
         self._on_failed([request.ordinal], fault.why)
         return Group(request.ordinal, request.prompt, (), fault.why)
+
+
+def _accepted(found: Generated, min_version: int) -> Generated:
+    """The samples, unless some are older than what was asked for: the role generates those again itself, and reports
+    engines that are behind, so that it is at fault for a group that it answers so."""
+    if isinstance(found, GenerateFault) or (oldest := oldest_version(found)) >= min_version:
+        return found
+    return GenerateFault(f"the rollout role gave samples of policy version {oldest}, and {min_version} or newer was "
+                         "asked for")
 
 
 def _waited_for(error: ElasticRLError) -> tuple[str, str]:

@@ -50,9 +50,10 @@ class Sampler:
     def __init__(self, cfg: Config, source: CheckedSource, generate: Generate, waits: Waits,
                  no_engine: Callable[[], str] = lambda: "",
                  on_failed: OnFailed = lambda part, ordinals, why: None, judge: Judge | None = None,
-                 reads: SourceReads | None = None) -> None:
+                 reads: SourceReads | None = None, running: Callable[[], int] = lambda: 0) -> None:
         """``no_engine``: says which engines are missing while none serves; else "". ``judge``: for rewards that ask a
-        model. ``reads``: where another thread asks the same source. Waits for the source's order. Raises ConfigError
+        model. ``reads``: where another thread asks the same source. ``running``: sequences that the engines of the pool
+        decode at once, as far as it is known; else 0. Waits for the source's order. Raises ConfigError
         for a setting that names nothing."""
         self._cfg, self._source, self._waits, self._on_failed = cfg, source, waits, on_failed
         self._reads = reads or SourceReads(cfg.data.source, waits)
@@ -61,7 +62,7 @@ class Sampler:
         self.reward_s = 0.0
         """Seconds in which only rewards were waited for, since it was last set to 0; part of the time of ``groups``."""
         self._requests = GroupRequests(cfg, generate, waits, other=self._other_request, no_engine=no_engine,
-                                       on_failed=partial(on_failed, "generate"))
+                                       on_failed=partial(on_failed, "generate"), running=running)
         # Beside the requests: rewards may take as long as the samples, and engines would stand still for them.
         self._side = SideCalls("reward", waits)
         self._side_reads = self._reads.of_thread(self._side.waits)

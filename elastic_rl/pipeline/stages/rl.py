@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Protocol
 
-from elastic_rl.errors import Conflict, GroupsLost, TrainerFailed
+from elastic_rl.errors import Conflict, GroupsLost, StaleSamples, TrainerFailed
 from elastic_rl.host.address import host_address, own_address
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
@@ -69,6 +69,8 @@ class RlStages(TrainerStages):
     def lost(self, error: TrainerFailed | Conflict) -> None:
         if isinstance(error, GroupsLost):
             self._generation.lost(error)
+        if isinstance(error, StaleSamples):
+            self._generation.flow.refused(error.versions)
 
     def _take(self, effect: schedule.Take) -> TakenStep:
         taken = self._generation.take(effect.step, effect.timer, lambda groups, before: self._maker.add(

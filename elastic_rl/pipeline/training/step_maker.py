@@ -3,7 +3,7 @@ are still generated (``train.prompts_per_part``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_rl.data.batch import Batch
@@ -21,13 +21,14 @@ from elastic_rl.trainer.progress import Phase
 class Stepping(Protocol):
     """The trainer (``Trainers``). Each call raises TrainerFailed, Conflict and Fenced."""
 
-    def update(self, phase: Phase, step: int, batch: Batch, *, consumption: Consumption = Consumption(),
-               cursor: Mapping[str, Any] | None = None) -> dict[str, Any]: ...
+    def update(self, phase: Phase, step: int, batch: Batch, *, versions: Sequence[int] = (),
+               consumption: Consumption = Consumption(), cursor: Mapping[str, Any] | None = None
+               ) -> dict[str, Any]: ...
 
-    def accumulate(self, step: int, batch: Batch, part: int) -> None: ...
+    def accumulate(self, step: int, batch: Batch, part: int, *, versions: Sequence[int]) -> None: ...
 
-    def apply(self, step: int, parts: int, *, consumption: Consumption, cursor: Mapping[str, Any]
-              ) -> dict[str, Any]: ...
+    def apply(self, step: int, parts: int, *, versions: Sequence[int], consumption: Consumption,
+              cursor: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
 class Batches(Protocol):
@@ -53,7 +54,8 @@ class StepMaker:
         made = self._batches.make(groups, step, timer)
         self._waits.stage("train")
         with timer.stage("train"):
-            self._waits.retry("trainer", lambda: self._trainer.accumulate(step, made.batch, before.parts),
+            self._waits.retry("trainer", lambda: self._trainer.accumulate(
+                step, made.batch, before.parts, versions=groups.versions),
                               end_on=(TrainerFailed, Conflict))
         self._batches.forget()
         self._waits.stage("generate")
@@ -70,9 +72,11 @@ class StepMaker:
         self._waits.stage("train")
         with timer.stage("train"):
             if made is None:
-                trained = self._trainer.apply(step, accumulated.parts, consumption=consumption, cursor=cursor)
+                trained = self._trainer.apply(step, accumulated.parts, versions=groups.versions,
+                                              consumption=consumption, cursor=cursor)
                 return {**accumulated.metrics, **trained}, [
                     a for group in groups.groups for a in accumulated.advantages[group.ordinal]]
-            trained = self._trainer.update("rl", step, made.batch, consumption=consumption, cursor=cursor)
+            trained = self._trainer.update("rl", step, made.batch, versions=groups.versions,
+                                           consumption=consumption, cursor=cursor)
         self._batches.forget()
         return made.metrics | trained, made.advantages

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -172,30 +172,32 @@ class Trainers:
         return pairs.names_of([v for v in reads.list_versions(self._etcd, self._keys, group.state)
                                if v.state is VersionState.COMMITTED])
 
-    def update(self, phase: Phase, step: int, batch: Batch, *, consumption: Consumption = Consumption(),
-               cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def update(self, phase: Phase, step: int, batch: Batch, *, versions: Sequence[int] = (),
+               consumption: Consumption = Consumption(), cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Makes the updates of a step as ``TrainerClient.update`` does; returns the policy's metrics, with those of the
         critic beside them."""
         if self._critic is None or phase == "sft":
-            return self._stepped(step, cursor, self._policy.update(phase, step, batch, consumption=consumption,
-                                                                   cursor=cursor))
+            return self._stepped(step, cursor, self._policy.update(
+                phase, step, batch, versions=versions, consumption=consumption, cursor=cursor))
         step_id, of_critic = secrets.token_hex(8), _of_critic(batch)
         with _of(CRITIC):
             shares = self._critic.upload(of_critic)
         trained = self._stepped(step, cursor, self._policy.update(
-            phase, step, self._policy.upload(batch.without(*_OF_CRITIC)), consumption=consumption, cursor=cursor,
-            step_id=step_id))
+            phase, step, self._policy.upload(batch.without(*_OF_CRITIC)), versions=versions, consumption=consumption,
+            cursor=cursor, step_id=step_id))
         with _of(CRITIC):
             learned = self._learn(self._critic, step, of_critic, shares, consumption, step_id)
         return trained | {name: learned[key] for key, name in _METRICS.items() if key in learned}
 
-    def accumulate(self, step: int, batch: Batch, part: int) -> None:
+    def accumulate(self, step: int, batch: Batch, part: int, *, versions: Sequence[int]) -> None:
         """Calls ``TrainerClient.accumulate`` of the policy's group. Used by a job without a critic."""
-        self._policy.accumulate(step, batch, part)
+        self._policy.accumulate(step, batch, part, versions=versions)
 
-    def apply(self, step: int, parts: int, *, consumption: Consumption, cursor: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, step: int, parts: int, *, versions: Sequence[int], consumption: Consumption,
+              cursor: Mapping[str, Any]) -> dict[str, Any]:
         """Calls ``TrainerClient.apply`` of the policy's group. Used by a job without a critic."""
-        return self._stepped(step, cursor, self._policy.apply(step, parts, consumption=consumption, cursor=cursor))
+        return self._stepped(step, cursor, self._policy.apply(step, parts, versions=versions, consumption=consumption,
+                                                              cursor=cursor))
 
     def _stepped(self, step: int, cursor: Mapping[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
         """The policy's group has made this step, with this result."""

@@ -112,6 +112,10 @@ class Checkpoints:
         self._retry = RetryBackoff(*_RETRY_S)
         self.policy_version = 0
         """Number of the last publish that was begun."""
+        self.weights_version = 0
+        """Number of the first publish of the weights as they are now: those of one step may get several."""
+        self._published_step = -1
+        """The step of those weights; -1 before they are published."""
         self.branch = Branch()
         self.state_version = 0
 
@@ -145,6 +149,7 @@ class Checkpoints:
             if self._names_reference and progress.phase == "rl" and not progress.reference_version:
                 progress = progress.replace(reference_version=number)
             meta: dict[str, Any] = {**progress.replace(updates=self.adam.updates).to_json(), "policy_version": number,
+                                    "branch": self.branch.published(number).to_json(),
                                     **({META_KEY: progress.pair} if self._has_pair else {})}
             try:
                 staged[state_of] = self._publishers[state_of].begin(meta)
@@ -191,6 +196,8 @@ class Checkpoints:
             self._background.submit(writer, begun)
         self.policy_version = policy_number or self.policy_version
         self.branch = self.branch.published(policy_number)
+        if policy_number and step != self._published_step:
+            self.weights_version, self._published_step = policy_number, step
         self.state_version = state_number or self.state_version
         return Published(policy_number, state_number, gather_s=end - gathering - writer.copy_s, copy_s=writer.copy_s,
                          stall_s=end - start, waited_s=waited)
@@ -273,7 +280,7 @@ class Checkpoints:
         """Initialises the weights from an HF folder. Each rank reads its own part, for as long as that takes. Raises
         ConfigError, and TrainerFailed when a rank was lost."""
         self._rounds.run(lambda _: self.policy.load_folder(model_dir, lambda: self._report("loading", str(model_dir))))
-        self.branch = self.branch.restored(0)
+        self.branch, self._published_step = Branch(), -1
 
     def _restored(self, loader: StateLoader, version: Version, newest: str) -> Progress:
         progress = Progress.from_json(version.meta)
@@ -281,7 +288,8 @@ class Checkpoints:
             progress = progress.replace(reference=None)  # this run has none, and would not save it
         loader.apply(progress.updates, has_reference=progress.reference is not None)
         self.policy_version = int(version.meta.get("policy_version", 0))
-        self.branch = self.branch.restored(self.policy_version)
+        self.branch = Branch.from_json(version.meta.get("branch") or (0, 0)).restored(self.policy_version)
+        self._published_step = -1
         self.state_version = version.number
         if newest and self.par.rank == 0:
             with suppress(EtcdUnavailable):  # the log has it too

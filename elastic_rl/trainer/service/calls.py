@@ -22,7 +22,7 @@ steps are held for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,33 +76,37 @@ class TrainerCalls(ABC):
         ``term``, ``group`` and, of one with a batch, ``batch``. A batch that is uploaded already is for commands that
         give no tensors. Raises ConfigError for tensors that are not [n, t] of the replicas' samples."""
 
-    def update(self, phase: Phase, step: int, batch: Batch | Uploaded, *, consumption: Consumption = Consumption(),
-               cursor: Mapping[str, Any] | None = None, step_id: str = "") -> dict[str, Any]:
+    def update(self, phase: Phase, step: int, batch: Batch | Uploaded, *, versions: Sequence[int] = (),
+               consumption: Consumption = Consumption(), cursor: Mapping[str, Any] | None = None, step_id: str = ""
+               ) -> dict[str, Any]:
         """Runs step ``step`` of a phase (the trainer's step + 1) and returns its metrics once its policy is being
         published. Keys: those of ``TrainStep.train`` and, for RL, gather_s, copy_s, publish_stall_s, publish_wait_s
         (seconds), policy_version and state_version (0 when no state was saved).
 
-        ``cursor`` is saved with the state; ``step_id``: see ``Progress``. After PluginFailed the step was not made. If
+        ``versions``: of the policy, that made what is trained on; of an RL step the policy's group refuses those
+        beyond the staleness (StaleSamples, which is a Conflict), and a step that names none. ``cursor`` is saved with
+        the state; ``step_id``: see ``Progress``. After PluginFailed the step was not made. If
         it failed after an update, the group is at its last state, and every further step is refused with the same error
         until another actor takes over or the group re-forms.
         """
-        return self.execute(partial(Update, phase=phase, step=step, consumption=consumption, cursor=dict(cursor or {}),
-                                    step_id=step_id), batch).result
+        return self.execute(partial(Update, phase=phase, step=step, sample_versions=tuple(versions),
+                                    consumption=consumption, cursor=dict(cursor or {}), step_id=step_id), batch).result
 
-    def accumulate(self, step: int, batch: Batch, part: int) -> dict[str, Any]:
+    def accumulate(self, step: int, batch: Batch, part: int, *, versions: Sequence[int] = ()) -> dict[str, Any]:
         """Computes the gradients of one part of the samples of RL step ``step`` (the trainer's step + 1) and adds them
         to those of the parts before it. ``part``: its number; 0 begins the step, whatever was accumulated before.
+        ``versions``: as in ``update``.
 
         Raises Conflict when another part is the next one: those before were lost, with a group that has re-formed, or
         when the trainer had to publish its weights again. After PluginFailed no part is left either."""
-        return self.execute(partial(Accumulate, step=step, part=part), batch).result
+        return self.execute(partial(Accumulate, step=step, part=part, sample_versions=tuple(versions)), batch).result
 
-    def apply(self, step: int, parts: int, *, consumption: Consumption = Consumption(),
+    def apply(self, step: int, parts: int, *, versions: Sequence[int] = (), consumption: Consumption = Consumption(),
               cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Runs RL step ``step`` on the gradients of its ``parts`` parts: what ``update`` does with the samples of all
         of them in one batch, up to rounding. Raises Conflict unless these parts were accumulated."""
-        return self.execute(partial(Apply, step=step, parts=parts, consumption=consumption, cursor=dict(cursor or {}))
-                            ).result
+        return self.execute(partial(Apply, step=step, parts=parts, sample_versions=tuple(versions),
+                                    consumption=consumption, cursor=dict(cursor or {}))).result
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Log-probs by the policy: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N,

@@ -28,6 +28,7 @@ from elastic_rl.errors import (
     Conflict,
     EtcdUnavailable,
     GroupsLost,
+    StaleSamples,
     TrainerFailed,
 )
 from elastic_rl.etcd.client import EtcdClient
@@ -362,4 +363,8 @@ def _loss(answer: httpx.Response, stored: Sequence[int]) -> GroupsLost:
 
 def _error_of(outcome: Mapping[str, Any]) -> Exception:
     kind = REFUSALS.get(str(outcome.get("error")), TrainerFailed)
+    if kind is StaleSamples:
+        found = outcome.get("versions")
+        return StaleSamples(str(outcome.get("message")), [v for v in found if isinstance(v, int)] if isinstance(
+            found, list) else (), hint=str(outcome.get("hint") or ""))
     return kind(str(outcome.get("message")), hint=str(outcome.get("hint") or ""))

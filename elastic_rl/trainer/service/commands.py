@@ -7,7 +7,8 @@ The actor is the only writer of a trainer, and which actor that is changes: Ray 
 for dead, and the old one may still have a command in flight. So each command carries the fencing token of its actor
 (epoch, term), the formation of the group that it was sent to, and the step that it is about. All are checked when the
 command is *executed*: one that waited in the queue while its actor was replaced, or was delivered twice, or to a group
-that has re-formed since, changes nothing.
+that has re-formed since, changes nothing. An RL step also carries the versions of the policy that made its samples,
+and the policy's group refuses those beyond the staleness, so that no fault of an actor trains them.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from pydantic import (
 )
 
 from elastic_rl.data.ledger import Consumption
+from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.errors import (
     ConfigError,
     Conflict,
     ElasticRLError,
     Fenced,
     PluginFailed,
+    StaleSamples,
     TrainerFailed,
     VersionNotFound,
 )
 from elastic_rl.trainer.progress import Phase, Progress
 
 REFUSALS: Mapping[str, type[ElasticRLError]] = {
-    "fenced": Fenced, "invalid": ConfigError, "conflict": Conflict, "plugin": PluginFailed, "version": VersionNotFound}
+    "fenced": Fenced, "invalid": ConfigError, "stale": StaleSamples, "conflict": Conflict, "plugin": PluginFailed,
+    "version": VersionNotFound}
 """Errors that refuse a command, by their names in its outcome; any other is a failure of the trainer."""
 
 
@@ -113,7 +117,14 @@ class NextStepCommand(_StepCommand):
     """A command for the step after the trainer's."""
 
 
-class TrainCommand(NextStepCommand):
+class _SamplesCommand(NextStepCommand):
+    """A command that makes a step, or a part of one, of samples."""
+
+    sample_versions: tuple[int, ...] = ()
+    """The versions of the policy that made what an RL step is trained on, ascending."""
+
+
+class TrainCommand(_SamplesCommand):
     """The step itself: optimizer updates, after which the trainer is at this step."""
 
     consumption: _Consumption = Consumption()
@@ -139,7 +150,7 @@ class Update(TrainCommand, BatchCommand):
     """Name of the step in a job with a critic; see ``Progress``."""
 
 
-class Accumulate(NextStepCommand, BatchCommand):
+class Accumulate(_SamplesCommand, BatchCommand):
     """Gradients of one part of a step's samples, added to those of the parts before it; nothing is updated."""
 
     kind: Literal["accumulate"] = "accumulate"
@@ -243,12 +254,14 @@ class WriterGate:
                          hint="stop; another replica of the actor runs the job")
         self.term = term
 
-    def admit(self, command: Command, progress: Progress) -> dict[str, Any] | None:
+    def admit(self, command: Command, progress: Progress, rule: StalenessRule | None = None) -> dict[str, Any] | None:
         """None when the command is to be executed now; the result of the same command when it has been executed before.
+        ``rule``: for the samples of an RL step; None in a group that does not train the policy.
 
         Raises Fenced for a stale actor, TrainerFailed for a command to an earlier formation, Conflict for a command
-        about a step that does not fit the trainer's progress, and PluginFailed for one that is for a further step while
-        steps are held.
+        about a step that does not fit the trainer's progress, StaleSamples for one with samples that the rule refuses,
+        ConfigError for an RL step that does not say which it has, and PluginFailed for one that is for a further step
+        while steps are held.
         """
         self.claim(command.epoch, command.term)
         if command.group != self.group:
@@ -262,6 +275,11 @@ class WriterGate:
             if command.phase != progress.phase or command.step != progress.step + 1:
                 raise Conflict(f"{command.phase} step {command.step} does not follow: the trainer is at "
                                f"{progress.phase} step {progress.step}", hint="resume from the trainer's state")
+            if rule is not None and isinstance(command, _SamplesCommand) and command.phase == "rl":
+                if not command.sample_versions:
+                    raise ConfigError(f"{command} does not say which policy versions made its samples",
+                                      hint="pass the versions of the groups that it is trained on")
+                rule.require(command.sample_versions)
             if isinstance(command, TrainCommand):
                 progress.consumed.check(command.consumption)
         elif isinstance(command, CurrentStepCommand) and (

@@ -28,6 +28,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
+from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState, Member
 from elastic_rl.host.paths import JobPaths
@@ -314,6 +315,43 @@ def test_killed_engine_is_unrouted_and_leaves_no_file(testbed: EngineTestbed) ->
     [death] = [e for e in testbed.events(engine.id) if e.kind == "engine.dead"]
     assert death.data["incarnation"] == engine.incarnation
     assert not [f for f in files if f.exists()]
+
+
+def cached_tokens(testbed: EngineTestbed, url: str, prompt: list[int], **fields: object) -> tuple[int, str]:
+    """How many tokens of a prompt the engine took from its prefix cache, and the version that it answered with."""
+    answer = httpx.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": {
+        "max_new_tokens": 2, "temperature": 0}, **fields}, headers=testbed.access.headers, timeout=PATIENCE_S)
+    meta = answer.raise_for_status().json()["meta_info"]
+    return meta["cached_tokens"], meta["weight_version"]
+
+
+def test_new_prompt_takes_no_keys_and_values_of_older_weights_where_the_prefix_cache_is_kept(
+        testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``in_place`` nothing flushes the cache. It is off on CPUs by default, and on here as it is on GPUs."""
+    arguments = SGLangServer.arguments
+    monkeypatch.setattr(SGLangServer, "arguments", lambda self, cuda: [
+        a for a in arguments(self, cuda) if a != "--disable-radix-cache"])
+    testbed.stop_engines()
+    runner = testbed.start_engine("cached", pause_mode="in_place", seeded_sampling="off")
+    engine, prompt = testbed.wait_ready("cached"), PROMPT * 4
+
+    def ask(**fields: object) -> tuple[int, str]:
+        return cached_tokens(testbed, engine.url, prompt, **fields)
+
+    first = str(engine.version)
+    assert ask() == (0, first)
+    assert ask() == ((cached := len(prompt) - 1), first), "the same weights take what they have computed"
+    assert ask(extra_key="tenant") == (0, first), "a key of the caller's still keeps prompts apart"
+
+    with testbed.asked_again_and_again("cached"):  # under requests, so that the cache could not be flushed either
+        testbed.publish(seed=41)
+        second = str(testbed.wait_ready("cached").version)
+    assert ask() == (0, second), "the new weights have computed nothing of it"
+    assert ask() == (cached, second)
+    testbed.assert_serves()  # from the cache, with the tokens of these weights
+    testbed.assert_serves()
+    runner.stop()
+    testbed.await_end("cached")
 
 
 @full(proved_in="tests/unit/engine/test_stager.py tests/integration/engine/test_engine.py",

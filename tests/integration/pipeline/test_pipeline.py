@@ -21,6 +21,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config.groups import ACTOR
 from elastic_rl.data.ledger import ConsumedGroups, audit
+from elastic_rl.data.samples import TRAINER_REFUSED
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
@@ -144,6 +145,20 @@ def test_commit_of_a_state_is_retried_with_backoff_and_shown(make_job: MakeJob) 
     job.trainer.rejects_saves.clear()
     job.finish()
     assert job.trainer.saved[-1].step == STEPS + 1
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"train.schedule": "fully_async", "train.max_staleness": "1"}, {"train.prompts_per_part": "4"}], ids=str)
+def test_group_that_the_trainer_refuses_twice_is_dropped_on_the_record(make_job: MakeJob, settings: dict[str, str]
+                                                                      ) -> None:
+    """Its samples say a version that was never published, which the trainer alone knows."""
+    job = make_job(**settings)
+    job.roles.unpublished.add(2)
+    job.start_actor()
+    job.finish()
+    job.assert_exactly_once()
+    assert job.trainer.saved[-1].consumed.dropped == {TRAINER_REFUSED: 1}
+    assert job.kinds("actor.resync") == [event_kinds.ACTOR_RESYNCED.name] * 2
 
 
 def test_step_whose_loss_fails_is_a_wait_for_the_plugin(job: SimulatedJob) -> None:

@@ -48,8 +48,8 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
     assert client.save("sft", 0, begin_rl=True)["committed"]
     client.wait_ready()
     for number, part in enumerate(parts):
-        client.accumulate(1, part, number)
-    made = client.apply(1, 3, consumption=groups_of(1), cursor={"next": 1})
+        client.accumulate(1, part, number, versions=group.newest_version())
+    made = client.apply(1, 3, versions=group.newest_version(), consumption=groups_of(1), cursor={"next": 1})
     assert made["tokens"] == sum(part.loss_tokens for part in parts) and made["grad_norm"] > 0
     assert made["kl_reference"] == 0.0, "the policy with which RL began, put in its place for each part, and taken out"
     assert made["advantage_mean"] == 0.0 and made["advantage_std"] == 1.0 and made["train_tokens_per_s"] > 0
@@ -57,17 +57,20 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
     assert (status.step, status.cursor) == (1, {"next": 1}) and len(status.consumed.groups) == 8
 
     with pytest.raises(Conflict, match=": 0 are accumulated"):
-        client.apply(2, 0, consumption=groups_of(2))
+        client.apply(2, 0, versions=group.newest_version(), consumption=groups_of(2))
     with pytest.raises(Conflict, match=": 0 are accumulated"):
-        client.accumulate(2, parts[1], 1)
+        client.accumulate(2, parts[1], 1, versions=group.newest_version())
     with pytest.raises(Conflict, match="does not follow"):
-        client.accumulate(1, parts[0], 0)
-    client.accumulate(2, parts[0], 0)
+        client.accumulate(1, parts[0], 0, versions=group.newest_version())
+    client.accumulate(2, parts[0], 0, versions=group.newest_version())
     with pytest.raises(Conflict, match=": 1 are accumulated"):
-        client.apply(2, 2, consumption=groups_of(2))
+        client.apply(2, 2, versions=group.newest_version(), consumption=groups_of(2))
+    before = group.newest_version()
     assert client.save("rl", 1, publish=True)["committed"]
+    assert group.newest_version() > before
     with pytest.raises(Conflict, match="send the parts of the step again"):
-        client.accumulate(2, parts[1], 1)
+        client.accumulate(2, parts[1], 1, versions=group.newest_version())
+    client.accumulate(2, parts[0], 0, versions=before)  # the weights are the same, whatever their number
 
 
 @full(proved_in="tests/integration/trainer/test_step_parts.py tests/integration/trainer/test_trainer_group.py "
@@ -75,17 +78,17 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
 def test_parts_that_a_dead_rank_had_are_computed_again(group: Group) -> None:
     client, parts = group.client, parts_of(group)
     before = client.wait_ready()
-    client.accumulate(2, parts[0], 0)
+    client.accumulate(2, parts[0], 0, versions=group.newest_version())
     psutil.Process(group.rank(1)).send_signal(signal.SIGKILL)
     with pytest.raises(TrainerFailed, match="re-formed"):
         for _ in range(1000):
-            client.accumulate(2, parts[0], 0)
+            client.accumulate(2, parts[0], 0, versions=group.newest_version())
     again = group.ready(after=before.group)
     assert again.step == 1 and again.consumed == before.consumed
     with pytest.raises(Conflict, match=": 0 are accumulated"):
-        client.accumulate(2, parts[1], 1)
+        client.accumulate(2, parts[1], 1, versions=group.newest_version())
     for number, part in enumerate(parts):
-        client.accumulate(2, part, number)
-    made = client.apply(2, 3, consumption=groups_of(2))
+        client.accumulate(2, part, number, versions=group.newest_version())
+    made = client.apply(2, 3, versions=group.newest_version(), consumption=groups_of(2))
     assert made["state_version"] > 0 and made["kl_reference"] > 0
     assert len(client.wait_ready().consumed.groups) == 16

@@ -24,6 +24,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.samples import Sample, Segment, demonstration
@@ -31,7 +32,7 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, StaleSamples, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_phase import Side
@@ -80,8 +81,8 @@ def groups_of(step: int) -> Consumption:
 
 
 def train(group: Group, step: int, batch: Batch | None = None) -> dict[str, Any]:
-    return group.client.update("rl", step, batch or batch_for(group), consumption=groups_of(step),
-                               cursor={"next": step})
+    return group.client.update("rl", step, batch or batch_for(group), versions=group.newest_version(),
+                               consumption=groups_of(step), cursor={"next": step})
 
 
 def assert_traced(group: Group, version: int) -> None:
@@ -152,10 +153,13 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     assert again.group != first.group and again.restarts == 1
     assert (again.phase, again.step, again.cursor) == ("rl", 2, {"next": 2}), "not the last saved state"
     assert again.policy_version > metrics[-1]["policy_version"], "the resumed step was not published again"
+    assert again.branch == Branch(metrics[1]["policy_version"], again.policy_version)
     assert any(e.kind == "trainer.restarted" for e in events.recent(group.etcd, group.keys))
 
     assert again.consumed.groups == IntervalSet(((0, 16),)), "the groups of the steps that the weights have"
     assert torch.equal(reference_logprobs(group, batch, 3), reference), "another reference than before"
+    with pytest.raises(StaleSamples):  # of the weights that it went back from
+        group.client.update("rl", 3, batch, versions=[metrics[2]["policy_version"]], consumption=groups_of(3))
     repeated = train(group, 3)
     assert repeated["policy_version"] > again.policy_version
     for key in ("loss", "grad_norm", "logprob_diff_max", "kl_reference", "reference_step"):
@@ -242,11 +246,18 @@ def test_command_that_does_not_fit_is_refused_and_changes_nothing(group: Group) 
     with pytest.raises(Conflict, match="does not follow"):
         group.client.update("sft", step, batch_for(group))
     with pytest.raises(Conflict, match="consumed already"):
-        group.client.update("rl", step, batch_for(group), consumption=groups_of(1))
+        group.client.update("rl", step, batch_for(group), versions=group.newest_version(), consumption=groups_of(1))
     with pytest.raises(TrainerFailed, match="no valid token"):
         impostor = TrainerClient(group.etcd, group.keys, Security("another"), epoch=group.ctx.epoch, term=1 << 30)
         impostor._url, impostor._group, impostor._shares = before.share_urls[0], before.group, before.share_urls
         impostor.update("rl", step, batch_for(group))
+    newest = before.policy_version
+    for versions in ((newest - 1, newest), (0, newest), (newest + 1,)):  # of staleness 0
+        with pytest.raises(StaleSamples) as refused:
+            group.client.update("rl", step, batch_for(group), versions=versions, consumption=groups_of(step))
+        assert refused.value.versions == tuple(v for v in versions if v != newest)
+    with pytest.raises(ConfigError, match="does not say which policy versions"):
+        group.client.update("rl", step, batch_for(group), consumption=groups_of(step))
     assert group.client.wait_ready() == before
 
 
@@ -334,6 +345,8 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
     saved = before.step // STATE_EVERY * STATE_EVERY
     assert saved < before.step and (after.phase, after.step, after.restarts) == ("rl", saved, 0)
     assert after.policy_version > before.policy_version
+    assert after.branch.first == after.policy_version and after.branch.before == before.branch.abandoning, (
+        "earlier returns are saved with the state")
 
 
 def test_reference_policy_is_stored_once_for_all_states_that_have_it(group: Group) -> None:

@@ -155,6 +155,19 @@ def test_minibatches_have_the_same_samples_with_any_number_of_replicas(
         assert len(pairs) < replicas * minibatches or all(part.samples for part in own), "a replica would have none"
 
 
+@thorough
+@given(rows, st.integers(1, 5), st.integers(1, 4))
+def test_each_sample_is_in_one_minibatch_of_its_share(pairs: list[tuple[Prompt, Sample]], replicas: int,
+                                                      minibatches: int) -> None:
+    """One that is in two of them is trained on twice in a step, and one that is in none never."""
+    batch = collate(pairs, [0.5] * len(pairs))
+    for share in [batch.share(own) for own in batch.share_rows(replicas, minibatches)]:
+        cut = share.minibatches(minibatches)
+        assert len(cut) == minibatches, "all replicas make as many updates"
+        assert sorted(n for part in cut for n in part["numbers"].tolist()) == sorted(share["numbers"].tolist())
+        assert sum(part.loss_tokens for part in cut) == share.loss_tokens
+
+
 def test_many_small_minibatches_together_are_balanced_too() -> None:
     lengths = [100 + 7 * (n % 13) for n in range(64)]
     batch = collate([(Prompt((1,)), Sample((Segment((2,) * (n - 1), (-1.0,) * (n - 1), version=1),)))

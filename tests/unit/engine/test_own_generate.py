@@ -7,7 +7,8 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,9 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.data.batch import collate
 from elastic_rl.data.samples import Prompt, Sample, Segment
-from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate, make_generate
+from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate, answering, make_generate
 from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
 from elastic_rl.host.job_secrets import engine_key, engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
@@ -64,6 +65,9 @@ async def generate(request, engines):
     if what == "long": return [sample((1,) * 50, (-0.5,) * 50) for _ in range(n)]
     if what == "few": return [sample() for _ in range(n - 1)]
     if what == "text": return "nothing"
+    if what == "none": return [sample(version=None) for _ in range(n)]
+    if what == "zero": return [sample(version=0) for _ in range(n)]
+    if what == "own": return [sample(version=2) for _ in range(n)]
     return [sample() for _ in range(n)]
 
 not_async = 3
@@ -90,7 +94,7 @@ def _children() -> set[int]:
 
 def _generate(role: RolloutRole, *whats: str) -> list[Generated]:
     async def all_of_them() -> list[Generated]:
-        return await asyncio.gather(*(role._bounded(_request(i, what), 1) for i, what in enumerate(whats)))
+        return await asyncio.gather(*(role._bounded(_request(i, what), 3) for i, what in enumerate(whats)))
     return asyncio.run(all_of_them())
 
 
@@ -113,7 +117,9 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRole]:
     ("raise", "ValueError: the tool is away"), ("hang", "took longer than 2 s for group 1.*generate_timeout_s"),
     ("token", "a token id that is no int from 0 to 49"), ("nan", "a log-prob that is not finite"),
     ("lengths", "2 tokens with 1 log-probs"), ("long", "a response of 50 tokens, and the data source allows 12"),
-    ("few", "must give 2 samples"), ("text", "must give 2 samples")])
+    ("few", "must give 2 samples"), ("text", "must give 2 samples"),
+    ("none", "version is no int .*engines.generate"), ("zero", "trained on, with version=0, and 3 .*engines.generate"),
+    ("own", "samples of policy version 2, and 3 or newer")])
 def test_what_fails_or_is_nonsense_costs_its_group_only(role: RolloutRole, what: str, named: str) -> None:
     good, bad = _generate(role, "", what)
     assert isinstance(good, list) and good[0].segments[0].token_ids == (1, 2) and good[0].oldest_version == 3
@@ -121,6 +127,33 @@ def test_what_fails_or_is_nonsense_costs_its_group_only(role: RolloutRole, what:
     assert isinstance(bad, GenerateFault) and not bad.shared
     with pytest.raises(AssertionError, match=named):
         raise AssertionError(bad.why)
+
+
+class _Behind(GenerateClient):
+    """A client of engines that answer with these versions, one after the other."""
+
+    def __init__(self, *versions: int) -> None:
+        self._left = list(versions)
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
+        version = self._left.pop(0)
+        return [Sample((Segment((1,), (-0.5,), version=version),)) for _ in range(n)]
+
+
+@pytest.mark.parametrize(("answered", "says", "fails"), [
+    ((7, 8), 7, ""), ((7, 8), 0, "version=0, and 7 or newer"), ((7, 8), 3, "samples of policy version 3, and 7 or"),
+    ((8, 8), 6, "samples of policy version 6, and 7 or"), ((7, 3), 3, ""), ((3, 8), 2, ""), ((), 3, "version 3")])
+def test_function_is_at_fault_for_old_samples_unless_an_engine_was_behind(answered: tuple[int, ...], says: int,
+                                                                          fails: str) -> None:
+    """The role waits for engines that are behind, without end; for a function it would do so in vain."""
+    async def generate(request: PromptRequest, engines: GenerateClient) -> list[Sample]:
+        for _ in answered:
+            await engines.generate((5,), request.sampling, 1)
+        return [Sample((Segment((1,), (-0.5,), version=says), Segment((2,), loss=False)))] * 2
+
+    call = answering(generate, SimpleNamespace(make=lambda: _Behind(*answered), vocabulary=50))  # type: ignore[arg-type]
+    with pytest.raises(PluginFailed, match=fails) if fails else contextlib.nullcontext():
+        assert len(asyncio.run(call(replace(_request(1), min_version=7)))["samples"]) == 2
 
 
 @pytest.mark.parametrize("what", ["block", "die"])

@@ -17,7 +17,7 @@ from support.pipeline_simulation import Violation, World
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
-from elastic_rl.data.samples import FAILED
+from elastic_rl.data.samples import FAILED, TRAINER_REFUSED
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
@@ -270,14 +270,55 @@ def test_groups_of_weights_that_the_trainer_went_back_from_are_generated_again()
     for ordinal, versions in ((0, (9, 10)), (1, (10,)), (2, (10, 11)), (3, (20,))):
         assert flow.finished(ordinal, versions, "") and flow.arrived(ordinal)
     assert flow.finished(4, (15,), ""), "it is on its way into the queue"
-    assert flow.resume(10, 21, IntervalSet(), Branch(10, 21)) == [2, 3, 4]
-    assert flow.counts.stale == 3 and not flow.arrived(4)
-    assert not flow.finished(5, (9, 20), "") and flow.finished(6, (10, 21), ""), "5 began before, and ended after"
-    assert flow.arrived(6) and flow.take_stale() == []
+    branch = Branch(9, 10).restored(10).published(21)
+    assert flow.resume(10, 21, IntervalSet(), branch) == [] and flow.arrived(4)
+    _queue(flow, 5, version=20)
+    assert flow.finished(6, (10, 21), "") and flow.arrived(6)
+    assert flow.take_stale() == [2, 3, 4, 5] and flow.counts.stale == 4 and not flow.has_stale
     again = flow.lease()
     assert again is not None and again.ordinals[0] == 2 and again.min_version == 21, "of no engine that serves 20 still"
-    assert flow.resume(11, 24, IntervalSet(), Branch(22, 24)) == []
-    assert not flow.finished(2, (20,), "") and not flow.finished(3, (23,), ""), "both branches are remembered"
+    assert flow.resume(11, 24, IntervalSet(), branch.restored(22).published(24)) == []
+    _queue(flow, 2, version=20)
+    assert flow.take_stale() == [0, 1, 6, 2], "three are too old, and both branches are remembered"
+
+
+def test_groups_that_the_trainer_refuses_twice_are_dropped_within_the_limit() -> None:
+    """The trainer alone knows that version 9 was never published."""
+    flow = _flow(version=5, groups_per_step=4, max_staleness=0)
+    assert flow.lease() is not None
+    _queue(flow, 0, 1, 2, version=9)
+    _queue(flow, 3, version=5)
+    first = _step(flow)
+    assert first is not None and flow.refused([9]) == [0, 1, 2] and flow.counts.stale == 3
+    again = flow.lease()
+    assert again is not None and again.ordinals == (0, 1, 2), "a wrong version may have been said once"
+    _queue(flow, 0, 1, 2, version=9)
+    assert _step(flow) is not None and flow.refused([9]) == [0, 1, 2]
+    others = flow.lease()
+    assert others is not None and others.ordinals == (2, 4, 5), "no more than half of a step's groups are dropped"
+    _queue(flow, *others.ordinals, version=5)
+    chosen = _step(flow)
+    assert chosen is not None and chosen.ordinals == (2, 3, 4, 5)
+    assert chosen.consumption.dropped == {TRAINER_REFUSED: IntervalSet.from_values([0, 1])}
+
+
+def test_refused_groups_stay_dropped_where_nothing_else_outlives_the_step() -> None:
+    """A synchronous run goes on from the committed state after each refusal."""
+    flow = _flow(beside_steps=False, max_staleness=0)
+    for _ in range(2):
+        assert flow.lease() is not None
+        _queue(flow, 0, version=9)
+        _queue(flow, 1, version=1)
+        assert _step(flow) is not None and flow.refused([9]) == [0]
+        flow.resume(0, 1, IntervalSet(), Branch())
+    grant = flow.lease()
+    assert grant is not None and grant.ordinals == (1, 2)
+    _queue(flow, 1, 2, version=1)
+    chosen = _step(flow)
+    assert chosen is not None and chosen.consumption.dropped == {TRAINER_REFUSED: IntervalSet.from_values([0])}
+    flow.trained(chosen.consumption, 2)
+    flow.resume(1, 2, IntervalSet.from_values([0, 1, 2]), Branch())
+    assert list(flow.open) == [], "it is on the record"
 
 
 def test_groups_that_were_not_generated_after_all_are_leased_again() -> None:

@@ -18,9 +18,11 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import Fenced
-from elastic_rl.pipeline.sampling.group_requests import GroupRequests
+from elastic_rl.pipeline.sampling import group_requests
+from elastic_rl.pipeline.sampling.group_requests import GroupRequests, requests_at_once
 from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.roles.registry import ROLES
 
 
 def _request(ordinal: int) -> PromptRequest:
@@ -54,9 +56,9 @@ class Loop:
         self.sampler = Sampler(cfg, source, call, Waits(report, stopping), on_failed=lambda part, ordinals, why:
                                self.failed.append((part, list(ordinals))))
 
-    def groups(self, count: int) -> list[Group]:
+    def groups(self, count: int, min_version: int = 0) -> list[Group]:
         try:
-            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), 0)]
+            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), min_version)]
         finally:
             self.sampler.close()
 
@@ -73,6 +75,23 @@ def test_group_that_cannot_be_generated_is_dropped_if_another_can_be(monkeypatch
     assert set(sent) == set(range(8))
     assert len(sent) - sent.count(5) - 7 <= sent.count(5), "at most one other is generated again for each failure"
     assert loop.failed == [("generate", [5])]
+
+
+def test_role_that_gives_older_samples_than_asked_for_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one group, which is dropped; or for all, for which the run waits and says so: it has the faults of a
+    function."""
+    def of(version: int) -> list[Sample]:
+        return [Sample((Segment((1,), (-0.5,), version=v),)) for v in (4, version)]
+
+    lies = {5}
+    loop = Loop(monkeypatch, lambda ordinals, _: [of(3 if i in lies else 4) for i in ordinals])
+    found = loop.groups(8, min_version=4)
+    assert [g.ordinal for g in found if g.failed] == [5] and loop.failed == [("generate", [5])]
+    assert "gave samples of policy version 3, and 4 or newer was asked for" in found[5].failed
+    loop = Loop(monkeypatch, lambda ordinals, _: [of(3) for _ in ordinals], waits=200)
+    with pytest.raises(Fenced):
+        loop.groups(8, min_version=4)
+    assert not loop.failed and loop.texts[-1].startswith("plugin: the rollout role gave samples of policy version 3")
 
 
 def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,15 +139,40 @@ class _Processes:
             future.set_result([fault if ends or (probation and not self.starts) else _good(i) for i in ordinals])
 
 
-def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes) -> GroupRequests:
+def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes, running: int = 0) -> GroupRequests:
     monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])
     made = GroupRequests(cfg, lambda prompts, version, probation: [], Waits(lambda *_: None, threading.Event()),
-                         no_engine=str, other=lambda number: _request(-1), on_failed=lambda ordinals, why: None)
+                         no_engine=str, other=lambda number: _request(-1), on_failed=lambda ordinals, why: None,
+                         running=lambda: running)
     made.close()
     made._threads = processes  # type: ignore[assignment]
     return made
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 1 << 10))
+def test_requests_in_flight_follow_what_the_engines_decode_at_once(running: int, sequences: int) -> None:
+    most = requests_at_once(running, sequences)
+    assert 64 <= most <= 1024 and most <= requests_at_once(running + 512, sequences)
+    assert most in (64, 1024) or running < most * sequences <= 1.5 * running + sequences
+
+
+@pytest.mark.parametrize(("running", "sent"), [(0, 64), (128, 96), (10_000, 400)])
+def test_further_requests_are_sent_to_a_larger_pool(monkeypatch: pytest.MonkeyPatch, running: int, sent: int) -> None:
+    """Of two sequences each."""
+    processes = _Processes()
+    requests = _requests(monkeypatch, processes, running)
+    requests.add([_request(i) for i in range(400)], 0)
+    requests.poll(0.0)
+    assert len(processes._running[False]) == sent
+    while requests.pending:
+        processes.turn(False)
+        requests.poll(0.0)
+
+
+def test_replica_of_the_role_takes_all_requests_at_once() -> None:
+    assert ROLES["rollout"].max_ongoing_requests == group_requests._MOST + group_requests._IN_PROBATION
 
 
 @pytest.mark.parametrize("culprits", [(), (9,), (9, 40)])

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 from support.budget import seeds
+from support.flow_simulation import ASYNC_LIMITS, AsyncWorld
 from support.pipeline_simulation import LIMITS, PLAN, Trainer, Violation, World
 
 from elastic_rl import config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import ConsumedGroups, Consumption, GroupLedger, audit
+from elastic_rl.data.samples import TRAINER_REFUSED
 from elastic_rl.errors import Conflict
 from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.flow import group_flow
 from elastic_rl.pipeline.flow.group_flow import GroupFlow
 from elastic_rl.trainer import progress
 from elastic_rl.trainer.service import commands
@@ -80,9 +83,87 @@ def test_world_finds_samples_of_weights_that_the_trainer_went_back_from(monkeypa
     branch_of = GroupFlow.resume
     monkeypatch.setattr(GroupFlow, "resume", lambda self, step, version, consumed, branch: branch_of(
         self, step, version, consumed, Branch()))
-    with pytest.raises(Violation, match="went back from"):
+    with pytest.raises(Violation, match="should have refused"):
         for seed in range(MUTANT_SEEDS):
             World(seed, limits=replace(LIMITS, max_staleness=4)).run()
+
+
+LIARS = {"sync": lambda seed, staleness, **options: World(
+             seed, limits=replace(LIMITS, max_staleness=staleness, max_refused=1.0), lies=0.1, **options),
+         "fully_async": lambda seed, staleness, **options: AsyncWorld(
+             seed, replace(ASYNC_LIMITS, max_staleness=staleness, max_refused=1.0), lies=0.1, **options)}
+"""Worlds in which those who generate say versions that are older, of abandoned weights, or do not exist yet."""
+
+
+def _without_rule_in_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupFlow, "_stale", lambda self: [])
+
+
+def _without_rule_in_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = commands.WriterGate.admit
+    monkeypatch.setattr(commands.WriterGate, "admit", lambda self, command, now, rule: admit(self, command, now))
+
+
+def _refused_groups_are_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_flow, "_REFUSALS", 1 << 30)
+
+
+def _refused_groups_are_forgotten_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget = GroupFlow._forget_refusals
+    monkeypatch.setattr(GroupFlow, "_forget_refusals", lambda self, consumed: (
+        forget(self, consumed), self._given_up.clear(), self._refusals.clear()))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("schedule_name", LIARS)
+def test_no_wrong_version_that_is_said_exceeds_the_staleness_or_holds_the_run_up(schedule_name: str, staleness: int
+                                                                               ) -> None:
+    refusals = given_up = 0
+    for seed in range(SEEDS):
+        world = LIARS[schedule_name](seed, staleness)
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        refusals += world.refusals
+        given_up += world.trainer.progress.consumed.dropped.get(TRAINER_REFUSED, 0)
+    assert refusals > SEEDS and given_up > SEEDS / 2, "of versions that do not exist, which the trainer alone knows"
+
+
+@pytest.mark.parametrize("schedule_name", LIARS)
+def test_trainer_alone_keeps_the_bound_whatever_the_actor_sends(schedule_name: str, monkeypatch: pytest.MonkeyPatch
+                                                              ) -> None:
+    _without_rule_in_the_flow(monkeypatch)
+    for seed in range(SEEDS):
+        world = LIARS[schedule_name](seed, 1, trusts_trainer=True)
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+
+
+@pytest.mark.parametrize(("mutates", "what"), [
+    ([_without_rule_in_the_flow], "should have refused"),
+    ([_without_rule_in_the_trainer], "which there is not"),
+    ([_refused_groups_are_tried_for_ever], "did not finish"),
+    ([_without_rule_in_the_flow, _without_rule_in_the_trainer], "while|which there is not|went back from"),
+], ids=lambda found: "-".join(m.__name__.strip("_") for m in found) if isinstance(found, list) else "")
+@pytest.mark.parametrize("schedule_name", LIARS)
+def test_world_finds_what_a_liar_gets_trained_without_a_check(
+        mutates: list[Callable[[pytest.MonkeyPatch], None]], what: str, schedule_name: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    for mutate in mutates:
+        mutate(monkeypatch)
+    with pytest.raises(Violation, match=what):
+        for seed in range(MUTANT_SEEDS):
+            LIARS[schedule_name](seed, 4).run()
+
+
+def test_world_finds_synchronous_run_that_forgets_which_groups_were_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _refused_groups_are_forgotten_with_the_step(monkeypatch)
+    with pytest.raises(Violation, match="did not finish"):
+        for seed in range(MUTANT_SEEDS):
+            LIARS["sync"](seed, 1).run()
 
 
 def test_undisturbed_run_consumes_the_groups_in_order() -> None:
@@ -112,7 +193,7 @@ def test_disturbed_run_trains_and_drops_what_an_undisturbed_one_does() -> None:
 
 
 def _without_step_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def admit(self: Any, command: Any, now: Any) -> Any:
+    def admit(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
         self.claim(command.epoch, command.term)
         return self._last[1] if self._last is not None and self._last[0] == command.id else None
 
@@ -126,9 +207,9 @@ def _without_term_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def _without_group_check(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = commands.WriterGate.admit
 
-    def any_group(self: Any, command: Any, now: Any) -> Any:
+    def any_group(self: Any, command: Any, now: Any, rule: Any = None) -> Any:
         self.group = command.group
-        return admit(self, command, now)
+        return admit(self, command, now, rule)
 
     monkeypatch.setattr(commands.WriterGate, "admit", any_group)
 

@@ -39,7 +39,7 @@ class SlowQueue(EmbeddedQueue):
         super().drop(ordinals)
 
 
-@pytest.mark.parametrize("gives_up", ["trained", "stale", "rewound"])
+@pytest.mark.parametrize("gives_up", ["trained", "stale", "consumed", "refused"])
 def test_nothing_is_leased_before_abandoned_data_is_dropped(gives_up: str) -> None:
     queue = SlowQueue(2)
     flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0), queue)
@@ -53,8 +53,10 @@ def test_nothing_is_leased_before_abandoned_data_is_dropped(gives_up: str) -> No
     if gives_up == "trained":
         taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
         flow.trained(taken.chosen.consumption, 2)
-    elif gives_up == "rewound":
-        flow.resume(0, 3, IntervalSet(), Branch(0, 3))
+    elif gives_up == "consumed":
+        flow.resume(1, 3, IntervalSet.from_values([0, 1]), Branch(0, 3))
+    elif gives_up == "refused":
+        flow.refused([1])
     else:
         flow.resume(0, 2, IntervalSet(), Branch(1, 2))
 

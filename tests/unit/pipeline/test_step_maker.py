@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -41,16 +41,21 @@ def test_accumulated_metric_is_the_mean_over_all_tokens(parts: list[tuple[int, f
 class Trainer:
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
+        self.versions: list[tuple[int, ...]] = []
+        """Of the samples of each command."""
 
-    def accumulate(self, step: int, batch: Any, part: int) -> None:
+    def accumulate(self, step: int, batch: Any, part: int, *, versions: Sequence[int]) -> None:
         self.log.append(("accumulate", part))
+        self.versions.append(tuple(versions))
 
-    def apply(self, step: int, parts: int, **_: Any) -> dict[str, Any]:
+    def apply(self, step: int, parts: int, *, versions: Sequence[int], **_: Any) -> dict[str, Any]:
         self.log.append(("apply", parts))
+        self.versions.append(tuple(versions))
         return {"loss": 1.0}
 
-    def update(self, phase: str, step: int, batch: Any, **_: Any) -> dict[str, Any]:
+    def update(self, phase: str, step: int, batch: Any, *, versions: Sequence[int] = (), **_: Any) -> dict[str, Any]:
         self.log.append(("update", 0))
+        self.versions.append(tuple(versions))
         return {"loss": 2.0}
 
 
@@ -64,8 +69,9 @@ class Batches:
 
 
 def _groups(*ordinals: int) -> StepGroups:
-    sample = Sample((Segment((2,), (-0.1,), version=1),))
-    return StepGroups.from_groups([Group(o, Prompt((1,)), (sample, sample)) for o in ordinals])
+    """Each is of two versions, by its ordinal."""
+    return StepGroups.from_groups([Group(o, Prompt((1,)), tuple(
+        Sample((Segment((2,), (-0.1,), version=10 + o + i),)) for i in range(2))) for o in ordinals])
 
 
 def _maker(trainer: Trainer, *, in_parts: bool) -> StepMaker:
@@ -86,6 +92,7 @@ def test_step_that_is_taken_again_has_only_the_last_parts() -> None:
     assert trainer.log == [("accumulate", 0), ("accumulate", 0), ("accumulate", 1), ("apply", 2)]
     assert metrics == {"kl": 0.5, "loss": 1.0} and advantages == [1.0, 1.0, 3.0, 3.0]
     assert (first.parts, both.parts) == (1, 2), "what was accumulated before does not change"
+    assert trainer.versions == [(17, 18), (13, 14), (11, 12), (11, 12, 13, 14)], "those of the samples of each command"
 
 
 def test_step_without_parts_is_one_update() -> None:
@@ -93,7 +100,8 @@ def test_step_without_parts_is_one_update() -> None:
     maker = _maker(trainer, in_parts=False)
     accumulated = maker.add(_groups(1), 1, StepTimer(), Accumulated())
     metrics, advantages = _made(maker, _groups(1), accumulated)
-    assert trainer.log == [("update", 0)] and metrics == {"kl": 0.5, "loss": 2.0} and advantages == [1.0, 1.0]
+    assert trainer.log == [("update", 0)] and trainer.versions == [(11, 12)]
+    assert metrics == {"kl": 0.5, "loss": 2.0} and advantages == [1.0, 1.0]
 
 
 class FailingOnce:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.catalog.pairs import pair_name
-from elastic_rl.errors import ConfigError, Conflict, Fenced, TrainerFailed, VersionNotFound
+from elastic_rl.errors import ConfigError, Conflict, Fenced, StaleSamples, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.pipeline.training import trainers
 from elastic_rl.pipeline.training.trainers import Trainers
@@ -43,6 +43,8 @@ class TrainerGroup:
     taken: str = ""
     version: int = 8
     on_wait: Callable[[str], None] = lambda what: None
+    versions: tuple[int, ...] = ()
+    """Of the samples of the last step."""
     away: bool = False
     """Calls wait for ever."""
 
@@ -65,8 +67,10 @@ class TrainerGroup:
         self._called("upload")
         return Uploaded(str(next(_IDS)), self.taken)
 
-    def update(self, phase: str, step: int, batch: Uploaded, *, step_id: str, **_: Any) -> dict[str, Any]:
+    def update(self, phase: str, step: int, batch: Uploaded, *, step_id: str, versions: Sequence[int] = (), **_: Any
+               ) -> dict[str, Any]:
         self._called("update")
+        self.versions = tuple(versions)
         self.require_same_group()
         if step != self.step + 1:
             raise Conflict(f"step {step} does not follow")
@@ -145,6 +149,15 @@ def test_batch_that_one_group_does_not_take_is_trained_on_by_neither(pair: Pair)
     assert (pair.policy.step, pair.critic.step) == (7, 7)
     pair.trainers.update("rl", 8, _batch())
     assert (pair.policy.step, pair.critic.step) == (8, 8) and pair.policy.step_id == pair.critic.step_id
+
+
+def test_step_says_to_the_policys_group_which_versions_made_its_samples(pair: Pair) -> None:
+    pair.policy.refusals["update"] = [StaleSamples("too old", [6])]
+    with pytest.raises(StaleSamples):
+        pair.trainers.update("rl", 8, _batch(), versions=[6, 7])
+    assert pair.critic.step == 7, "nothing of the step is made"
+    pair.trainers.update("rl", 8, _batch(), versions=[7, 8])
+    assert (pair.policy.versions, pair.critic.versions) == ((7, 8), ())
 
 
 def test_critic_that_refuses_the_policys_step_is_asked_again(pair: Pair) -> None:

@@ -85,6 +85,16 @@ def test_samples_of_versions_that_were_never_published_are_no_samples(events: li
     assert events == ["samples.unpublished"] * 2  # once for each role, however often it is tried
 
 
+def test_samples_that_are_older_than_what_was_asked_for_are_generated_again(events: list[Any]) -> None:
+    """Of an engine that has just joined, or has not seen the head."""
+    engines = _Engines(2, 0, 3)
+    found = _generate(_role(engines), 1, 2, min_version=3)
+    assert isinstance(found, list) and {s.versions for s in found} == {(3,)} and engines.asked == 3
+    with pytest.raises(EngineFailed, match="no engine generated samples of policy version 3 or newer"):
+        _generate(_role(_Engines(2)), 1, 2, min_version=3)
+    assert not events
+
+
 def test_engine_may_serve_a_version_before_the_role_knows_of_it(events: list[Any], monkeypatch: pytest.MonkeyPatch
                                                                 ) -> None:
     role = _role(_Engines(3, 4, 4))

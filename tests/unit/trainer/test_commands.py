@@ -43,7 +43,8 @@ groups = st.sets(st.integers(0, 50)).map(IntervalSet.from_values)
 by_name = {"id": st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20),
            "phase": st.sampled_from(["sft", "rl"]), "cursor": st.dictionaries(texts, json_values, max_size=3),
            "consumption": st.builds(Consumption, groups, st.dictionaries(texts, groups, max_size=2))}
-by_type: dict[Any, st.SearchStrategy[Any]] = {str: texts, int: numbers, bool: st.booleans()}
+by_type: dict[Any, st.SearchStrategy[Any]] = {
+    str: texts, int: numbers, bool: st.booleans(), tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple)}
 
 
 def commands_of(kind: type[Command]) -> st.SearchStrategy[Command]:
@@ -118,6 +119,10 @@ def test_call_carries_what_its_arguments_say() -> None:
     assert calls.batch is BATCH
     assert calls.load(7, "rl", 4) == {"version": 7}
     assert calls.command == LOAD.model_copy(update={"id": "c", "term": 1}) and calls.batch is None
+    for call in (lambda **how: calls.update("rl", 4, BATCH, **how), lambda **how: calls.accumulate(4, BATCH, 0, **how),
+                 lambda **how: calls.apply(4, 1, **how)):
+        call(versions=[3, 4])
+        assert calls.command.sample_versions == (3, 4)  # type: ignore[attr-defined]
     calls.update("sft", 1, Uploaded("u", "g"), cursor={"a": 1}, step_id="x")
     assert calls.command == Update(id="c", epoch=1, term=1, group="g", batch="b", phase="sft", step=1, cursor={"a": 1},
                                    step_id="x")
