@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, until Ctrl-C.")]
 
-_POOL = ("name", "desired", "ready", "starting", "pending", "released", "draining", "external", "message")
+_POOL = ("name", "desired", "ready", "starting", "pending", "released", "behind", "draining", "external", "message")
 _WAITING = ("part", "state", "message")
 _ENGINE = ("id", "state", "host", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
 _POOL_WIDE = ("stream", "model", "router_url")

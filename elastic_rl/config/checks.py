@@ -165,11 +165,18 @@ def _engines_of_pools(c: Config) -> Iterator[str]:
                    "a pool may be scaled to: raise the limit, or set fewer engines")
 
 
+_OF_FOLLOWERS = ("follow_quorum", "follow_timeout_s", "catch_up_timeout_s")
+
+
 def _updates_of_pools(c: Config) -> Iterator[str]:
     for name, pool in c.pools.items():
         if pool.engine.get("max_unavailable", "auto") != "auto":
             yield (f"pools.{name}.engine.max_unavailable bounds nothing: the engines of this pool serve the weights of "
                    "its folder, and never update; leave it out (engine.max_unavailable is for the policy's pool)")
+        for setting in _OF_FOLLOWERS:
+            if setting in pool.engine:
+                yield (f"pools.{name}.engine.{setting} has no effect: the engines of this pool serve the weights of "
+                       f"its folder, and follow nothing; leave it out (engine.{setting} is for the policy's pool)")
 
 
 def _autoscaling(c: Config) -> Iterator[str]:
@@ -388,6 +395,8 @@ LIMITS = (
             "an engine that computes may answer no later than one that does not", may_equal=True),
     Ordered("engine.start_timeout_s", "engine.start_ceiling_s",
             "the limit of a start is lengthened up to its ceiling", may_equal=True),
+    Ordered("engine.follow_timeout_s", "engine.catch_up_timeout_s",
+            "an engine that is given up would be replaced before the time is over for which one is waited for"),
     Ordered("coordinator.reconcile_interval_s", "coordinator.hang_max_s",
             "the driver reports its progress once in each pass, and would count as hung"),
     Ordered("train.queue_call_timeout_s", "coordinator.hang_max_s",

@@ -92,6 +92,17 @@ class EngineConfig(Section):
     when its turn comes, and goes on to the newest version then. For jobs in which samples may be of an older version
     than the step that trains on them (``train.max_staleness`` above 0): elsewhere engines of older versions have
     nothing to do. ``auto``: no limit."""
+    follow_quorum: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^([1-9][0-9]?%|100%)$")] = "50%"
+    """How many engines of the policy's pool must serve a version that the run needs before others are given up for it:
+    a number, or a percentage of those that have served one, rounded up. Engines that lack it then for longer than
+    ``follow_timeout_s`` get no requests until they have caught up, and the run goes on with the others. With fewer it
+    waits for all: then it is not they who are slow."""
+    follow_timeout_s: Seconds = 15.0
+    """Seconds for which the run waits for engines that lack a version once ``follow_quorum`` serves it, or as long as
+    the slowest of those took to get it, if that is longer. An engine that was given up for the last version is not
+    waited for again until it has followed one in time."""
+    catch_up_timeout_s: Seconds = 600.0
+    """Seconds within which an engine that was given up must catch up; then it is replaced."""
     seeded_sampling: Literal["auto", "on", "off"] = "auto"
     """Whether samples are drawn by seeds that follow from the run's ``seed``, the prompt group and the sample, so that
     the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it

@@ -33,6 +33,8 @@ class PoolView(BaseModel):
     """Engines that wait for room in the cluster."""
     released: int = 0
     """Engines that wait for the trainer's phase to end."""
+    behind: int = 0
+    """Engines that get no requests until they have caught up with the others."""
     message: str = ""
     """What the pool waits for."""
     model: str = ""

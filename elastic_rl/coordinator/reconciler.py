@@ -39,6 +39,7 @@ from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.records import Leadership
 from elastic_rl.coordinator.retention import Retention
 from elastic_rl.coordinator.snapshot import ClusterSnapshot, SnapshotReader
+from elastic_rl.coordinator.stragglers.controller import StragglerController
 from elastic_rl.errors import ElasticRLError, EtcdDenied, EtcdFull, EtcdRefused, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
@@ -85,6 +86,7 @@ class Reconciler:
         self._autoscaling = AutoscaleController(etcd, keys, cfg, operations, guarded)
         self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, guarded)
         self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, guarded)
+        self._stragglers = StragglerController(keys, cfg, self._failures.record_straggler, guarded)
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
         self._pass_failures = WriteFailureNotifier(
             notifier, kind="reconcile.failing", subject=election.replica,
@@ -196,6 +198,8 @@ class Reconciler:
             wrote = self._membership.update(snapshot)
             if self._membership.quarantine_outliers(snapshot) or wrote:
                 snapshot = self._reader.read()
+        with self._stage("stragglers"):
+            self._stragglers.update(snapshot)
         with self._stage("failure_policy"):
             self._failures.record_reports((event for event, _ in batch.events), snapshot)
             self._failures.act(snapshot)
@@ -235,6 +239,7 @@ class Reconciler:
             return
         self._reader.forget()
         self._membership.begin_term()
+        self._stragglers.begin_term()
         self._leader_clock.begin_term()
         found, named = self._etcd.get(self._keys.leadership()), self._etcd.get(self._keys.leader())
         before = decode(found, Leadership, {}) if found else None

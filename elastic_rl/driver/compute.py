@@ -154,8 +154,8 @@ class ComputePlane:
             own = self.ctx.of_group(group)
             self.trainers[group.name] = TrainerGroup(own, self.etcd,
                                                      shared=self._shared if own.config.colocated else None)
-        self.pools = {name: EnginePool(self.ctx, self.etcd, name, unroute=router.unroute, shared=self._shared
-                                       if self.ctx.pool(name).colocated else None)
+        self.pools = {name: EnginePool(self.ctx, self.etcd, name, unroute=router.unroute, has_left=router.has_left,
+                                       shared=self._shared if self.ctx.pool(name).colocated else None)
                       for name, router in self.routers.items()}
         self._report_phase("adopting" if self._adopts else "starting")
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))

@@ -25,6 +25,8 @@ class Running:
     """Whether its host is to be emptied."""
     hurries: bool = False
     """Whether the time for that is over."""
+    behind: bool = False
+    """Whether it gets no requests before it has caught up with the others."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ def plan(desired: int, engines: Sequence[Running], *, may_start: int) -> Plan:
     """Engines to start and to drain so that ``desired`` remain.
 
     Draining and dead engines do not count. Scaling in drops engines that wait for room first, then those that serve
-    nothing yet, then the youngest: the older ones have the warmer caches. Engines that leave do not count either; they
+    nothing, then the youngest: the older ones have the warmer caches. Engines that leave do not count either; they
     serve on until as many others do, or the time for that is over. ``may_start`` bounds what may be started now: starts
     that fail, or engines that wait for room, leave no room for more of them.
     """
     staying = [e for e in engines if e.state.stays and not e.leaves]
     leaving = [e for e in engines if e.state.stays and e.leaves]
-    leave_first = sorted(staying, key=lambda e: (e.placed, e.state in _SERVING, -e.started_at))
+    leave_first = sorted(staying, key=lambda e: (e.placed, e.state in _SERVING and not e.behind, -e.started_at))
     surplus = leave_first[:max(0, len(staying) - desired)]
     serving = [e for e in leaving if e.state in _SERVING and not e.hurries]
     spare = sum(e.state in _SERVING for e in leave_first[len(surplus):]) + len(serving) - desired

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,14 @@ class EnginePool:
     nothing: engines that wait for room, start or end are looked at again in the next pass."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, name: str = ROLLOUT_POOL, *, body: type | str = ENGINE,
-                 unroute: Callable[[str], None] = lambda url: None, shared: SharedGpus | None = None) -> None:
-        """``body``: class of an engine's Ray actor. ``unroute(url)``: called for an engine that has ended. ``shared``:
-        the GPUs that the engines share with the trainer."""
+                 unroute: Callable[[str], None] = lambda url: None,
+                 has_left: Callable[[Engine], bool] = lambda engine: False, shared: SharedGpus | None = None) -> None:
+        """``body``: class of an engine's Ray actor. ``unroute(url)``: called for an engine that has ended.
+        ``has_left``: whether the router does not have an engine any more that is behind. ``shared``: the GPUs that the
+        engines share with the trainer."""
         self.ctx, self.etcd, self.keys, self.name = ctx, etcd, ctx.keys, name
         self._settings, self._cfg = ctx.pool(name), ctx.pool(name).engine
-        self._body, self._unroute, self._shared = body, unroute, shared
+        self._body, self._unroute, self._has_left, self._shared = body, unroute, has_left, shared
         self._placer, self._writer, self._kind = Placer.of(ctx, etcd), driver_writer(ctx, etcd), f"engines/{name}"
         self._late = LateEngines(self._cfg.release_timeout_s) if self._settings.colocated else None
         self._slots: dict[str, _Slot] = {}
@@ -155,6 +157,7 @@ class EnginePool:
         for engine_id, slot in self._slots.items():
             self._follow(engine_id, slot, records.get(engine_id))
         self._end_late(records)
+        self._give_up(records.values())
         self._hosts, self._selection = hosts, select(self._selector, hosts) if self.may_spread else Selection()
         self._replace_pending(yields)
         running = [self._as_running(i, records.get(i), hosts) for i in self._slots]
@@ -183,6 +186,22 @@ class EnginePool:
         for engine_id in late.keys() & self._slots.keys():
             if not self._slots[engine_id].placed.stopping:
                 self._kill(engine_id, self._slots[engine_id], late[engine_id])
+
+    def _give_up(self, records: Iterable[Engine]) -> None:
+        """Says of engines that are behind that the router does not have them any more: only then may a run that needs
+        a newer version go on without them."""
+        def change(raw: bytes | None) -> bytes | None:
+            now = Engine.decode(raw) if raw else None
+            if now is None or now.state is not EngineState.READY or not self._is_out(now):
+                return raw
+            return now.replace(state=EngineState.SYNCING, updated_at=time.time()).encode()
+
+        for engine in records:
+            if engine.state is EngineState.READY and self._is_out(engine):
+                self.etcd.update(self.keys.engine(engine.id), change, guards=self._writer.guards)
+
+    def _is_out(self, engine: Engine) -> bool:
+        return engine.is_behind and self._has_left(engine)
 
     @property
     def nodes(self) -> set[str]:
@@ -344,9 +363,10 @@ class EnginePool:
     def _as_running(self, engine_id: str, record: Engine | None, hosts: RayHosts) -> Running:
         slot = self._slots[engine_id]
         state = EngineState.DEAD if slot.placed.stopping else record.state if record else EngineState.STARTING
+        behind = record is not None and record.is_behind
         host = hosts.leaving.get(slot.placed.node, "") if self.may_spread else ""
         return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room(), leaves=bool(host),
-                       hurries=host in hosts.overdue)
+                       hurries=host in hosts.overdue, behind=behind)
 
     def _desired(self) -> int:
         found = self.etcd.get(self.keys.pool_spec(self.name))
@@ -357,13 +377,14 @@ class EnginePool:
 
     def _write_status(self, running: list[Running], pending: list[PlacedActor], external: int) -> None:
         count = {s: sum(1 for r in running if r.state is s and r.placed) for s in EngineState}
-        starting = count[EngineState.STARTING] + count[EngineState.SYNCING]
-        whole = count[EngineState.READY] + count[EngineState.RELEASED]
+        behind = sum(r.behind and r.placed and r.state is EngineState.SYNCING for r in running)
+        starting = count[EngineState.STARTING] + count[EngineState.SYNCING] - behind
+        whole = count[EngineState.READY] + count[EngineState.RELEASED] + behind
         unplaced = max(len(pending), self._last_desired - whole - starting) if (
             pending or self._selection.waits_for) else 0
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
                             starting=starting, external=external, pending=unplaced,
-                            released=count[EngineState.RELEASED],
+                            released=count[EngineState.RELEASED], behind=behind,
                             message=self._message(pending, whole),
                             router_url=self.ctx.router_urls.get(self.name, ""))
         if status != self._status:

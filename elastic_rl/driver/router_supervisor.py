@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from elastic_rl.driver import routing
 from elastic_rl.driver.routing import Routes, Unconfirmed
@@ -42,6 +42,8 @@ class RouterSupervisor(ServiceSupervisor):
         self._compared = 0
         self._routes, self._observed = Routes(), 0  # under the lock, as all of the following
         self._ended: set[str] = set()
+        self._left: Mapping[str, float] = {}
+        """As of the last check, the part of ``Routes.behind`` that the router did not have."""
         self._engines: set[str] = set()
         """URLs of all engines that there have been."""
         self._foreign: list[str] = []
@@ -69,6 +71,11 @@ class RouterSupervisor(ServiceSupervisor):
             found, self._foreign = self._foreign, []
             return found
 
+    def has_left(self, engine: Engine) -> bool:
+        """Whether the router has been seen without this engine, which is behind, since it is."""
+        with self._lock:
+            return engine.straggler is not None and self._left.get(engine.url) == engine.straggler.since
+
     # -- its thread ---------------------------------------------------------------------------------------------
     def _began(self, *, is_new: bool) -> None:
         self._client = RouterClient(self.url, access=self._access, timeout_s=min(5.0, self._frozen_s))
@@ -76,8 +83,11 @@ class RouterSupervisor(ServiceSupervisor):
 
     def _check(self) -> None:
         """Makes the list of workers more like the newest observation."""
+        with self._lock:
+            behind = self._routes.behind  # before the list is read: none of these joins the router from here on
         listed = self._client.worker_ids()
         with self._lock:
+            self._left = {url: since for url, since in behind.items() if url not in listed}
             routes, observed, ended = self._routes, self._observed, frozenset(self._ended)
         if observed and observed != self._compared:  # suspicion needs two readings of etcd, not the same one twice
             changes, self._unconfirmed = routing.compare(routes, listed.keys(), self._unconfirmed, is_new=self._is_new)

@@ -7,8 +7,8 @@ what two in a row show is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 
 from elastic_rl.etcd.records import Engine, EngineState
 
@@ -23,6 +23,9 @@ class Routes:
     """URLs of engines that are READY: they take requests."""
     owned: frozenset[str] = frozenset()
     """URLs of engines that add or remove themselves."""
+    behind: Mapping[str, float] = field(default_factory=dict)
+    """URL → since when, by the leader's clock, of engines that are behind and are to get no requests: they may be in a
+    pull, and not know it. In none of the two above."""
     named: frozenset[str] = frozenset()
     """URLs of all engines that have a record, also of those that are gone."""
 
@@ -31,8 +34,10 @@ class Routes:
         """The routes to the engines of an epoch; those of an older one are gone, whatever their records say."""
         known = [e for e in engines if e.url]
         mine = [e for e in known if e.epoch == epoch]
-        return cls(frozenset(e.url for e in mine if e.state is EngineState.READY),
-                   frozenset(e.url for e in mine if e.state in _OWN), frozenset(e.url for e in known))
+        behind = {e.url: e.straggler.since for e in mine if e.state.serving and e.is_behind and e.straggler is not None}
+        return cls(frozenset(e.url for e in mine if e.state is EngineState.READY) - behind.keys(),
+                   frozenset(e.url for e in mine if e.state in _OWN) - behind.keys(), behind,
+                   frozenset(e.url for e in known))
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,10 @@ def compare(routes: Routes, listed: Set[str], before: Unconfirmed, *, is_new: bo
 
     ``before``: what the previous comparison found first. ``is_new``: the router has just started, so nothing has
     removed anything from it, and what is missing is added at once. What is changed is no longer unconfirmed: if the
-    router forgets the change, it takes two comparisons again until it is asked once more.
+    router forgets the change, it takes two comparisons again until it is asked once more. One comparison is enough for
+    an engine that is behind, which does not join the router.
     """
     missing, surplus = routes.routable - listed, frozenset(listed) - routes.owned
-    changes = WorkerChanges(missing if is_new else missing & before.missing, surplus & before.surplus)
+    changes = WorkerChanges(missing if is_new else missing & before.missing,
+                            surplus & (before.surplus | routes.behind.keys()))
     return changes, Unconfirmed(missing - changes.add, surplus - changes.remove)

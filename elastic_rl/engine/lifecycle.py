@@ -4,7 +4,8 @@
                       │  ▲                │  ▲
                  torn │  └ begin,         │  └─ begin, verified (applying in place, still known to the router)
                       │  ▲ verified       │
-                      │  └────unrouted────┤ (to update without requests in flight)
+                      │  ├────unrouted────┤ (to update without requests in flight)
+                      │  └────given_up────┤ (behind the others; it may be applying a version)
                       └──▶ QUARANTINED ◀──┘ torn
     any living state ──died──▶ DEAD
 
@@ -81,6 +82,12 @@ class EngineLifecycle:
         self._need(EngineState.READY, event="unrouted")
         if self.applying:
             raise IllegalTransition(f"unrouted while version {self.applying} is being applied")
+        return replace(self, state=EngineState.SYNCING)
+
+    def given_up(self) -> EngineLifecycle:
+        """The driver has taken it out of the router, since it is behind. It may apply a version meanwhile, and is
+        ``routed`` again with a later one."""
+        self._need(EngineState.READY, event="given_up")
         return replace(self, state=EngineState.SYNCING)
 
     def torn(self, reason: str) -> EngineLifecycle:

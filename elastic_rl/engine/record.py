@@ -1,5 +1,5 @@
-"""The record of one engine in etcd, as its runner writes it. The driver and the leader write into it too: DRAINING and
-QUARANTINED are their requests to the runner."""
+"""The record of one engine in etcd, as its runner writes it. The driver and the leader write into it too: DRAINING,
+QUARANTINED and ``straggler`` are their requests to the runner."""
 
 from __future__ import annotations
 
@@ -13,6 +13,29 @@ from elastic_rl.etcd.decoding import decode_bytes, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.records import Engine, EngineState, Severity
 from elastic_rl.etcd.run_context import RunContext
+
+
+def requested(before: Engine, record: Engine) -> Engine:
+    """What is written in the place of ``before`` by a runner that has ``record`` to say: the record, but for what was
+    requested in the one before. Pure.
+
+    A runner that is told to leave, or is behind, may be in a pull and not know it. So it cannot take back what it has
+    not seen: a record that the driver has set to SYNCING, since the router does not have the engine any more, is never
+    READY again by the write of an engine that was READY all the time. An engine that has caught up is written as
+    SYNCING once more, and may then join the router (``EngineRunner``).
+    """
+    if record.state.ended:
+        return record
+    if before.state is EngineState.QUARANTINED:
+        return before
+    state, straggler = record.state, before.straggler
+    if before.state is EngineState.DRAINING:
+        state = EngineState.DRAINING
+    elif straggler is not None and straggler.needs:
+        if record.state is EngineState.READY and before.state is EngineState.SYNCING:
+            state = EngineState.SYNCING
+        straggler = straggler.caught_up(record.version)
+    return record.replace(state=state, straggler=straggler)
 
 
 class EngineRecord:
@@ -43,26 +66,23 @@ class EngineRecord:
             raise Fenced(f"another runner has taken over engine {self._id}")
         return found is not None, record
 
-    def write(self, record: Engine, guards: Sequence[Compare] = ()) -> EngineState:
-        """Writes the record, and returns the state that it has then: a request in it is overwritten by nothing but the
-        end of the engine. Raises EtcdUnavailable, Fenced when the epoch is over or another runner has taken over, and
-        Conflict when one of the ``guards`` does not hold."""
-        written, superseded = record.state, False
+    def write(self, record: Engine, guards: Sequence[Compare] = ()) -> Engine:
+        """Writes the record, and returns what is there then (``requested``). Raises EtcdUnavailable, Fenced when the
+        epoch is over or another runner has taken over, and Conflict when one of the ``guards`` does not hold."""
+        written, superseded = record, False
 
         def change(raw: bytes | None) -> bytes:
             nonlocal written, superseded
-            written = record.state
+            written = record
             before = decode_bytes(raw, Engine) if raw else None  # of a record that cannot be read: it is ours to write
             if before and not self._is_own(before):
                 if before.epoch >= self._epoch:
                     superseded = True
                     raise Fenced(f"another runner has taken over engine {self._id}")
                 before = None  # of the same external engine under an earlier driver
-            if before and not record.state.ended and before.state in (EngineState.DRAINING, EngineState.QUARANTINED):
-                written = before.state
-                if written is EngineState.QUARANTINED:
-                    return raw or b""
-            return record.replace(state=written).encode()
+            if before is not None and (written := requested(before, record)) is before:
+                return raw or b""
+            return written.encode()
 
         try:
             self._etcd.update(self._key, change, guards=[fencing.epoch_guard(self._keys, self._epoch), *guards])

@@ -131,6 +131,8 @@ class EngineRunner:
         self._next_record = self._next_load = 0.0
         self._load = ReportedLoad()
         self._unwritten = False  # the last write failed: the record in etcd is outdated
+        self._needs = 0
+        """Oldest version with which the router may have the engine, which is behind; 0 while it is not."""
         self._joined = False
         """Whether the engine has been READY."""
         self._external = bool(external_url)
@@ -292,7 +294,7 @@ class EngineRunner:
         """What the engine does, for people and for the hang detection of the leader."""
         if self._awaits_turn:
             return "waiting for other engines to update"
-        if self._lifecycle.version and self._lifecycle.state is EngineState.SYNCING:
+        if self._lifecycle.version and self._lifecycle.state is EngineState.SYNCING and not self._needs:
             return "waiting for the router"
         suspected = self._monitor.health.state is not Health.HEALTHY
         return "waiting for an answer of the server" if suspected else "follow"
@@ -322,14 +324,14 @@ class EngineRunner:
                     began += time.monotonic() - waits_since
                     if "reference" in update.request:  # the node may have ended during the wait
                         pulled.confirm()
-                if self._cfg.pause_mode == "drain" and self._lifecycle.state is EngineState.READY:
+                if self._cfg.pause_mode == "drain" and (self._lifecycle.state is EngineState.READY or self._needs):
                     self._pause_requests()
                     if self._leaving:
                         return True
                 begun = self._lifecycle.begin(target.number)
                 if not self._write(begun):  # before the first byte changes
                     return True             # the engine is to leave the pool
-                self._lifecycle = begun
+                self._lifecycle = self._lifecycle.begin(target.number)  # the write may have said that it is given up
                 self._member.progress(self._lifecycle.version, "apply")
                 paused_at = time.monotonic()
                 with traces.span("engine.apply", engine=self._id, version=target.number), self._monitor.paused():
@@ -348,12 +350,16 @@ class EngineRunner:
         self._fetch_failures.succeeded()
         self._lifecycle = self._lifecycle.verified(target.number)
         self._before_routing()
-        if not self._join_router():
+        if self._needs:  # first: the driver takes out of the router what its record calls behind
+            self._write()
+            self._join_router()
+        elif not self._join_router():
             self._write()
         return True
 
     def _await_turn(self, turn: UpdateTurn) -> bool:
-        """Returns when the engine may pause, and with false when it is to leave. What is staged is kept meanwhile, also
+        """Returns when the engine may pause, or has no requests any more that a pause could interrupt, and with false
+        when it is to leave. What is staged is kept meanwhile, also
         when newer versions come and while etcd is away. Raises EngineFailed and Fenced."""
         begun, retry = False, RetryBackoff(*_TURN_RETRY_S)
         self._awaits_turn = True
@@ -361,6 +367,8 @@ class EngineRunner:
             while not self._leaving:
                 try:
                     self._look_after()  # first: it sees an end of the server without etcd, too
+                    if self._lifecycle.state is not EngineState.READY:  # it was given up
+                        return True
                     if not begun:
                         turn.begin()
                         begun = True
@@ -379,8 +387,9 @@ class EngineRunner:
 
     @property
     def _is_away(self) -> bool:
-        """Whether the engine, which is to go on, is out of the router."""
-        return self._lifecycle.state is EngineState.SYNCING and not self._leaving
+        """Whether the engine, which is to go on, is out of the router for an update. One that was given up does not
+        count: it may be out for long, and the others must have their turns."""
+        return self._lifecycle.state is EngineState.SYNCING and not self._leaving and not self._needs
 
     def _end_turn(self) -> None:
         """Frees the turn, unless the router has not taken the engine back yet. That of an engine that fails is free
@@ -391,8 +400,9 @@ class EngineRunner:
 
     def _join_router(self) -> bool:
         """Makes, once the first version is verified, the engine READY when the router has it. One that is away is
-        waited for without a limit, while the engine follows the head. False when nothing changed."""
-        if self._lifecycle.state is not EngineState.SYNCING or not self._lifecycle.version:
+        waited for without a limit, while the engine follows the head, and so is a version with which an engine that
+        was behind may join. False when nothing changed."""
+        if self._lifecycle.state is not EngineState.SYNCING or not self._lifecycle.version or self._needs:
             return False
         if not self._route_retry.is_due(time.monotonic()):
             return False
@@ -405,7 +415,10 @@ class EngineRunner:
             return False
         self._lifecycle = self._lifecycle.routed()
         self._write()
-        if self._joined:  # it was out for an update
+        if self._needs and self._lifecycle.state is EngineState.SYNCING:  # the leader has given it up meanwhile
+            self._unroute()
+            return True
+        if self._joined:  # it was out for an update, or behind
             return True
         self._joined = True
         self._record.emit(event_kinds.ENGINE_READY, f"engine {self._id} serves version {self._lifecycle.version}",
@@ -553,11 +566,12 @@ class EngineRunner:
             return False
 
     def _pause_requests(self) -> None:
-        """Takes the engine out of the router until it joins that again with a new version, and waits, within a limit,
-        for the requests that it has. Raises EngineFailed and EtcdUnavailable."""
-        self._lifecycle = self._lifecycle.unrouted()
-        self._write()
-        self._unroute()
+        """Takes the engine out of the router, unless it is already, until it joins that again with a new version, and
+        waits, within a limit, for the requests that it has. Raises EngineFailed and EtcdUnavailable."""
+        if self._lifecycle.state is EngineState.READY:
+            self._lifecycle = self._lifecycle.unrouted()
+            self._write()
+            self._unroute()
         if not self._await_idle(self._cfg.drain_timeout_s, lambda: self._leaving, settles=True):
             log.warning("engine %s updates with requests in flight, and gives them back: they took longer than "
                         "engine.drain_timeout_s=%g", self._id, self._cfg.drain_timeout_s)
@@ -623,8 +637,9 @@ class EngineRunner:
 
     # -- etcd ------------------------------------------------------------------------------------------------------
     def _check_record(self) -> None:
-        """Twice a second: follows a change of the record by the driver (DRAINING), the leader (QUARANTINED) or a newer
-        driver (deleted). Raises Fenced, and EngineFailed for a quarantined engine."""
+        """Twice a second: follows a change of the record by the driver (DRAINING, or out of the router since it is
+        behind), the leader (QUARANTINED, or behind) or a newer driver (deleted). Raises Fenced, and EngineFailed for a
+        quarantined engine."""
         if self._unwritten:
             self._write()
         now = time.monotonic()
@@ -641,6 +656,8 @@ class EngineRunner:
             self._drain.set()
         elif record.state is EngineState.QUARANTINED:
             raise EngineFailed(record.reason)
+        else:
+            self._note_straggler(record)
 
     def _update_load(self, now: float) -> None:
         """Writes what load the engine had at the last probe, or at once that this was not answered, or is again."""
@@ -666,9 +683,17 @@ class EngineRunner:
         self._unwritten = True
         written = self._record.write(self._as_record(lifecycle, state), guards)
         self._unwritten = False
-        if written is EngineState.DRAINING:
+        if written.state is EngineState.DRAINING:
             self._drain.set()
-        return written not in (EngineState.DRAINING, EngineState.QUARANTINED)
+        self._note_straggler(written)
+        return written.state not in (EngineState.DRAINING, EngineState.QUARANTINED)
+
+    def _note_straggler(self, record: Engine) -> None:
+        """Takes note of what the leader and the driver say of an engine that is behind."""
+        straggler = record.straggler
+        self._needs = straggler.needs if straggler is not None else 0
+        if record.state is EngineState.SYNCING and self._lifecycle.state is EngineState.READY:
+            self._lifecycle = self._lifecycle.given_up()
 
     def _as_record(self, lifecycle: EngineLifecycle, state: EngineState) -> Engine:
         server = self._server

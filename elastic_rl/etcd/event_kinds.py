@@ -140,6 +140,9 @@ ENGINE_STOPPED = EventKind("engine.stopped", "it has left the pool")
 ENGINE_CANNOT_FETCH = EventKind("engine.cannot_fetch", "it cannot fetch or load a version", alert="engine.cannot_fetch")
 ENGINE_FETCH_RECOVERED = EventKind("engine.fetch_recovered", "it has fetched a version again",
                                    ends_alert="engine.cannot_fetch", also_ends=("engine.lagging",))
+ENGINE_BEHIND = EventKind("engine.behind", "it lacks a version that most others serve, and gets no requests until it "
+                          "has caught up")
+ENGINE_FOLLOWS = EventKind("engine.follows", "it has got a version in time again, after it was behind")
 ENGINE_DEAD = EventKind("engine.dead", "it is dead", begins=True, alert="engine.dead")
 ENGINE_QUARANTINED = EventKind("engine.quarantined", "its weights are torn, or differ from those of the other engines",
                                begins=True, alert="engine.dead")
@@ -222,8 +225,8 @@ QUEUE_REPLACED = EventKind("queue.replaced", "an actor of TransferQueue was gone
                            "a row took longer than `train.queue_call_timeout_s`: all are replaced, and what was queued "
                            "is generated again", alert="queue.replaced", one_time=True)
 VERSION_DROPPED = EventKind("version.dropped", "a version could not be published", alert="publish.failed")
-VERSION_REPUBLISHED = EventKind("version.republished", "engines have lacked a version for several times as long as a "
-                                "pull takes, so its weights are published again")
+VERSION_REPUBLISHED = EventKind("version.republished", "engines lack a version, and no DCS node has all of its chunks "
+                                "any more, so its weights are published again")
 TRACKER_FAILED = EventKind("tracker.failed", "a tracker gets no more metrics")
 BENCH_MEASURED = EventKind("bench.measured", "a benchmark has written it")
 

@@ -32,6 +32,8 @@ class JobStatus(Record):
     reward: float | None = None
     """Mean reward of the last step."""
     policy_version: int = 0
+    needs_version: int = 0
+    """Newest version that the run has asked its engines for: of older ones no new sample is of use."""
     staleness: int = 0
     """Number of versions by which the oldest sample of the last step was behind the trainer."""
     productive_s: float = 0.0

@@ -187,6 +187,8 @@ class PoolStatus(Record):
     """Engines that wait for room in the cluster; in none of the other numbers."""
     released: int = 0
     """Engines that wait for the trainer's phase to end; in none of the other numbers."""
+    behind: int = 0
+    """Engines that get no requests until they have caught up with the others; in none of the other numbers."""
     message: str = ""
     """What the pool waits for; empty when it waits for nothing but its engines' start."""
     router_url: str = ""
@@ -295,6 +297,22 @@ class EngineState(OpenEnum):
         return self in (EngineState.QUARANTINED, EngineState.DEAD)
 
 
+class Straggler(Record):
+    """What the leader has asked of an engine that lacked a version which others served. It stays in the engine's record
+    until the engine has followed a later version in time."""
+
+    needs: int = 0
+    """Oldest version with which the engine may be routed again; 0 once it has caught up."""
+    missed: int
+    """Version that it lacked when it was last taken out of the router."""
+    since: float
+    """Seconds of the leader clock at which it was."""
+
+    def caught_up(self, version: int) -> Straggler:
+        """The same for an engine in which ``version`` was verified."""
+        return self.replace(needs=0) if version >= self.needs else self
+
+
 class Engine(Record):
     id: str
     pool: str
@@ -333,7 +351,14 @@ class Engine(Record):
     transaction that makes sure of its phase; cleared once it has none."""
     external: bool = False
     """Someone else runs its server: it is extra, is never ended, and is not replaced."""
+    straggler: Straggler | None = None
+    """The leader writes it; None for an engine that follows."""
     reason: str = ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is to be out of the router until it has caught up."""
+        return self.straggler is not None and self.straggler.needs > self.version
 
 
 class ExternalEngine(Record):

@@ -1,4 +1,7 @@
-"""Waiting for the engines to serve a version, which is published again when they lack it for long."""
+"""Waiting for the engines to serve a version, which is published again where nobody has its chunks any more.
+
+An engine that is merely slow is the leader's to deal with (``coordinator.stragglers``): once a quorum serves the
+version, it has those that lack it leave the router, and the wait is over. So a wait says which version it is for."""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
+from elastic_rl.coordinator.stragglers.rule import FollowLimits, served_by_quorum
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -21,20 +26,31 @@ log = logging.getLogger(__name__)
 _LOOK_S, _PAUSE_S = 0.25, 0.01
 """Longest and shortest pause between two looks at the pool: while nothing changes there, and while much does."""
 FIRST_S, _MAX_S = 15.0, 3600.0
-"""The least and the longest time that engines may lack a version before it is published again."""
+"""The least and the longest time that engines may lack a version before it is looked whether it is lost."""
 _PULLS = 3.0
 """Multiple of the longest last pull that is still no loss."""
+_SAID_AFTER_S = 1.0
+"""A wait that lasts so long is told the leader."""
 
 Enough = Callable[[list[Engine], int], bool]
 """``(engines, version)`` → whether they serve it, or newer ones."""
 
 
+class OnNeeds(Protocol):
+    """Is told that the run needs engines that serve a version. Raises Fenced."""
+
+    def __call__(self, version: int, *, at_once: bool) -> None:
+        """``at_once``: it has waited for that for a while, so that others are to know."""
+
+
 class Republish:
-    """Decides, in one wait for one version, when to publish it again. Pure; the clock is an argument.
+    """Decides, in one wait for one version, when to look whether it is lost, and so to be published again. Pure; the
+    clock is an argument.
 
     With one replica a node that dies takes the chunks along that were not on its disk yet. A committed version may then
-    be one that nobody can fetch, while the trainer has the very weights. Engines that merely take long to fetch must
-    not be given another version again and again: the limit grows with their last pulls, and doubles each time, up to an
+    be one that nobody can fetch, while the trainer has the very weights. An engine that lacks a version for several
+    times as long as its last pull took may be waiting for that, or merely be slow: so this asks for a look, which is
+    dear, and not for a publish. What was published again and is lost once more is looked at ever less often, up to an
     hour."""
 
     def __init__(self, first_pull_s: float) -> None:
@@ -44,7 +60,8 @@ class Republish:
         self._times = 0
 
     def is_due(self, now: float, behind: Sequence[Engine]) -> bool:
-        """Whether to publish again now. ``behind``: the engines that run and lack the version. Call it regularly."""
+        """Whether to look now; ``looked`` is called then. ``behind``: the engines that run and lack the version. Call
+        it regularly."""
         self._since = {e.id: self._since.get(e.id, now) for e in behind}
         longest_pull_s = max((e.pull_apply_s for e in behind), default=0.0)
         usual_s = max(FIRST_S, _PULLS * longest_pull_s)
@@ -53,22 +70,26 @@ class Republish:
             limit_s = usual_s if engine.version or engine.pull_apply_s else max(usual_s, self._first_pull_s)
             return now - self._since[engine.id] >= doubled_s(self._times + 1, limit_s, max(limit_s, _MAX_S))
 
-        if not any(map(over, behind)):
-            return False
-        self._times += 1
+        return any(map(over, behind))  # not all: each engine that comes would begin the time of the others again
+
+    def looked(self, now: float, *, lost: bool) -> None:
+        """``lost``: it is published again now."""
+        self._times += lost
         self._since = dict.fromkeys(self._since, now)
-        return True
 
 
 class PoolSync:
     """The pool as the loop sees it. Used by one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, waits: Waits, publish_again: Callable[[int], None], *,
-                 first_pull_s: float) -> None:
-        """``publish_again``: called with a version that engines cannot get. ``first_pull_s``: see ``Republish``; also
-        how long engines that serve the version wait for others that do not get so far."""
+                 is_lost: Callable[[], bool], needs: OnNeeds, first_pull_s: float, limits: FollowLimits) -> None:
+        """``publish_again``: called with a version that nobody has any more. ``is_lost``: whether that is so of the
+        newest one; it may take seconds. ``needs``: is told which version is waited for, again and again.
+        ``first_pull_s``: see ``Republish``. ``limits``: how long engines that serve the version wait for others that do
+        not get so far."""
         self.etcd, self.keys, self.waits = etcd, keys, waits
-        self.publish_again, self.first_pull_s = publish_again, first_pull_s
+        self.publish_again, self.is_lost, self.needs = publish_again, is_lost, needs
+        self.first_pull_s, self.limits = first_pull_s, limits
         self.engines: list[Engine] = []
         """The pool's engines, as they were at the last wait."""
 
@@ -99,8 +120,9 @@ class VersionWait:
         self._sync, self._version, self._enough = sync, version, enough
         self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
         self._served_since: float | None = None
-        """Monotonic time since which every engine that takes requests serves the version, while others still lack it;
-        None before."""
+        """Monotonic time since which a quorum serves the version, and every engine that takes requests, while others
+        still lack it; None before."""
+        self._began = time.monotonic()
         self._pool = PoolWatch(sync.etcd, sync.keys)
 
     def poll(self) -> bool:
@@ -109,24 +131,31 @@ class VersionWait:
         sync.engines = sync.waits.retry("etcd", partial(self._pool.engines, self._timeout_s))
         now = time.monotonic()
         if self._enough(sync.engines, self._version) or self._others_take_too_long(now):
+            sync.needs(self._version, at_once=False)
             sync.waits.works()
             return True
+        sync.needs(self._version, at_once=now - self._began >= _SAID_AFTER_S)
         if self._republish.is_due(now, behind(sync.engines, self._version)):
-            sync.publish_again(self._version)
+            lost = sync.is_lost()
+            self._republish.looked(time.monotonic(), lost=lost)
+            if lost:
+                sync.publish_again(self._version)
         sync.waits.waits("engines", describe(sync.engines, self._version))
         self._timeout_s = _LOOK_S
         return False
 
     def _others_take_too_long(self, now: float) -> bool:
         """One that hangs in an update, or that no router takes, must not hold up the run: no request reaches it before
-        it serves the head."""
-        if not serves(self._sync.engines, self._version):
+        it serves the head. Below a quorum it may be that all are slow, and the few would get all requests."""
+        sync = self._sync
+        if not serves(sync.engines, self._version):
             self._served_since = None
             return False
         self._served_since = now if self._served_since is None else self._served_since
-        if now - self._served_since < self._sync.first_pull_s:
+        quorum = served_by_quorum(sync.engines, self._version, sync.limits)
+        if now - self._served_since < (sync.limits.wait_s(quorum) if quorum else sync.first_pull_s):
             return False
-        log.warning("no longer waiting for %s", describe(self._sync.engines, self._version))
+        log.warning("no longer waiting for %s", describe(sync.engines, self._version))
         return True
 
     def close(self) -> None:

@@ -45,13 +45,14 @@ def missing(etcd: EtcdClient, keys: Keys) -> str:
 def in_sync(found: list[Engine], version: int) -> bool:
     """Whether there is a routable engine, and every routable engine serves ``version`` or newer.
 
-    An engine that is still starting does not count: it becomes routable only at the head. One that shares devices with
+    An engine that is still starting does not count: it becomes routable only at the head. Nor does one that is out of
+    the router since it is behind (``coordinator.stragglers``): it comes back by itself. One that shares devices with
     the trainer counts as soon as its server is up: in each phase all of them load the version at the same time, and
     with the first one alone a whole step's requests would go to it.
     """
     ready = [e for e in found if e.state is EngineState.READY]
     updating = [e for e in found if e.state is EngineState.RELEASED
-                or (e.state is EngineState.SYNCING and (e.version > 0 or e.holds_device))]
+                or (e.state is EngineState.SYNCING and (e.version > 0 or e.holds_device) and not e.is_behind)]
     return bool(ready) and not updating and all(e.version >= version and not e.applying for e in ready)
 
 
@@ -75,7 +76,7 @@ def behind(found: list[Engine], version: int) -> list[Engine]:
 def describe(found: list[Engine], version: int) -> str:
     """What a run that needs ``version`` waits for, for people: the engines that lack it, a few of them by name."""
     lacking = [e for e in found if e.state is not EngineState.READY or e.version < version or e.applying]
-    named = ", ".join(f"{e.id} {e.state} v{e.version}" + (f" applying v{e.applying}" if e.applying else "")
-                      for e in lacking[:_NAMED])
+    named = ", ".join(f"{e.id} {'behind' if e.is_behind else e.state} v{e.version}"
+                      + (f" applying v{e.applying}" if e.applying else "") for e in lacking[:_NAMED])
     more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
     return f"engines that serve version {version}: {named or 'there is none'}{more}"

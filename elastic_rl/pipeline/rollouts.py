@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, Stream
+from elastic_rl.coordinator.stragglers.rule import FollowLimits
 from elastic_rl.data.sources import CheckedSource
+from elastic_rl.dcs.catalog.holders import HeadHolders
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.engine.generation import Generated, PromptRequest
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.pipeline.pool_sync import PoolSync
+from elastic_rl.host.job_secrets import dcs_security
+from elastic_rl.pipeline.pool_sync import OnNeeds, PoolSync
 from elastic_rl.pipeline.records.run_events import RunEvents, emitter
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollout_pool import living
@@ -41,12 +45,16 @@ class Rollouts:
     """The rollouts as one thread uses them; ``of_thread`` gives another thread its own."""
 
     def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, writer: FencedWriter, calls: RolloutCalls,
-                 source: CheckedSource, reads: SourceReads, waits: Waits, publish_again: Callable[[int], None]) -> None:
-        """``publish_again``: see ``PoolSync``. Waits for the source, and for what the settings name of the user's
-        functions. Raises Fenced."""
-        self._shared = cfg, etcd, keys, writer, calls, source
+                 source: CheckedSource, needs: OnNeeds, reads: SourceReads, waits: Waits,
+                 publish_again: Callable[[int], None]) -> None:
+        """``needs``, ``publish_again``: see ``PoolSync``. Waits for the source, and for what the settings name of the
+        user's functions. Raises Fenced."""
+        self._shared = cfg, etcd, keys, writer, calls, source, needs
         self.reads, self.waits = reads, waits
-        self.pool = PoolSync(etcd, keys, waits, publish_again, first_pull_s=cfg.engine.fetch_timeout_s)
+        self._holders = HeadHolders(etcd, keys, DcsClient(
+            etcd, keys, io_timeout_s=cfg.dcs.io_timeout_s, security=dcs_security(cfg)), Stream.POLICY)
+        self.pool = PoolSync(etcd, keys, waits, publish_again, is_lost=self._holders.is_lost, needs=needs,
+                             first_pull_s=cfg.engine.fetch_timeout_s, limits=FollowLimits.of(cfg.engine))
         self.prompts = waits.retry("source", lambda: PromptReader(cfg, source, waits, reads))
         events = RunEvents(etcd, keys, emitter(writer, waits))
         self.sampler = waits.retry("plugin", lambda: Sampler(
@@ -76,3 +84,4 @@ class Rollouts:
 
     def close(self) -> None:
         self.sampler.close()
+        self._holders.close()

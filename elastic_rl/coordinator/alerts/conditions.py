@@ -113,8 +113,9 @@ def _texts(found: object) -> list[tuple[str, str]]:
 def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     for name, status in snapshot.statuses.items():
         spec = snapshot.specs.get(name)
-        # Released engines wait for the trainer's phase to end, as it should be.
-        if spec and not snapshot.run_ended and status.ready + status.released < spec.desired:
+        # Released engines wait for the trainer's phase to end, as it should be; those behind have alerts of their own.
+        whole = status.ready + status.released + status.behind
+        if spec and not snapshot.run_ended and whole < spec.desired:
             why = f": {status.message}" if status.message else ""
             yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",
                             Severity.WARNING, hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
@@ -122,12 +123,18 @@ def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]
 
 def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
     for engine in snapshot.engines.values():
-        # An engine without a version is starting; pool.short covers that.
+        # One without a version is starting; pool.short covers that.
         if engine.version == 0 or not engine.state.serving or snapshot.run_ended:
             continue
         committed = snapshot.committed.get(snapshot.follows(engine), {})
         versions, seconds = max(committed, default=0) - engine.version, behind_s(now, engine.version, committed)
-        if versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:
+        if (straggler := engine.straggler) is not None:
+            doing = (f"gets no requests until it has version {straggler.needs}" if straggler.needs else
+                     f"lacked version {straggler.missed} when the others had it; it has caught up, and is not waited "
+                     "for until it follows in time")
+            message = f"engine {engine.id} has version {engine.version}, and {doing}"
+            yield Condition("engine.lagging", engine.id, message, Severity.WARNING, cause=engine.host)
+        elif versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:
             message = (f"engine {engine.id} serves version {engine.version}, {versions} behind the head; a newer one "
                        f"has been available for {seconds:.0f} s")
             yield Condition("engine.lagging", engine.id, message, Severity.WARNING, cause=engine.host)

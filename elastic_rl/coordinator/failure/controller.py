@@ -24,7 +24,7 @@ from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Event, JobStatus, OperationState, Severity
+from elastic_rl.etcd.records import Engine, Event, JobStatus, OperationState, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,19 @@ class FailureController:
         reason = f"{member.role} {member.id} is {fault}"
         writes.put(self._keys.fault(target), revision, policy.record_fault(
             known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
+
+    def record_straggler(self, engine: Engine, why: str, snapshot: ClusterSnapshot) -> None:
+        """Adds to the log of an engine that it did not catch up, unless it is being restarted already. Raises Fenced
+        and EtcdUnavailable."""
+        target = engine_target(engine.id)
+        known, revision = self._read(target)
+        if known.operation or known.pending is not RecoveryAction.NONE:
+            return
+        writes, rule = WriteSet(), policy.rule_for(event_kinds.ENGINE, Fault.BEHIND)
+        writes.put(self._keys.fault(target), revision, policy.record_fault(
+            known, rule, f"engine {engine.id} {why}", snapshot.leader_time, policy.progress_of(snapshot.status),
+            self._cfg))
+        self._guarded(writes.compares, writes.ops)
 
     def record_reports(self, reported: Iterable[Event], snapshot: ClusterSnapshot) -> None:
         """Adds the ends of a trainer group's agent that the driver reported: one that ends before its ranks have

@@ -29,6 +29,8 @@ from elastic_rl.runtime.backoff import doubled_s
 class Fault(StrEnum):
     DEAD = "dead"
     HUNG = "hung"
+    BEHIND = "behind"
+    """Of an engine alone, which lacks the version that the others serve (``coordinator.stragglers``)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ POLICY: tuple[FailureRule, ...] = (
                 "training and all other engines"),
     FailureRule("engine", Fault.HUNG, RecoveryAction.RESTART, "the driver ends it and replaces it as a dead one",
                 "training and all other engines"),
+    FailureRule("engine", Fault.BEHIND, RecoveryAction.RESTART,
+                "it gets no requests until it has caught up; where it does not, the driver ends it and replaces it as "
+                "a dead one", "everything, with the other engines"),
     *(rule for group in TRAINER_GROUPS.values() for rule in (
         FailureRule(group.name, Fault.DEAD, RecoveryAction.NONE,
                     f"torch elastic re-forms the group, which {_goes_on(group)}", _OTHERS, counts=True),

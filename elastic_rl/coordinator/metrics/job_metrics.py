@@ -252,7 +252,7 @@ def _named(values: Mapping[str, float], limit: int = _MAX_NAMES) -> dict[str, fl
 
 def _pools(s: ClusterSnapshot) -> list[Metric]:
     actual = {(name, state): float(getattr(s.statuses.get(name), state, 0)) for name in s.specs
-              for state in ("ready", "starting", "draining", "released")}
+              for state in ("ready", "starting", "draining", "released", "behind")}
     return [
         _gauge("pool_desired", "Desired engines of a pool", "pool",
                {name: spec.desired for name, spec in s.specs.items()}),

@@ -107,6 +107,8 @@ class JobStatusWriter:
         self.latest = readable_one(found, JobStatus) or JobStatus(
             phase="starting", steps=steps, seed=seed, started_at=clock(), updated_at=clock())
         self._metrics: StepMetrics | None = None
+        self._needs_written = True
+        """Whether etcd has ``latest.needs_version``."""
         self._lock = threading.RLock()
         self._activity = ActivityThrottle()
         # An earlier incarnation may have ended in a wait; what this one does is another one.
@@ -134,6 +136,16 @@ class JobStatusWriter:
         with self._lock:
             self.latest = self.latest.replace(**changes)
             if not 0.0 <= self._clock() - self.latest.updated_at < _PROGRESS_EVERY_S:
+                self._try_write()
+
+    def needs(self, version: int, *, at_once: bool) -> None:
+        """Says that the run needs engines that serve this version or a newer one. ``at_once``: writes it now, if it was
+        not; else the next write says it. May be called as often, and where etcd is away, as ``activity``. Raises
+        Fenced."""
+        with self._lock:
+            if version > self.latest.needs_version:
+                self.latest, self._needs_written = self.latest.replace(needs_version=version), False
+            if at_once and not self._needs_written:
                 self._try_write()
 
     def _try_write(self) -> None:
@@ -198,7 +210,7 @@ class JobStatusWriter:
         new = self.latest.replace(**{"phase": phase, "updated_at": now, **asdict(shown), **changes})
         blocks = self._blocks()
         self._writer.write(Op.put(self._keys.job_status(), new.encode()), *ops, *put_ops(self._keys, blocks))
-        self.latest = new
+        self.latest, self._needs_written = new, True
         self._activity.written(shown)
         if self._history is not None:
             self._history.commit(blocks)

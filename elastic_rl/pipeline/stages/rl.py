@@ -35,8 +35,8 @@ class RlStages(TrainerStages):
         trainer = TrainerAccess(term)
         closing.callback(trainer.close)
         source, reads = term.open_source()
-        self._rollouts = Rollouts(cfg, term.etcd, term.keys, term.writer, roles, source, reads, waits,
-                                  trainer.publish_again)
+        self._rollouts = Rollouts(cfg, term.etcd, term.keys, term.writer, roles, source, term.status.needs,
+                                  reads, waits, trainer.publish_again)
         closing.callback(self._rollouts.close)
         super().__init__(term, trainer, source, self._rollouts.prompts)
         batches = waits.retry("plugin", lambda: TrainingBatches(

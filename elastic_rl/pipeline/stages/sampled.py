@@ -30,8 +30,8 @@ class SampledStages(Stages):
         """Waits for the source, and for what the settings name of the user's functions. Raises Fenced."""
         super().__init__(term, OwnDevices())
         source, self._reads = term.open_source()
-        self._rollouts = Rollouts(term.cfg, term.etcd, term.keys, term.writer, roles, source, self._reads,
-                                  term.waits, self._publish_again)
+        self._rollouts = Rollouts(term.cfg, term.etcd, term.keys, term.writer, roles, source, term.status.needs,
+                                  self._reads, term.waits, self._publish_again)
         closing.callback(self._rollouts.close)
         self._mode = self._waits.retry("source", lambda: sampled_mode(
             term.cfg, source, self._rollouts.prompts, self._rollouts.sampler, term.ctx.model_dir))
@@ -55,7 +55,7 @@ class SampledStages(Stages):
     def _publish_again(self, version: int) -> None:
         """Publishes the policy again for engines that cannot get this version: its chunks may be lost with the node
         that had them."""
-        self._term.events.republished(version, f"engines lack version {version}")
+        self._term.events.republished(version, f"nobody has the chunks of version {version}, which engines lack")
         self._waits.retry("dcs", self._output.publish_again, end_on=(Conflict,))
 
     def _resume(self) -> State:

@@ -48,7 +48,7 @@ class TrainerAccess:
     def publish_again(self, version: int) -> None:
         """Publishes the weights again for engines that cannot get this version: its chunks may be lost with the node
         that had them, and the trainer has the weights. Raises TrainerFailed, Conflict and Fenced."""
-        self._term.events.republished(version, f"engines lack version {version}")
+        self._term.events.republished(version, f"nobody has the chunks of version {version}, which engines lack")
         self.devices.publish_again(self.groups.publish_policy)
         self._term.waits.stage("sync")
 

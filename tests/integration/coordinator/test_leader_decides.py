@@ -487,6 +487,52 @@ def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
     assert open_requests(etcd, keys)["job"].open, "nothing of the run works before it is carried out"
 
 
+def test_engine_that_is_behind_is_given_up_and_replaced_by_whichever_leader_there_is(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
+    epoch = fencing.raise_epoch(etcd, keys, "driver").number
+    quick = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={
+        "follow_timeout_s": 0.2, "catch_up_timeout_s": 1.0})})
+    etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=3, stream="policy").encode())
+
+    def record(engine_id: str) -> Engine:
+        return Engine.decode(etcd.get(keys.engine(engine_id)).value)
+
+    for engine_id, version in (("e0", 5), ("e1", 5), ("slow", 4)):
+        etcd.put(keys.engine(engine_id), Engine(id=engine_id, pool=POOL, state=EngineState.READY, epoch=epoch,
+                                                version=version, host="h").encode())
+    etcd.put(keys.job_status(), JobStatus(phase="rl", step=4).encode())
+    first = lead("a", config=quick)
+    passes_of(first, 3)
+    assert record("slow").straggler is None, "the run needs nothing that it lacks"
+    etcd.put(keys.job_status(), JobStatus(phase="rl", step=4, needs_version=5).encode())
+    wait_until(lambda: record("slow").is_behind, what="that it is given up")
+    assert record("slow").state is EngineState.READY, "whether the router has it is for the driver to say"
+    first.close()
+    second = lead("b", config=quick)
+    wait_until(lambda: keys.restart("engines/slow") in {kv.key for kv in etcd.range(keys.restarts_prefix())[0]},
+               what="the request to replace it")
+    [op] = [Operation.decode(kv.value) for kv in etcd.range(keys.operations_prefix())[0]]
+    assert op.by == "failure_policy" and "others serve version 5" in str(op)
+    passes_of(second, 3)
+    assert len(events_of(etcd, keys, "engine.behind")) == 1 and etcd.count(keys.operations_prefix()) == 1
+    assert record("e0").straggler is record("e1").straggler is None
+
+
+def passes_of(leader: Leader, count: int) -> None:
+    """Waits until the leader has made so many more passes."""
+    reconciler, made = leader.reconciler, []
+    once = reconciler.reconcile_once
+
+    def counted() -> None:
+        once()
+        made.append(1)
+
+    reconciler.reconcile_once = counted  # type: ignore[method-assign]
+    reconciler.wake()
+    wait_until(lambda: len(made) > count, what=f"{count} passes")
+    reconciler.reconcile_once = once  # type: ignore[method-assign]
+
+
 def test_fault_logs_and_requests_of_engines_that_are_gone_are_deleted(lead: Any, plane: Plane, etcd: EtcdClient,
                                                                       keys: Keys) -> None:
     for name in ("e0", "e1"):

@@ -174,3 +174,28 @@ def test_dropped_groups_are_summed_by_reason_without_undone_steps(etcd: EtcdClie
         dropped_groups=100, dropped_by_reason={f"reason {n}": 1 for n in range(100)}))
     found = status_of(etcd, keys).dropped_groups
     assert len(found) <= 17 and sum(found.values()) == 103
+
+
+def test_version_that_the_run_needs_is_written_with_the_next_write_or_at_once_and_then_once(
+        etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    status = writer(etcd, keys)
+    status.write("rl", step=1)
+
+    def written() -> tuple[int, int]:
+        found = etcd.get(keys.job_status())
+        assert found is not None
+        return JobStatus.decode(found.value).needs_version, found.version
+
+    _, writes = written()
+    status.needs(3, at_once=False)
+    assert written() == (0, writes), "most waits are over at once"
+    status.needs(3, at_once=True)
+    status.needs(3, at_once=True)
+    assert written() == (3, writes + 1)
+    status.needs(4, at_once=False)
+    status.needs(2, at_once=True)
+    assert written() == (4, writes + 2), "it never goes back"
+    status.needs(5, at_once=False)
+    status.write("rl", step=2)
+    assert written() == (5, writes + 3)

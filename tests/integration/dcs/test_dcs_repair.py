@@ -13,6 +13,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config.dcs import Replicas
 from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.errors import ChunkMissing
 from elastic_rl.etcd.client import Compare, EtcdClient
@@ -249,3 +250,24 @@ def test_node_of_another_catalog_is_given_no_copies(dcs: DcsCluster) -> None:
     dcs.kill("b")
     assert "has 1 of 2 copies" in repairer(dcs).round([])[0]
     assert dcs.stat("c")["chunks"] == 0
+
+
+def test_version_is_lost_only_when_no_node_has_some_chunk_of_it_and_all_have_said_so(dcs: DcsCluster) -> None:
+    dcs.start("a", "b", "c", "d")
+    holders = HeadHolders(dcs.etcd, dcs.keys, dcs.client(io_timeout_s=20), "policy")
+    assert not holders.is_lost(), "there is no version yet"
+    dcs.publish(1, replicas=1)
+    [[holder]] = dcs.parts(1)
+    reader, *others = {"a", "b", "c", "d"} - {holder}
+    assert not holders.is_lost()
+    dcs.require(model(1), 1, node=reader)
+    dcs.kill(holder)
+    assert not holders.is_lost(), "a host that has pulled it has it, too"
+    dcs.kill(reader)
+    assert holders.is_lost()
+    dcs.etcd.put(dcs.keys.durable("policy", 1), b"{}")
+    assert not holders.is_lost(), "nodes get it from the durable store"
+    dcs.etcd.delete(dcs.keys.durable("policy", 1))
+    dcs.freeze(others[0])
+    assert not HeadHolders(dcs.etcd, dcs.keys, dcs.client(io_timeout_s=0.5), "policy").is_lost(), (
+        "one that does not answer may have it")

@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import EngineFailed, Fenced
-from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.etcd.records import Engine, EngineState, Straggler
 from elastic_rl.host import processes
 from elastic_rl.host.service_files import SERVICE_FILE_ENV, ServiceFiles
 from elastic_rl.net.engine_key import EngineAccess
@@ -203,6 +203,26 @@ def test_list_of_workers_follows_the_records(router: Supervised, urls: list[str]
     router.until(lambda: True, "a reading")
     router.supervisor.unroute(lost)
     wait_until(lambda: router.listed() == {kept}, what="the removal")
+
+
+def test_engine_that_is_behind_leaves_the_router_which_says_so_of_this_time_alone(
+        router: Supervised, urls: list[str]) -> None:
+    router.states = dict.fromkeys(urls, EngineState.READY)
+    router.until_listed(*urls)
+    slow, other = (Engine(id=url, pool="rollout", state=EngineState.READY, epoch=EPOCH, url=url, version=4)
+                   for url in urls)
+    behind = slow.replace(straggler=Straggler(needs=5, missed=5, since=3.0))
+    assert not router.supervisor.has_left(behind)
+
+    def left() -> bool:
+        router.supervisor.observe([behind, other])
+        return router.supervisor.has_left(behind)
+
+    wait_until(left, what="that the router does not have it", poll_s=0.05)
+    assert router.listed() == {other.url}
+    assert not router.supervisor.has_left(slow)
+    assert not router.supervisor.has_left(slow.replace(straggler=Straggler(needs=6, missed=6, since=9.0))), (
+        "it may have joined again since")
 
 
 def test_worker_that_is_no_engine_of_the_pool_is_removed_and_reported(router: Supervised, urls: list[str]) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.driver.routing import Routes, Unconfirmed, WorkerChanges, compare
-from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.etcd.records import Engine, EngineState, Straggler
 
 urls = st.frozensets(st.sampled_from([f"http://e{i}" for i in range(5)]))
 NOTHING = WorkerChanges()
@@ -50,6 +50,19 @@ def test_worker_that_no_engine_owns_twice_is_removed():
     first, unconfirmed = compare(routes(), {"http://a"}, Unconfirmed())
     second, _ = compare(routes(engine("a", EngineState.DEAD)), {"http://a"}, unconfirmed)
     assert first == NOTHING and second == WorkerChanges(remove=frozenset({"http://a"}))
+
+
+def test_engine_that_is_behind_is_removed_at_once_and_added_to_no_router():
+    behind = {state: engine("a", state).replace(version=4, straggler=Straggler(needs=5, missed=5, since=7.0))
+              for state in (EngineState.READY, EngineState.SYNCING)}
+    for record in behind.values():
+        found = routes(record, engine("b", EngineState.READY))
+        assert found.routable == found.owned == {"http://b"} and found.behind == {"http://a": 7.0}
+        changes, _ = compare(found, {"http://a", "http://b"}, Unconfirmed())
+        assert changes == WorkerChanges(remove=frozenset({"http://a"}))
+        assert compare(found, {"http://b"}, Unconfirmed(), is_new=True)[0] == NOTHING
+    caught_up = routes(behind[EngineState.SYNCING].replace(version=5))
+    assert not caught_up.behind and compare(caught_up, {"http://a"}, Unconfirmed())[0] == NOTHING, "it joins by itself"
 
 
 def test_new_router_gets_all_ready_engines_at_once():

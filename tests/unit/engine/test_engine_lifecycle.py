@@ -12,6 +12,7 @@ from elastic_rl.etcd.records import EngineState
 
 EVENTS = st.one_of(
     st.just(("up",)), st.just(("unrouted",)), st.just(("released",)), st.just(("resumed",)), st.just(("drain",)),
+    st.just(("given_up",)),
     st.just(("routed",)), st.just(("torn", "half")), st.just(("died", "killed")),
     st.tuples(st.just("begin"), st.integers(0, 6)), st.tuples(st.just("verified"), st.integers(0, 6)))
 
@@ -56,6 +57,14 @@ def test_quarantined_or_dead_engine_accepts_no_event(history, end):
 def test_drain_during_an_update_survives_its_verification():
     lifecycle = EngineLifecycle().up().begin(1).verified(1).routed().begin(2).drain().verified(2)
     assert lifecycle.state is EngineState.DRAINING and lifecycle.version == 2
+
+
+def test_engine_that_is_given_up_in_an_update_joins_the_router_with_the_version_of_that():
+    lifecycle = EngineLifecycle().up().begin(1).verified(1).routed().begin(2).given_up()
+    assert (lifecycle.state, lifecycle.applying) == (EngineState.SYNCING, 2)
+    with pytest.raises(IllegalTransition, match="routed"):
+        lifecycle.routed()
+    assert lifecycle.verified(2).routed() == EngineLifecycle(EngineState.READY, 2, newest=2, launched=True)
 
 
 def test_engine_that_no_router_takes_follows_the_head_and_is_not_ready():

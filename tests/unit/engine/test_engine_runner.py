@@ -16,6 +16,7 @@ from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import EngineFailed, EtcdUnavailable
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.runtime.backoff import RetryBackoff
 
 
 class Flaky:
@@ -38,6 +39,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = EngineRunner.__new__(EngineRunner)
     made._id, made._router_url, made._external, made._unwritten = "a", "", False, False
     made._lifecycle = EngineLifecycle().up().begin(1).verified(1).routed()
+    made._needs = 0
     made._drain, made._hurry, made._stop = threading.Event(), threading.Event(), threading.Event()
     made._member = SimpleNamespace(progress=lambda *_: None)
     made._cfg = SimpleNamespace(drain_timeout_s=60.0, drain_mode="hand_over")
@@ -241,3 +243,45 @@ def test_turn_lasts_until_the_router_has_the_engine_again_or_it_leaves(runner: A
         back()
         runner._end_turn()
         assert slots.free.calls == freed + 1
+
+
+def test_engine_that_is_given_up_does_not_keep_the_turn_of_others_and_waits_for_none(updating: Any) -> None:
+    slots = OneSlot()
+    slots.count, slots.claim = Flaky([], 1), Flaky([], False)
+
+    def told() -> None:  # its record says so
+        updating._needs, updating._lifecycle = 2, updating._lifecycle.given_up()
+
+    updating._look_after = told
+    updating._turn = UpdateTurn(slots)  # type: ignore[arg-type]
+    assert updating._sync(None, version(2))
+    assert updating.applied == [2] and not slots.claim.calls
+    updating._turn.begin()
+    slots.claim = Flaky([], True)
+    assert updating._turn.take(0.0)
+    freed = slots.free.calls
+    updating._end_turn()
+    assert slots.free.calls == freed + 1, "it may be out for long"
+
+
+def test_engine_that_is_given_up_finishes_its_requests_before_it_updates_where_a_sample_is_of_one_version(
+        updating: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.engine.departure.SETTLE_S", 0.0)
+    updating._cfg.pause_mode, updating._needs = "drain", 2
+    updating._lifecycle = updating._lifecycle.given_up()
+    in_flight = [0, 1, 2]
+
+    def look() -> int:
+        assert not updating.applied
+        return in_flight.pop() if len(in_flight) > 1 else 0
+
+    updating._server.in_flight = look
+    assert updating._sync(None, version(2))
+    assert updating.applied == [2] and len(in_flight) == 1
+
+
+def test_engine_that_is_given_up_joins_no_router_before_it_has_what_the_run_needs(runner: Any) -> None:
+    runner._route_retry = RetryBackoff(0.1, 0.1)
+    runner._lifecycle, runner._needs = runner._lifecycle.given_up(), 2
+    assert not runner._join_router() and runner._lifecycle.state is EngineState.SYNCING
+    assert not runner._is_away, "it may be away for long, and the others must have their turns"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.coordinator.stragglers.rule import FollowLimits
+from elastic_rl.etcd.records import Engine, EngineState, Straggler
 from elastic_rl.pipeline import pool_sync
 from elastic_rl.pipeline.pool_sync import PoolSync, Republish
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
@@ -45,24 +46,68 @@ def test_engine_that_loads_weights_keeps_the_pool_out_of_sync():
     assert in_sync([engine(), engine(EngineState.SYNCING, version=0)], 5), "it has no weights yet, so it is starting"
 
 
+class Watched:
+    """A pool whose engines the test sets, and a wait for version 5 of it."""
+
+    def __init__(self, monkeypatch, engines, *, timeout_s=1000.0, first_pull_s=1000.0, enough=in_sync, lost=False):
+        monkeypatch.setattr(pool_sync, "PoolWatch", lambda *_: self)
+        self.found, self.shown, self.published, self.needed, self.is_lost = engines, [], [], [], lost
+        sync = PoolSync(None, None, Waits(lambda *what: self.shown.append(what), threading.Event()),
+                        self.published.append, is_lost=lambda: self.is_lost,
+                        needs=lambda version, at_once: self.needed.append((version, at_once)),
+                        first_pull_s=first_pull_s, limits=FollowLimits("50%", timeout_s))
+        self.wait = sync.begin(5, enough)
+
+    def engines(self, _timeout_s):
+        return self.found
+
+
 @pytest.mark.parametrize(("limit_s", "waits"), [(1000.0, True), (0.0, False)])
 @pytest.mark.parametrize("other", [engine(EngineState.SYNCING, version=5), engine(version=9, applying=10)])
 def test_wait_for_an_engine_that_gets_no_further_has_a_limit(monkeypatch, other, limit_s, waits):
-    class Watch:
-        def __init__(self, *_):
-            self.found = [engine(version=4), other]
+    pool = Watched(monkeypatch, [engine(version=4), other], timeout_s=limit_s)
+    assert not pool.wait.poll(), "no engine that takes requests may serve an older version"
+    pool.found = [engine(version=5), other]
+    assert pool.wait.poll() is not waits and ("engines" in pool.shown[-1]) is waits
 
-        def engines(self, _timeout_s):
-            return self.found
 
-    monkeypatch.setattr(pool_sync, "PoolWatch", Watch)
-    shown = []
-    sync = PoolSync(None, None, Waits(lambda *what: shown.append(what), threading.Event()), lambda _version: None,
-                    first_pull_s=limit_s)
-    wait = sync.begin(5)
-    assert not wait.poll(), "no engine that takes requests may serve an older version"
-    wait._pool.found = [engine(version=5), other]
-    assert wait.poll() is not waits and ("engines" in shown[-1]) is waits
+def test_few_engines_of_many_do_not_get_all_requests_before_a_quorum_has_the_version(monkeypatch):
+    loading = [engine(EngineState.SYNCING, version=4)] * 9
+    pool = Watched(monkeypatch, [engine(version=5), *loading], timeout_s=0.0)
+    assert not pool.wait.poll()
+    pool.found = [*[engine(version=5)] * 5, *loading[:5]]
+    assert pool.wait.poll()
+
+
+@pytest.mark.parametrize("enough", [in_sync, serves])
+def test_run_goes_on_without_an_engine_once_that_is_out_of_the_router_and_not_before(monkeypatch, enough):
+    slow = engine(version=4).replace(straggler=Straggler(needs=5, missed=5, since=1.0))
+    pool = Watched(monkeypatch, [engine(version=5), slow], enough=enough)
+    assert not pool.wait.poll(), "the router may still have it"
+    assert "behind v4" in pool.shown[-1][2]
+    pool.found = [engine(version=5), slow.replace(state=EngineState.SYNCING)]
+    assert pool.wait.poll() and pool.shown[-1][1] == ""
+    assert not pool.published
+
+
+def test_wait_says_which_version_it_is_for_and_at_once_only_when_it_lasts(monkeypatch):
+    pool = Watched(monkeypatch, [engine(version=4)])
+    pool.wait.poll()
+    assert pool.needed == [(5, False)]
+    pool.wait._began -= pool_sync._SAID_AFTER_S
+    pool.wait.poll()
+    assert pool.needed[-1] == (5, True)
+    pool.found = [engine(version=5)]
+    assert pool.wait.poll() and pool.needed[-1] == (5, False)
+
+
+def test_version_is_published_again_when_it_is_lost_and_not_when_an_engine_is_slow(monkeypatch):
+    monkeypatch.setattr(pool_sync, "FIRST_S", 0.0)
+    pool = Watched(monkeypatch, [engine(version=5), engine(version=4)])
+    assert not any(pool.wait.poll() for _ in range(50)) and not pool.published
+    pool.is_lost = True
+    pool.wait.poll()
+    assert pool.published == [5]
 
 
 @given(st.integers(0, 9))
@@ -121,20 +166,43 @@ def test_run_ends_early_only_after_two_consecutive_evaluations_at_the_goal():
     assert not reached([1.0, 1.0], None)
 
 
-def test_version_that_an_engine_lacks_is_republished_ever_less_often():
+def looked_at(republish, behind, times, *, lost):
+    """The times of the looks. ``behind``: the engines at a time."""
+    found = []
+    for now in times:
+        if republish.is_due(float(now), behind(now)):
+            republish.looked(float(now), lost=lost)
+            found.append(now)
+    return found
+
+
+def test_version_that_is_lost_again_and_again_is_looked_at_ever_less_often():
     slow = engine(version=4).replace(pull_apply_s=10.0)
     republish = Republish(first_pull_s=100.0)
-    due = [now for now in range(400) if republish.is_due(float(now), [slow])]
-    assert due == [30, 90, 210], "three pulls, then twice as long each time"
-    later = [now for now in range(400, 60_000) if republish.is_due(float(now), [slow])]
+    assert looked_at(republish, lambda now: [slow], range(400), lost=True) == [30, 90, 210], \
+        "three pulls, then twice as long each time"
+    later = looked_at(republish, lambda now: [slow], range(400, 60_000), lost=True)
     assert later[-1] - later[-2] == later[-2] - later[-3] == 3600, "an hour at most"
-    assert not any(Republish(100.0).is_due(float(now), []) for now in range(100))
-    assert not any(Republish(100.0).is_due(float(now), [slow] if now % 20 else []) for now in range(400))
+    assert not looked_at(Republish(100.0), lambda now: [], range(100), lost=True)
+    assert not looked_at(Republish(100.0), lambda now: [slow] if now % 20 else [], range(400), lost=True)
+
+
+def test_version_that_is_not_lost_is_looked_at_at_the_same_interval():
+    slow = engine(version=4).replace(pull_apply_s=10.0)
+    assert looked_at(Republish(100.0), lambda now: [slow], range(125), lost=False) == [30, 60, 90, 120]
+
+
+def test_engines_that_come_do_not_put_off_the_look_for_one_that_lacks_the_version():
+    """With ``all`` in the place of ``any`` a pool to which engines come, or that grows, would never look."""
+    def behind(now):
+        return [engine(version=4), engine(version=4).replace(id=f"new-{now // 10}")]
+
+    assert looked_at(Republish(first_pull_s=100.0), behind, range(40), lost=False) == [15, 30]
 
 
 def test_first_pull_of_an_engine_may_take_longer_than_later_ones():
-    new, republish = engine(EngineState.SYNCING, version=0), Republish(first_pull_s=100.0)
-    assert [now for now in range(250) if republish.is_due(float(now), [new])] == [100]
+    new = engine(EngineState.SYNCING, version=0)
+    assert looked_at(Republish(first_pull_s=100.0), lambda now: [new], range(250), lost=True) == [100]
 
 
 def test_wait_for_engines_names_a_few_of_those_that_lack_the_version():
