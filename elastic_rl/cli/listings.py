@@ -29,7 +29,7 @@ _ENGINE = ("id", "state", "host", "version", "pull_apply_s", "pause_s", "updated
 _POOL_WIDE = ("stream", "model", "router_url")
 _ENGINE_WIDE = ("pool", "url", "pid", "external", "applying", "epoch", "started_at")
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
-_MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
+_MEMBER_WIDE = ("expected_s", "host", "url", "epoch", "beat_at")
 OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")
 OPERATION_WIDE = ("by", "ended_at", "deadline_at")
 ALERT = ("severity", "kind", "subject", "phase", "since_at", "message")
@@ -84,8 +84,10 @@ def _members(api: AdminClient, role: str = "") -> list[dict[str, Any]]:
     """The registered ones, and those that may be slow or dead."""
     from urllib.parse import urlencode
     query = {"role": role} if role else {}
-    return [*api.items(f"members?{urlencode(query)}"),
-            *api.items(f"members?{urlencode({**query, 'suspected': 'true'})}")]
+    found = [*api.items(f"members?{urlencode(query)}"),
+             *api.items(f"members?{urlencode({**query, 'suspected': 'true'})}")]
+    return [{**member, "expected_s": round(work["flops"] * work["s_per_flop"], 1) or None}
+            if (work := member.get("work")) else member for member in found]
 
 
 def job_facts(job: dict[str, Any]) -> dict[str, Any]:

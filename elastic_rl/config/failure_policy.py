@@ -26,5 +26,11 @@ class FailurePolicyConfig(Section):
     backoff_max_s: Seconds = 300.0
     """Longest pause, in seconds, before a restart."""
     max_global_restarts: Annotated[int, Field(ge=2)] = 4
-    """Number of global restarts in a row without a further step after which the run is stopped as a crash loop. So many
-    ends of the driver in a row without a further step are one too; the last but one leads to a global restart."""
+    """Number of global restarts in a row after which the run is stopped as a crash loop, if it has got no further
+    meanwhile: no step, no finished prompt group and no part of a step. So many ends of the driver are one too; the last
+    but one leads to a global restart. Restarts are in a row while each comes soon after the one before:
+    ``crash_loop_window_s``, ``crash_loop_steps``."""
+    crash_loop_window_s: Seconds = 3600.0
+    """Seconds within which a restart comes soon after the one before, at least."""
+    crash_loop_steps: Annotated[float, Field(gt=0)] = 10.0
+    """A restart also comes soon after the one before within the time that so many steps usually take."""

@@ -62,7 +62,8 @@ class TrainerConfig(Section):
     """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,
     with an alert, and is started again after a backoff."""
     collective_timeout_s: Seconds = 60.0
-    """Seconds that a collective may take; a rank that waits longer ends, and the group re-forms."""
+    """Seconds that a collective may take in which ranks do the same; a rank that waits longer ends, and the group
+    re-forms. It bounds no wait for micro-batches, which may take longer on one replica than on another."""
     start_timeout_s: Seconds = 120.0
     """Seconds that the trainer group may take to start."""
     @property

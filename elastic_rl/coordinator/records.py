@@ -40,6 +40,8 @@ class LastSeen(Record):
     it."""
     hung_at: float = 0.0
     """When it was found to send heartbeats without making progress; 0 while it makes progress."""
+    late_at: float = 0.0
+    """When it was found to take much longer than usual or than it has stated; 0 while it does not."""
     reported: bool = False
     """Whether the member's runner or driver reported the death before its lease ended."""
 
@@ -65,6 +67,8 @@ class ProgressIntervals(Record):
     """Phase → longest time between two signs of progress, fading."""
     samples: dict[str, int] = {}
     """Phase → intervals seen, counted up to the number at which the phase counts as known."""
+    s_per_flop: float = 0.0
+    """Seconds that the slowest member of the role takes for an operation of its stated work; 0: not known."""
 
 
 class RecoveryAction(StrEnum):

@@ -9,7 +9,7 @@ L is the number of loss tokens, sample by sample: what takes much room for each 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,15 +163,16 @@ class Batch:
         ends = counts[part].cumsum(0)
         return first[of_sample] + torch.arange(int(counts[part].sum())) - (ends - counts[part])[of_sample]
 
-    def share_rows(self, count: int, minibatches: int = 1) -> list[torch.Tensor]:
-        """The numbers of the samples of each of ``count`` data-parallel replicas, ascending, with about as many tokens
-        each (``balanced``), and of each of so many minibatches."""
-        lengths, totals = self["lengths"].tolist(), [0] * count
+    def share_rows(self, count: int, minibatches: int = 1, cost: Callable[[int], float] = float) -> list[torch.Tensor]:
+        """The numbers of the samples of each of ``count`` data-parallel replicas, ascending, with about as much work
+        each (``balanced``), and of each of so many minibatches. ``cost``: the work of a sample of so many tokens; by
+        default as much as it has tokens."""
+        costs, totals = [cost(length) for length in self["lengths"].tolist()], [0.0] * count
         rows: list[list[int]] = [[] for _ in range(count)]
         for i in range(minibatches):
-            for share, of_minibatch in enumerate(balanced(lengths[i::minibatches], count, totals)):
+            for share, of_minibatch in enumerate(balanced(costs[i::minibatches], count, totals)):
                 own = [row * minibatches + i for row in of_minibatch]
-                totals[share] += sum(lengths[row] for row in own)
+                totals[share] += sum(costs[row] for row in own)
                 rows[share] += own
         return [torch.tensor(sorted(own), dtype=torch.int64) for own in rows]
 
@@ -283,22 +284,20 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
     return Batch(tensors)
 
 
-def balanced(lengths: Sequence[int], count: int, totals: Sequence[int] = ()) -> list[list[int]]:
-    """The rows of each of ``count`` data-parallel replicas, in ascending order, of a batch whose sequences have these
-    lengths. Pure: every call with the same arguments, in any process, gives the same answer, so that who sends shares
-    can put what comes back in order again. ``totals``: tokens that each replica has of other minibatches; of replicas
-    with equally many the one that has fewer of these is next.
+def balanced(costs: Sequence[float], count: int, totals: Sequence[float] = ()) -> list[list[int]]:
+    """The rows of each of ``count`` data-parallel replicas, in ascending order, of a batch whose sequences cost so
+    much. Pure: every call with the same arguments, in any process, gives the same answer, so that who sends shares
+    can put what comes back in order again. ``totals``: what each replica has of other minibatches; of replicas with
+    equally much the one that has less of these is next.
 
-    The longest sequence that is left goes to the replica with the fewest tokens: Graham's rule for the schedule with
-    the longest processing time first. No replica has more tokens than the average and one sequence together. It is by
-    tokens: the part of the attention that grows with their square is small until a sequence is several times as long as
-    the model is wide.
+    The most costly sequence that is left goes to the replica with the least work: Graham's rule for the schedule with
+    the longest processing time first. No replica has more work than the average and one sequence together.
     """
     rows: list[list[int]] = [[] for _ in range(count)]
-    least = [(0, totals[share] if totals else 0, share) for share in range(count)]
+    least = [(0.0, totals[share] if totals else 0.0, share) for share in range(count)]
     heapq.heapify(least)
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        tokens, total, share = least[0]
-        heapq.heapreplace(least, (tokens + lengths[row], total, share))
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        work, total, share = least[0]
+        heapq.heapreplace(least, (work + costs[row], total, share))
         rows[share].append(row)
     return [sorted(of_share) for of_share in rows]

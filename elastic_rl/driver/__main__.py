@@ -152,7 +152,7 @@ def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: Com
             log.warning("etcd answers again, after %.0f s", time.monotonic() - silent_since)
             silent_since, logged = 0.0, float("-inf")
         job = readable_one(found, JobStatus) or JobStatus(phase="")
-        member.progress(job.step, job.phase, **report)
+        member.progress(job.step, job.phase, work=None, **report)
         if job.phase in ("finished", "failed"):
             return 0 if job.phase == "finished" else 1
     return 0

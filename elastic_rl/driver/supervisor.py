@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elastic_rl.coordinator.failure.policy import after_driver_ended, progress_of
+from elastic_rl.coordinator.failure.policy import after_driver_ended, in_a_row
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultOccurrence, LastSeen, RecoveryAction
 from elastic_rl.coordinator.targets import DRIVER, JOB
@@ -67,7 +67,6 @@ class DriverSupervisor:
             self._with_etcd(self._acknowledge)  # what was requested while no driver ran is what this start does
             epoch = self._with_etcd(partial(fencing.current_epoch, self._etcd, self._keys))
             driver_id = f"driver-{secrets.token_hex(4)}"
-            began = time.monotonic()
             try:
                 code = self._run_driver(driver_id)
             except PreflightFailed as e:  # no process could be made; that is no fault of the driver
@@ -88,12 +87,9 @@ class DriverSupervisor:
                 budget = budget.after_failure(time.monotonic(), jitter=random.random())
                 self._pause_until(budget)
                 continue
-            end = FaultOccurrence(at=began, progress=progress_of(job))
-            if end.progress > max((e.progress for e in ends), default=-1):
-                ends, budget = [], no_backoff
-            elif ends:  # the first restart follows at once
-                budget = budget.after_failure(time.monotonic(), jitter=random.random())
-            ends.append(end)
+            ends = in_a_row(ends, time.monotonic(), job, self._policy)
+            # The first restart follows at once.
+            budget = no_backoff if len(ends) == 1 else budget.after_failure(time.monotonic(), jitter=random.random())
             action = after_driver_ended(ends, self._policy)
             if action is RecoveryAction.STOP:
                 self._with_etcd(partial(self._stop_run, len(ends)))

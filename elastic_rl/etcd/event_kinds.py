@@ -101,6 +101,7 @@ class MemberEvents:
     suspected: EventKind
     alive: EventKind
     dead: EventKind
+    late: EventKind
     hung: EventKind
     resumed: EventKind
     returned: EventKind
@@ -115,6 +116,8 @@ class MemberEvents:
             EventKind(f"{role}.alive", "a suspected member sends heartbeats again: nothing has happened"),
             KINDS[f"{role}.dead"] if role == ENGINE else EventKind(f"{role}.dead", "it is dead", begins=True,
                                                                    by_state=True),
+            EventKind(f"{role}.late", "it sends heartbeats, and its work takes much longer than expected: the text has "
+                      "the expected end. Nothing is done about it"),
             EventKind(f"{role}.hung", "it sends heartbeats but makes no progress", begins=True, by_state=True),
             EventKind(f"{role}.resumed", "it was hung, and makes progress again", ends=True),
             # One rank that is back is no group that works: its own events say when it does.

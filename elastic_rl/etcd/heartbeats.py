@@ -27,14 +27,14 @@ def merge(member: Member, beat: Heartbeat | None) -> Member:
     if beat is None or beat.incarnation != member.incarnation or beat.beats <= member.beats:
         return member
     return member.replace(step=beat.step, phase=beat.phase, progress_at=beat.progress_at, beat_at=beat.beat_at,
-                          beats=beat.beats, in_flight=beat.in_flight)
+                          beats=beat.beats, work=beat.work, in_flight=beat.in_flight)
 
 
 def heartbeat_of(member: Member) -> Heartbeat:
     """The heartbeat that a member's record has."""
     return Heartbeat(role=member.role, id=member.id, incarnation=member.incarnation, step=member.step,
                      phase=member.phase, progress_at=member.progress_at, beat_at=member.beat_at, beats=member.beats,
-                     in_flight=member.in_flight)
+                     work=member.work, in_flight=member.in_flight)
 
 
 class HeartbeatIndex:

@@ -36,6 +36,11 @@ class JobStatus(Record):
     """Newest version that the run has asked its engines for: of older ones no new sample is of use."""
     staleness: int = 0
     """Number of versions by which the oldest sample of the last step was behind the trainer."""
+    pieces: int = 0
+    """Prompt groups that have finished, and parts of the next step that were computed, since step ``step`` was made: a
+    step may take hours, and these say that it gets on."""
+    step_s: float = 0.0
+    """Wall seconds that a step of RL takes, as the last few did; 0 before the first one."""
     productive_s: float = 0.0
     """Wall seconds of the SFT phase, and of the steps of RL that were not undone by a recovery."""
     message: str = ""

@@ -31,7 +31,7 @@ from elastic_rl.etcd.heartbeats import heartbeat_of, with_heartbeats
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.process_state import machine_id, start_ticks
-from elastic_rl.etcd.records import Member, MemberProcess
+from elastic_rl.etcd.records import Member, MemberProcess, StatedWork
 from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.etcd.write_schedule import WriteSchedule
 from elastic_rl.runtime.clock import boottime_s
@@ -105,16 +105,18 @@ class Membership:
         self._thread.start()
         return self
 
-    def progress(self, step: int, phase: str, *, in_flight: int | None = None, **info: Any) -> None:
+    def progress(self, step: int, phase: str, *, work: StatedWork | None = None, in_flight: int | None = None,
+                 **info: Any) -> None:
         """Reports that the working thread makes progress, and how far it is; ``info`` (JSON-able) is merged into the
         entry's. Never waits for etcd. A change of ``info``, which should be rare, is written at once. Others see one of
         all else as late as the agent of the host collects heartbeats, if it does; where nothing changes, the next
-        heartbeat has it."""
+        heartbeat has it. ``work``: the cost of what begins now, which the next heartbeat has, too."""
         with self._lock:
             now = self._member
             new = now.replace(step=step, phase=phase, in_flight=in_flight, info={**now.info, **info})
             changed = new != now
-            self._member, self._progressed = new.replace(progress_at=time.time()), time.monotonic()
+            self._member = new.replace(progress_at=time.time(), work=work)
+            self._progressed = time.monotonic()
         if changed:
             self._changed.set()
 

@@ -67,6 +67,15 @@ class JobSpec(Record):
     """Number of that policy version."""
 
 
+class StatedWork(Record):
+    """The cost of what a process works on since its last progress, stated before it begins."""
+
+    flops: float
+    """Estimated operations."""
+    s_per_flop: float = 0.0
+    """Seconds that this process took for an operation lately; 0: it has made none yet."""
+
+
 class Member(Record):
     """A process that does work, written by that process under its own lease. Where the agent of its host collects its
     heartbeats, they are newer there than here: ``heartbeats.merge`` puts both together."""
@@ -89,6 +98,8 @@ class Member(Record):
     """Number of that heartbeat: of two, the one with the higher number is newer, also after the clock was set."""
     in_flight: int | None = None
     """Things that it works on for others, such as prompt groups, at that heartbeat; None: it does not count them."""
+    work: StatedWork | None = None
+    """What it has worked on since ``progress_at``; None: it does not say."""
     info: dict[str, Any] = {}
     machine: str = ""
     """Names the machine's boot and the pid namespace (``process_state.machine_id``); empty if unknown."""
@@ -107,6 +118,7 @@ class Heartbeat(Record):
     progress_at: float = 0.0
     beat_at: float = 0.0
     in_flight: int | None = None
+    work: StatedWork | None = None
     beats: int = 0
     """Number of the heartbeat. All fields up to this one are as in ``Member``."""
     revision: int = 0

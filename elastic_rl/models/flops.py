@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elastic_rl.models.arch import ModelArch
+
+BACKWARD = 2.0
+"""A backward pass costs so many forward ones (arXiv 2001.08361, section 2.1)."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Operations of a forward pass over one sequence, by its number of positions."""
+
+    linear: float
+    """For each position."""
+    square: float
+    """For each square of the number of positions."""
+
+    @classmethod
+    def of(cls, arch: ModelArch) -> SequenceCost:
+        """The formula of ``training_flops`` for one sequence and a forward pass, with half of its attention: a kernel
+        that knows of the causal mask skips the blocks above the diagonal (arXiv 2307.08691, section 3.1)."""
+        return cls(2.0 * _multiplied_parameters(arch), 2.0 * _attention_width(arch))
+
+    def __call__(self, positions: int) -> float:
+        return self.linear * positions + self.square * positions * positions
+
+    def of_sample(self, tokens: int) -> float:
+        """For a sample of so many tokens: nothing is predicted from its last one."""
+        return self(max(tokens - 1, 1))
 
 
 def training_flops(arch: ModelArch, tokens: int, squares: int) -> float:
@@ -15,8 +43,12 @@ def training_flops(arch: ModelArch, tokens: int, squares: int) -> float:
     Norms, activations, rotary embeddings, the look-up of embeddings, and what is computed again to save memory do not
     count.
     """
-    return 3.0 * (2.0 * _multiplied_parameters(arch) * tokens
-                  + 4.0 * arch.layers * arch.heads * arch.head_dim * squares)
+    return (1.0 + BACKWARD) * (2.0 * _multiplied_parameters(arch) * tokens + 4.0 * _attention_width(arch) * squares)
+
+
+def _attention_width(arch: ModelArch) -> int:
+    """Width of all attention heads of all layers."""
+    return arch.layers * arch.heads * arch.head_dim
 
 
 def _multiplied_parameters(arch: ModelArch) -> int:

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
+from elastic_rl.etcd.records import StatedWork
+from elastic_rl.models.flops import BACKWARD, SequenceCost
+from elastic_rl.trainer.checkpoint.rounds import Rounds
 from elastic_rl.trainer.context_parallel import joined, own_positions, places
-from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage
+from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage, max_over_data, synchronize
 from elastic_rl.trainer.megatron.pipeline import run
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.micro_batches import MicroBatch, cut
 from elastic_rl.trainer.vocab_parallel import most_probable, token_logprobs
+from elastic_rl.trainer.work import WorkMeter, in_flight
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,27 @@ class LossTokens:
         return tensor[self.rows] if tensor.ndim == 1 else tensor[self.rows, self.at + 1]
 
 
-IN_PASSES, AFTER_PASSES = "micro-batches", "reducing"
-"""Phases of a rank that executes a command: it goes from one micro-batch to the next; all of its own are done, and it
-waits for other ranks, and makes the update. Two, since what is usual for one of them would be a hang of the other."""
+IN_PASSES, WAITING, AFTER_PASSES = "micro-batches", "waiting for the other ranks", "reducing"
+"""Phases of a rank that executes a command: it goes from one micro-batch to the next; all of its own are done, and some
+of other ranks may not be; all are, and the ranks reduce what they have and make the update."""
+Report = Callable[[str, StatedWork | None], None]
 
 
 class ForwardPass:
-    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch."""
+    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch.
+
+    No collective waits for the micro-batches of another replica, which may have ten times as much work or be ten times
+    as slow: the ranks meet in rounds when they have done theirs.
+    """
 
     def __init__(self, policy: Policy, cfg: Config, par: ParallelDims,
-                 report: Callable[[str], None] = lambda phase: None) -> None:
-        """``report``: called with IN_PASSES before each micro-batch, and with AFTER_PASSES after the last one."""
+                 report: Report = lambda phase, work: None) -> None:
+        """``report``: called with each phase and, of IN_PASSES, before each micro-batch with the cost of that. A
+        collective."""
         self.policy, self.cfg, self.par, self._report = policy, cfg, par, report
+        self.cost = SequenceCost.of(policy.arch)
+        self._meter = WorkMeter()
+        self._rounds = Rounds.in_own_group(par, round_timeout_s=cfg.trainer.collective_timeout_s)
 
     def forward_logprobs(self, share: Batch, phase: str = "rl", *, greedy: bool = True) -> dict[str, torch.Tensor]:
         """Log-probs of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
@@ -100,7 +113,7 @@ class ForwardPass:
         rank. Of a critic the log-probs are its values."""
         logprobs = torch.zeros(share["tokens"].shape, device=self.par.device)
         best = torch.zeros_like(logprobs)
-        micros = cut(share, self.cfg.trainer)
+        micros = cut(share, self.cfg.trainer, self.cost)
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
             index = LossTokens.of(micros[number], self.par)
@@ -119,6 +132,30 @@ class ForwardPass:
 
     def _run(self, micros: list[MicroBatch], finish: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
              ) -> None:
-        run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train,
-            on_pass=partial(self._report, IN_PASSES))
-        self._report(AFTER_PASSES)
+        """Passes over this rank's micro-batches. Returns once every rank has made its own."""
+        inputs = [micro.input.to(self.par.device) for micro in micros]
+        costs = self._costs([micro.input.flops(self.cost) * (1.0 + BACKWARD * train) for micro in micros])
+
+        def state(number: int) -> None:
+            self._report(IN_PASSES, self._meter.stated(in_flight(costs, number, self.par.pp)))
+
+        def begin(number: int) -> None:
+            self._meter.begin(costs[number], time.monotonic())
+            state(number)
+
+        with self._rounds.until_all_are_done(lambda: self._report(WAITING, None)):
+            state(-1)
+            run(self.policy, inputs, finish, train=train, on_pass=begin)
+            synchronize(self.par)  # else the others would wait in a collective for what is queued here
+            self._meter.end(time.monotonic())
+        self._report(AFTER_PASSES, None)
+
+    def _costs(self, own: list[float]) -> list[float]:
+        """Operations of each micro-batch. Replicas that share experts wait for one another in each of them, so there it
+        is the most that one of the replicas has."""
+        if self.par.ep == 1:
+            return own
+        most = max_over_data(torch.tensor([float(len(own))], device=self.par.device), self.par)
+        costs = torch.zeros(int(most), dtype=torch.float64, device=self.par.device)
+        costs[:len(own)] = torch.tensor(own, dtype=torch.float64)
+        return max_over_data(costs, self.par).tolist()

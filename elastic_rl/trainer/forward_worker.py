@@ -8,6 +8,7 @@ exactly such a version or refused; the answer has the number and the step that i
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import StatedWork
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.rounds import Unavailable
@@ -40,7 +42,7 @@ class ForwardWorker(GroupWorker):
                  board: Board, share_urls: list[str]) -> None:
         super().__init__(ctx, etcd, par, member, board, share_urls)
         self.policy = Policy(ModelArch.read(ctx.model_dir), self.cfg, par, trains=False)
-        self.passes = ForwardPass(self.policy, self.cfg, par, self._report_passes)
+        self.passes = ForwardPass(self.policy, self.cfg, par, self._report)
         self.version = PolicyVersion(ctx, etcd, par, self.policy, member.incarnation, self._on_load)
         self._pending: Command | None = None
         """The command (rank 0 has it) whose version is being looked for or loaded."""
@@ -105,15 +107,16 @@ class ForwardWorker(GroupWorker):
         """A sign of life during a load, which may wait for etcd or a node for as long as they are away."""
         self.member.progress(max(self.version.step, 0), phase, restoring=detail)
 
-    def _report(self, phase: str = "", *, ready: bool = False) -> None:
+    def _report(self, phase: str = "", work: StatedWork | None = None, *, ready: bool = False) -> None:
         self._ready = self._ready or ready
         step = max(self.version.step, 0)
-        self.member.progress(step, phase or "waiting for a command", ready=self._ready)
-        if self.par.rank == 0:
+        self.member.progress(step, phase or "waiting for a command", work=work, ready=self._ready)
+        if self.par.rank == 0 and work is None:  # what the board has does not change between micro-batches
             self.board.set_status(
                 group=self.member.incarnation, epoch=self.ctx.epoch, step=step, phase="rl", pair="", cursor={},
                 branch=Branch().to_json(), consumed={}, policy_version=self.version.number, state_version=0,
-                reference_version=0, share_urls=self._share_urls, minibatches=1, restarts=restarts(),
+                reference_version=0, share_urls=self._share_urls, minibatches=1,
+                cost=asdict(self.passes.cost), restarts=restarts(),
                 **({"ready": True} if ready else {}))
 
 

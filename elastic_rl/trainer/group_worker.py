@@ -8,7 +8,6 @@ import math
 import os
 import queue
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,15 +19,13 @@ from elastic_rl.errors import ConfigError, Conflict, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import StatedWork
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer.broadcast import Message, Order, share_of_replica
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import BatchCommand, Command, ForwardCommand, WriterGate
 from elastic_rl.trainer.service.dispatch import Refused
-
-_SAY_EVERY_S = 1.0
-"""Interval at which progress is reported while micro-batches take less."""
 
 
 class GroupWorker(ABC):
@@ -47,23 +44,15 @@ class GroupWorker(ABC):
         self._idle_s = max(0.5, self.cfg.trainer.collective_timeout_s / 10)
         """So often the ranks say that they are alive while there is no command."""
         self.gate = WriterGate(ctx.epoch, member.incarnation)
-        self._passes_phase, self._passes_said_at = "", 0.0
 
     @abstractmethod
     def run(self) -> None:
         """Executes commands until it is told to stop. Raises what ends the rank and makes the group re-form."""
 
     @abstractmethod
-    def _report(self, phase: str = "", *, ready: bool = False) -> None:
-        """Says where the group is."""
-
-    def _report_passes(self, phase: str) -> None:
-        """A sign of life in a command, which may take an hour: its micro-batches are progress. ``phase``: see
-        ``ForwardPass``."""
-        now = time.monotonic()
-        if phase != self._passes_phase or now - self._passes_said_at >= _SAY_EVERY_S:
-            self._passes_phase, self._passes_said_at = phase, now
-            self._report(phase)
+    def _report(self, phase: str = "", work: StatedWork | None = None, *, ready: bool = False) -> None:
+        """Says where the group is. ``work``: the cost of what this rank begins now, in the middle of a command, which
+        may take an hour: each micro-batch is progress."""
 
     def _require_possible(self, command: Command, share: Batch | None = None) -> None:
         """Raises Refused for what this group cannot execute now or at all; the same on every rank."""

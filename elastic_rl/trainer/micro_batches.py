@@ -8,13 +8,14 @@ one token, from which nothing is predicted either, takes one.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from elastic_rl.config import TrainerConfig
 from elastic_rl.data.batch import Batch
+from elastic_rl.models.flops import SequenceCost
 from elastic_rl.trainer.context_parallel import multiple
 
 
@@ -34,6 +35,11 @@ class ModelInput:
     def positions(self) -> int:
         """Number of positions that are not filled up."""
         return self.tokens.numel() - (0 if self.padding is None else int(self.padding.sum()))
+
+    def flops(self, cost: SequenceCost) -> float:
+        """Operations of a forward pass of the whole model; padding costs as much as tokens."""
+        rows, width = self.tokens.shape
+        return sum(map(cost, self.packed or (width,) * rows))
 
     def to(self, device: torch.device) -> ModelInput:
         return ModelInput(self.tokens.to(device), self.packed,
@@ -81,10 +87,11 @@ def filled_up(lengths: torch.Tensor, multiple: int) -> torch.Tensor:
     return (lengths + multiple - 1) // multiple * multiple
 
 
-def cut(share: Batch, cfg: TrainerConfig) -> list[MicroBatch]:
-    """The micro-batches of a share, as the settings have them. Every sample is in one of them."""
+def cut(share: Batch, cfg: TrainerConfig, cost: Callable[[int], float]) -> list[MicroBatch]:
+    """The micro-batches of a share, as the settings have them. Every sample is in one of them. ``cost``: the work of a
+    sequence of so many positions."""
     step, budget = multiple(cfg.context_parallel), cfg.micro_batch_tokens * cfg.context_parallel
-    chosen = (pack(filled_up(positions(share), step).tolist(), budget) if cfg.packing
+    chosen = (pack(filled_up(positions(share), step).tolist(), budget, cost) if cfg.packing
               else cut_by_length(positions(share).tolist(), budget))
     found = []
     for rows in map(torch.tensor, chosen):
@@ -110,21 +117,50 @@ def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return micros
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], budget: int, cost: Callable[[int], float]) -> list[list[int]]:
+    """Micro-batches without padding, as many as ``fill`` has, with about as much work each: the stages of a pipeline,
+    and replicas that share experts, wait for one another at every micro-batch.
+
+    Each sequence, the longest first, goes to the micro-batch with the least work of those that it fits into. Where one
+    fits into none, the micro-batches are those of ``fill``, which look at positions only. The largest come first, as
+    in ``cut_by_length``.
+    """
+    by_positions, shortest = fill(lengths, budget), min(lengths, default=0)
+    least = [(0.0, number, 0) for number in range(len(by_positions))]  # (work, micro-batch, positions)
+    micros: list[list[int]] = [[] for _ in least]
+    for number in _longest_first(lengths):
+        full, length = [], lengths[number]
+        while least and least[0][2] and least[0][2] + length > budget:
+            full.append(heapq.heappop(least))
+        if not least:
+            return by_positions
+        work, micro, taken = heapq.heappop(least)
+        micros[micro].append(number)
+        for kept in (*full, (work + cost(length), micro, taken + length)):
+            if kept[2] + shortest <= budget:  # else nothing that is left fits into it
+                heapq.heappush(least, kept)
+    return _largest_first(micros, lengths)
+
+
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Micro-batches without padding: each sequence, the longest first, goes to the micro-batch with the fewest
     positions if it fits there, else to a new one. So no two micro-batches would fit into one: there are less than twice
-    as many as the positions need, if more than one. The largest come first, as in ``cut_by_length``."""
+    as many as the positions need, if more than one."""
     micros: list[list[int]] = []
     least: list[tuple[int, int]] = []  # (positions, micro-batch)
     for number in _longest_first(lengths):
         length = lengths[number]
         if least and least[0][0] + length <= budget:
-            filled, micro = least[0]
-            heapq.heapreplace(least, (filled + length, micro))
+            taken, micro = least[0]
+            heapq.heapreplace(least, (taken + length, micro))
             micros[micro].append(number)
         else:
             heapq.heappush(least, (length, len(micros)))
             micros.append([number])
+    return _largest_first(micros, lengths)
+
+
+def _largest_first(micros: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     return sorted(micros, key=lambda micro: -sum(lengths[number] for number in micro))
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from elastic_rl.config import Stream
 from elastic_rl.dcs.catalog import reads
@@ -35,9 +32,7 @@ class PolicyVersion:
         self._puller = Puller(etcd, ctx.keys, f"{ctx.group.name}-{par.rank}-{incarnation}",
                               io_timeout_s=dcs.io_timeout_s,
                               security=dcs_security(ctx.config))
-        timeout_s = ctx.config.trainer.collective_timeout_s
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if par.world > 1 else None
-        self._rounds = Rounds(par, group, round_timeout_s=timeout_s)
+        self._rounds = Rounds.in_own_group(par, round_timeout_s=ctx.config.trainer.collective_timeout_s)
 
     def number_of(self, step: int, at_least: int) -> int:
         """Number of the version to compute with, see ``oldest_of_step``; etcd is not asked where the model has the one

@@ -17,7 +17,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.batch import SCHEMA, Batch
 from elastic_rl.errors import PluginFailed
 from elastic_rl.trainer.broadcast import first_text
-from elastic_rl.trainer.forward import ForwardPass, LossTokens
+from elastic_rl.trainer.forward import ForwardPass, LossTokens, Report
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage, max_over_data, sum_over_data
 from elastic_rl.trainer.megatron.policy import Policy
@@ -59,7 +59,7 @@ class TrainStep(ForwardPass):
     """Runs steps on one rank. All ranks call the same method; each passes its replica's share of the batch."""
 
     def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: ParallelDims,
-                 report: Callable[[str], None] = lambda phase: None) -> None:
+                 report: Report = lambda phase, work: None) -> None:
         super().__init__(policy, cfg, par, report)
         self.adam = adam
         self.parts = Parts()
@@ -148,7 +148,7 @@ class TrainStep(ForwardPass):
     # -- parts of them --------------------------------------------------------------------------------------------
     def _backward(self, share: Batch, loss: UpdateLoss) -> None:
         """Adds the gradients of this rank's share to those that are there. Raises as ``gradients``."""
-        micros = cut(share, self.cfg.trainer)
+        micros = cut(share, self.cfg.trainer, self.cost)
         needs = required_tensors(loss.algorithm, self.cfg.algorithm)
         failure = ""
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from elastic_rl.errors import (
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.records import Severity, StatedWork
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
@@ -98,7 +98,7 @@ class TrainerWorker(GroupWorker):
         arch = ModelArch.read(ctx.model_dir)
         self.policy = Policy(arch.as_critic() if ctx.group is CRITIC else arch, self.cfg, par)
         self.adam = Adam(self.policy, self.cfg)
-        self.train_step = TrainStep(self.policy, self.adam, self.cfg, par, self._report_passes)
+        self.train_step = TrainStep(self.policy, self.adam, self.cfg, par, self._report)
         dtype = next(self.policy.module.parameters()).dtype
         self.throughput = Throughput(self.policy.arch, self.cfg.device, par, dtype)
         algorithm = CRITIC_LOSS if ctx.group is CRITIC else algorithm_of(self.cfg)
@@ -258,17 +258,20 @@ class TrainerWorker(GroupWorker):
                 "state_version": published.state, "committed": committed,
                 "reference_version": self.progress.reference_version})
 
-    def _report(self, phase: str = "", *, ready: bool = False) -> None:
+    def _report(self, phase: str = "", work: StatedWork | None = None, *, ready: bool = False) -> None:
         p = self.progress
         self._ready = self._ready or ready
-        self.member.progress(p.step, phase or "waiting for a command", ready=self._ready)
+        self.member.progress(p.step, phase or "waiting for a command", work=work, ready=self._ready)
+        if work is not None:  # what the board has does not change between micro-batches
+            return
         if self.par.rank == 0 and self._wanted is None:  # else step and version would not belong together
             self.board.set_status(
                 group=self.member.incarnation, epoch=self.ctx.epoch, step=p.step, phase=p.phase, pair=p.pair,
                 cursor=p.cursor, branch=self.checkpoints.branch.to_json(),
                 consumed=p.consumed.to_json(), policy_version=self.checkpoints.policy_version,
                 state_version=self.checkpoints.state_version, reference_version=p.reference_version,
-                share_urls=self._share_urls, minibatches=self.cfg.train.minibatches, restarts=restarts(),
+                share_urls=self._share_urls, minibatches=self.cfg.train.minibatches,
+                cost=asdict(self.train_step.cost), restarts=restarts(),
                 **({"ready": True} if ready else {}))
 
     # -- commands -------------------------------------------------------------------------------------------------

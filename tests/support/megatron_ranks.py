@@ -447,13 +447,13 @@ def signs_of_life(policy: Policy, adam: Adam, cfg: Config, par: parallel.Paralle
     "reports <rank>" what it reported, in order: 1 for a micro-batch, 0 for the time after them, -1 for the end."""
     found: list[int] = []
     small = with_trainer(cfg, micro_batch_tokens=40)
-    train_step = TrainStep(policy, adam, small, par, lambda phase: found.append(int(phase == IN_PASSES)))
+    train_step = TrainStep(policy, adam, small, par, lambda phase, work: found.append(int(phase == IN_PASSES)))
     share = share_of(synthetic(small, 64), train_step)
     train_step.forward_logprobs(share)
     found.append(-1)
     train_step.train(share, "rl", 1)
     return {f"reports {par.rank}": torch.tensor(found),
-            f"micro-batches {par.rank}": torch.tensor([len(cut(share, small.trainer))])}
+            f"micro-batches {par.rank}": torch.tensor([len(cut(share, small.trainer, train_step.cost))])}
 
 
 def recompute(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:

@@ -117,7 +117,8 @@ class TrainerWithoutTensors:
         self.branch = self.branch.published(self.version) if p.phase == "rl" else self.branch
         self.board.set_status(ready=True, group=self.member.incarnation, epoch=self._epoch, step=p.step, phase=p.phase,
                               cursor=p.cursor, consumed=p.consumed.to_json(), policy_version=self.version,
-                              state_version=len(self.saved), share_urls=[self.service.url], minibatches=1, restarts=0,
+                              state_version=len(self.saved), share_urls=[self.service.url], minibatches=1,
+                              cost={"linear": 1.0, "square": 0.0}, restarts=0,
                               pair=p.pair, branch=self.branch.to_json(), reference_version=0)
 
     def _publish_weights(self) -> None:

@@ -137,7 +137,7 @@ class FailureController:
     def _global_restart(self, known: FaultLog, snapshot: ClusterSnapshot) -> None:
         writes = self._update(snapshot, policy.cleared(known))
         after = policy.record_restart(snapshot.faults.get(JOB, FaultLog(target=JOB)), snapshot.leader_time,
-                                      policy.progress_of(snapshot.status), self._cfg)
+                                      snapshot.status, self._cfg)
         writes.merge(self._update(snapshot, after))
         if after.pending is RecoveryAction.STOP:  # one more restart would not help either
             self._guarded(writes.compares, writes.ops)

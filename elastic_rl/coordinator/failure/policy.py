@@ -3,9 +3,10 @@
 Most faults are recovered by the part next to them: the driver replaces engines, torch elastic re-forms the trainer
 group, Ray Serve replaces role replicas, the run's process the driver. The leader restarts what hangs, and counts. When
 one part has more faults than its budget within the window, or its restart is not carried out, recovery in place does
-not help, and the whole compute plane is restarted. Several global restarts without a step of progress in between are a
-crash loop: the run stops, everything is kept, and an alert fires. The run's process has a rule for the drivers that it
-starts (``after_driver_ended``), since the leader does not see one that ends before it has registered.
+not help, and the whole compute plane is restarted. Several global restarts that follow one another closely, without any
+progress in between, are a crash loop: the run stops, everything is kept, and an alert fires. The run's process has a
+rule for the drivers that it starts (``after_driver_ended``), since the leader does not see one that ends before it has
+registered.
 
 Times are seconds of the leader clock (``leader_clock``), so that budgets and backoffs hold over a change of leaders
 whose wall clocks differ.
@@ -13,6 +14,7 @@ whose wall clocks differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -105,11 +107,17 @@ def target_of(role: str, member_id: str) -> str:
             return role_target(role)
 
 
+_PIECES = 1_000_000
+"""More groups and parts than a step has."""
+
+
 def progress_of(job: JobStatus | None) -> int:
-    """How far a run is, as one number that grows with it: RL steps come after every step of the SFT phase."""
+    """How far a run is, as one number that grows with it: RL steps come after every step of the SFT phase, and finished
+    groups and parts of the next step after the last one."""
     if job is None:
         return 0
-    return job.step + 1_000_000_000 if job.phase in ("rl", "finished") else max(job.step, job.sft_step)
+    step = job.step + 1_000_000_000 if job.phase in ("rl", "finished") else max(job.step, job.sft_step)
+    return step * _PIECES + min(job.pieces, _PIECES - 1)
 
 
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,
@@ -126,20 +134,30 @@ def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, prog
     return _request(log, rule.action, reason, now, cfg)
 
 
-def record_restart(log: FaultLog, now: float, progress: int, cfg: FailurePolicyConfig) -> FaultLog:
+def record_restart(log: FaultLog, now: float, job: JobStatus | None, cfg: FailurePolicyConfig) -> FaultLog:
     """The job's log after a global restart by the policy; STOP is pending after one too many without progress."""
-    seen = [*log.occurrences, FaultOccurrence(at=now, progress=progress)][-cfg.max_global_restarts:]
+    seen = in_a_row(log.occurrences, now, job, cfg)
     pending = RecoveryAction.STOP if is_crash_loop(seen, cfg) else RecoveryAction.NONE
     return log.replace(occurrences=seen, pending=pending, due_at=now)
 
 
-def is_crash_loop(occurrences: list[FaultOccurrence], cfg: FailurePolicyConfig) -> bool:
-    """Whether the last ``max_global_restarts`` restarts found the run no further than the first of them did."""
-    last = occurrences[-cfg.max_global_restarts:]
-    return len(last) >= cfg.max_global_restarts and max(o.progress for o in last) <= last[0].progress
+def in_a_row(before: Sequence[FaultOccurrence], now: float, job: JobStatus | None, cfg: FailurePolicyConfig
+             ) -> list[FaultOccurrence]:
+    """The restarts in a row with one more: those ``before``, if the new one comes soon after the last of them and none
+    of them found the run as far. Restarts that are hours apart are no loop, however long a step takes."""
+    window_s = max(cfg.crash_loop_window_s, cfg.crash_loop_steps * (job.step_s if job is not None else 0.0))
+    restart = FaultOccurrence(at=now, progress=progress_of(job))
+    if not before or now - before[-1].at > window_s or restart.progress > max(o.progress for o in before):
+        return [restart]
+    return [*before, restart]
 
 
-def after_driver_ended(ends: list[FaultOccurrence], cfg: FailurePolicyConfig) -> RecoveryAction:
+def is_crash_loop(in_a_row: Sequence[FaultOccurrence], cfg: FailurePolicyConfig) -> bool:
+    """Whether there are so many restarts in a row that a further one would not help either."""
+    return len(in_a_row) >= cfg.max_global_restarts
+
+
+def after_driver_ended(ends: Sequence[FaultOccurrence], cfg: FailurePolicyConfig) -> RecoveryAction:
     """What the run's process does after a driver has ended by itself. ``ends``: those in a row without progress.
 
     NONE: the next driver takes over what runs. That does not help where what runs is what ends the drivers, so the last

@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 
 _VERBS = {Transition.DIED: "died", Transition.HUNG: "sends heartbeats but makes no progress",
           Transition.RESUMED: "makes progress again", Transition.SUSPECTED: "sends no heartbeats; it may be slow",
-          Transition.ALIVE: "sends heartbeats again"}
+          Transition.ALIVE: "sends heartbeats again", Transition.LATE: "is late"}
 """What the message of the change's event says."""
 _FAULTS = (Transition.DIED, Transition.HUNG)
-_WITHOUT_EVENT = (Transition.SEEN, Transition.FORGOTTEN)
+_STALLED = (Transition.HUNG, Transition.LATE)
+_WITHOUT_EVENT = (Transition.SEEN, Transition.FORGOTTEN, Transition.ON_TIME)
 """Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
 _WITHOUT_EVENT_BATCH = MAX_OPS // 2
 """Changes in one transaction, each with two comparisons at most: of the member's key and of its registry entry."""
-_SUSPICION = (Transition.SUSPECTED, Transition.ALIVE)
+_SUSPICION = (Transition.SUSPECTED, Transition.ALIVE, Transition.LATE)
 """They say little about one member, and nothing when they come by the hundred: etcd or a network was away for a while.
 """
 _MAX_SUSPICION_EVENTS = 50
@@ -148,8 +149,8 @@ class MembershipController:
             seen = (snapshot.alive_revisions.get(m.incarnation, 0), before.revision if before is not None else 0)
             alive = max([snapshot.revision(key), *(r for r in seen if r <= snapshot.read_at)])
             self._heartbeats[who] = LastHeartbeat(m.beat_at, alive)
-        hung = hang_detection.is_hung(m, self._learner.intervals, self._limits, load_per_core)
-        return registry.live_member(m, key, snapshot.created(key), hung=hung)
+        pace = hang_detection.pace(m, self._learner.intervals, self._limits, load_per_core)
+        return registry.live_member(m, key, snapshot.created(key), hung=pace.hung, late=pace.late)
 
     # -- writing ------------------------------------------------------------------------------------------------
     def _write_together(self, snapshot: ClusterSnapshot, changes: Sequence[MemberChange]) -> None:
@@ -188,14 +189,14 @@ class MembershipController:
                 self._record_fault(entry, change.change, snapshot, writes)
                 if change.change is Transition.DIED:
                     self._end_engine(snapshot, entry, writes)
-            case Transition.RESUMED | Transition.SUSPECTED | Transition.ALIVE if with_event:
+            case Transition.RESUMED | Transition.SUSPECTED | Transition.ALIVE | Transition.LATE if with_event:
                 writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
         return writes
 
     def _fault_event(self, snapshot: ClusterSnapshot, change: MemberChange) -> Event:
         entry = change.entry
         who = f"{entry.role} {entry.id} (pid {entry.pid} on {entry.host})"
-        doing = f" in {change.live.doing}" if change.live and change.change is Transition.HUNG else ""
+        doing = f" in {change.live.doing}" if change.live and change.change in _STALLED else ""
         why = f": {change.why}" if change.why else ""
         return events.build(
             _kind(change), entry.id, f"{who} {_VERBS[change.change]}{doing}{why}",
@@ -227,7 +228,8 @@ class MembershipController:
 def _kind(change: MemberChange) -> EventKind:
     kinds = event_kinds.of_members(change.entry.role)
     return {Transition.DIED: kinds.dead, Transition.HUNG: kinds.hung, Transition.RESUMED: kinds.resumed,
-            Transition.SUSPECTED: kinds.suspected, Transition.ALIVE: kinds.alive}[change.change]
+            Transition.SUSPECTED: kinds.suspected, Transition.ALIVE: kinds.alive,
+            Transition.LATE: kinds.late}[change.change]
 
 
 def _recovered(s: LastSeen) -> Event:

@@ -1,4 +1,9 @@
-"""Hung or only slow? The limit for a member's time without progress is learned from its role's history. Pure.
+"""Hung or only slow? The limit for a member's time without progress follows what it has said that its work costs, and
+what its role's history makes usual. Pure.
+
+A member that states the cost of its work (``StatedWork``) has a multiple of the time that this cost takes at its own
+rate or at its role's slowest, whichever is slower: one long sequence after many short ones is not hung, and neither is
+a replica that is ten times slower than the others. One that is past half of its limit is late, which is only shown.
 
 A member sends heartbeats from a thread of its own and records progress from the thread that works. Both times come from
 the member's own clock, so ``beat_at - progress_at`` is right on any leader, whatever its clock says. A process that is
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.records import ProgressIntervals
-from elastic_rl.etcd.records import Member
+from elastic_rl.etcd.records import Member, StatedWork
 
 IDLE_PHASES = frozenset({"", "closed", "idle", "finished", "failed"})
 """Phases in which no progress is expected: not started, ended, or waiting for a request. So are those that begin with
@@ -25,7 +30,10 @@ _KNOWN_AFTER = 3
 _FADE = 0.98
 """Fraction of the longest interval that is kept at each new one, so that one slow step is forgotten."""
 
-
+_RATE_CHANGED = 0.5
+"""A role's rate is stored again when it has changed by this fraction."""
+_LATE = 0.5
+"""Fraction of its limit after which a member is late."""
 MAX_STRETCH = 4.0
 """A limit is stretched at most so far by the load of a machine: a hang must be found there too."""
 
@@ -60,11 +68,23 @@ def learn(intervals: ProgressIntervals, phase: str, interval_s: float) -> Progre
         samples={**intervals.samples, phase: min(_KNOWN_AFTER, intervals.samples.get(phase, 0) + 1)})
 
 
-def limit_s(intervals: ProgressIntervals | None, phase: str, limits: HangLimits) -> float:
-    """Seconds without progress beyond which a member in this phase counts as hung."""
-    if intervals is None or intervals.samples.get(phase, 0) < _KNOWN_AFTER:
-        return limits.ceiling_s
-    return min(limits.ceiling_s, max(limits.floor_s, limits.factor * intervals.longest_s[phase]))
+def limit_s(intervals: ProgressIntervals | None, phase: str, limits: HangLimits, work: StatedWork | None = None
+            ) -> float:
+    """Seconds without progress beyond which a member in this phase, with this work, counts as hung."""
+    known = intervals is not None and intervals.samples.get(phase, 0) >= _KNOWN_AFTER
+    usual = (min(limits.ceiling_s, max(limits.floor_s, limits.factor * intervals.longest_s[phase]))
+             if intervals is not None and known else limits.ceiling_s)
+    if work is None:
+        return usual
+    # Without a rate nobody knows how long it takes, and what was usual for other work says nothing.
+    return max(usual, limits.factor * expected) if (expected := expected_s(intervals, work)) else limits.ceiling_s
+
+
+def expected_s(intervals: ProgressIntervals | None, work: StatedWork | None) -> float:
+    """Seconds that the work is expected to take; 0 where that is not known."""
+    if work is None:
+        return 0.0
+    return work.flops * max(work.s_per_flop, intervals.s_per_flop if intervals is not None else 0.0)
 
 
 def stalled_s(member: Member) -> float:
@@ -72,12 +92,38 @@ def stalled_s(member: Member) -> float:
     return max(0.0, member.beat_at - member.progress_at)
 
 
-def is_hung(member: Member, intervals: Mapping[str, ProgressIntervals], limits: HangLimits,
-            load_per_core: float = 0.0) -> bool:
-    """Whether the member sends heartbeats but makes no progress. ``intervals``: by role; ``load_per_core``: the load
-    of its machine."""
-    limit = limit_s(intervals.get(member.role), member.phase, limits) * stretch(load_per_core)
-    return not is_idle(member.phase) and stalled_s(member) > limit
+@dataclass(frozen=True)
+class Pace:
+    """How a member's time without progress compares with what is expected."""
+
+    stalled_s: float
+    expected_s: float
+    """What its work is expected to take; 0: it has stated none, or its rate is not known."""
+    limit_s: float
+    """Beyond it the member is hung."""
+
+    @property
+    def hung(self) -> bool:
+        """Whether the member sends heartbeats but makes no progress."""
+        return self.stalled_s > self.limit_s
+
+    @property
+    def late(self) -> str:
+        """What is late, for people; empty while it is not."""
+        if self.stalled_s <= _LATE * self.limit_s:
+            return ""
+        expected = f", of {self.expected_s:.0f} s that were expected" if self.expected_s else ""
+        return (f"{self.stalled_s:.0f} s without progress{expected}; it counts as hung after {self.limit_s:.0f} s")
+
+
+def pace(member: Member, intervals: Mapping[str, ProgressIntervals], limits: HangLimits, load_per_core: float = 0.0
+         ) -> Pace:
+    """``intervals``: by role; ``load_per_core``: the load of the member's machine."""
+    if is_idle(member.phase):
+        return Pace(0.0, 0.0, limits.ceiling_s)
+    known = intervals.get(member.role)
+    limit = limit_s(known, member.phase, limits, member.work) * stretch(load_per_core)
+    return Pace(stalled_s(member), expected_s(known, member.work), limit)
 
 
 class IntervalLearner:
@@ -104,14 +150,27 @@ class IntervalLearner:
             if not is_idle(before.phase):
                 intervals = self.intervals.get(member.role) or ProgressIntervals(role=member.role)
                 self.intervals[member.role] = learn(intervals, before.phase, member.progress_at - before.progress_at)
+        for role, slowest in _slowest(now.values()).items():
+            intervals = self.intervals.get(role) or ProgressIntervals(role=role)
+            self.intervals[role] = intervals.replace(s_per_flop=slowest)
         self._last = now
         changed = [i for role, i in self.intervals.items() if _differs(i, self._stored.get(role))]
         self._stored |= {i.role: i for i in changed}
         return changed
 
 
+def _slowest(members: Iterable[Member]) -> dict[str, float]:
+    """Seconds for an operation of the slowest member of each role in which one has stated its rate: for those that have
+    none yet, as after a restart."""
+    slowest: dict[str, float] = {}
+    for m in members:
+        if m.work is not None and m.work.s_per_flop:
+            slowest[m.role] = max(m.work.s_per_flop, slowest.get(m.role, 0.0))
+    return slowest
+
+
 def _differs(new: ProgressIntervals, old: ProgressIntervals | None) -> bool:
-    return old is None or any(
+    return old is None or abs(new.s_per_flop - old.s_per_flop) > _RATE_CHANGED * old.s_per_flop or any(
         samples != old.samples.get(phase)
         or abs(new.longest_s[phase] - old.longest_s[phase]) > 0.1 * old.longest_s[phase]
         for phase, samples in new.samples.items())

@@ -42,6 +42,8 @@ class LiveMember:
     key: str
     create_revision: int
     hung: bool = False
+    late: str = ""
+    """What is late about it, for people; empty while nothing is."""
     machine: str = ""
     doing: str = ""
     """Step and phase, for people."""
@@ -75,6 +77,10 @@ class Transition(StrEnum):
     """It sends heartbeats and makes no progress."""
     RESUMED = "resumed"
     """It was hung and makes progress again."""
+    LATE = "late"
+    """It takes much longer than was expected, and may hang."""
+    ON_TIME = "on_time"
+    """It was late and makes progress again."""
     REPLACED = "replaced"
     """It had died, and another member does its work now."""
     FORGOTTEN = "forgotten"
@@ -88,12 +94,12 @@ class MemberChange:
     """The entry as it is to be written (REPLACED and FORGOTTEN: as it is, to be deleted)."""
     live: LiveMember | None = None
     why: str = ""
-    """The reason of DIED, for people."""
+    """The reason of DIED and of LATE, for people."""
 
 
-def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False) -> LiveMember:
+def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False, late: str = "") -> LiveMember:
     return LiveMember(member.role, member.id, member.incarnation or str(member.pid), member.epoch, member.pid,
-                      member.host, key, create_revision, hung=hung, machine=member.machine,
+                      member.host, key, create_revision, hung=hung, late=late, machine=member.machine,
                       doing=f"step {member.step}, {member.phase}")
 
 
@@ -137,9 +143,14 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
             changes.append(MemberChange(Transition.ALIVE, entry.replace(suspected_at=0.0, suspected_leader_s=0.0,
                                                                     dead_revision=0), member))
         elif member.hung and not entry.hung_at:
-            changes.append(MemberChange(Transition.HUNG, entry.replace(hung_at=now), member))
+            changes.append(MemberChange(Transition.HUNG, entry.replace(
+                hung_at=now, late_at=entry.late_at or now), member))
         elif entry.hung_at and not member.hung:
             changes.append(MemberChange(Transition.RESUMED, entry.replace(hung_at=0.0), member))
+        elif member.late and not entry.late_at:
+            changes.append(MemberChange(Transition.LATE, entry.replace(late_at=now), member, member.late))
+        elif entry.late_at and not member.late:
+            changes.append(MemberChange(Transition.ON_TIME, entry.replace(late_at=0.0), member))
     peers = _Peers(live.values())
     for name, entry in registry.items():
         if name in live:

@@ -53,6 +53,8 @@ class SharedFlow:
         self._changed = threading.Condition()
         self._reported = FlowCounts()
         self._no_room_s = 0.0
+        self.finished_groups = 0
+        """Groups that have finished so far; those that are generated again count again."""
         self._dropping = 0
         """Threads that drop data of groups which the flow has given up: nothing is leased meanwhile. Else there would
         be more data than the queue has room for, and a group that is generated again could be dropped."""
@@ -109,6 +111,7 @@ class SharedFlow:
         room."""
         with self._changed:
             kept = self._flow.finished(group.ordinal, group.versions, group.failure or reason)
+            self.finished_groups += 1
             self._changed.notify_all()
         if not kept:
             return

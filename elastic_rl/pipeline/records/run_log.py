@@ -35,6 +35,9 @@ _OVER = ("finished", "failed")
 _WAITING_FOR = 4000
 """Longest text of a wait, in characters."""
 _PROGRESS_EVERY_S = 1.0
+_PIECES_EVERY_S = 10.0
+_STEP_S_KEPT = 0.8
+"""Fraction of the usual time of a step that is kept at each new one."""
 
 
 class LineSink(Protocol):
@@ -148,6 +151,17 @@ class JobStatusWriter:
             if at_once and not self._needs_written:
                 self._try_write()
 
+    def pieces(self, count: int) -> None:
+        """So many groups and parts of the next step are done (``JobStatus.pieces``): the next write says so, and there
+        is one of its own if the last one was ``_PIECES_EVERY_S`` ago. May be called as often, and where etcd is away,
+        as ``activity``. Raises Fenced."""
+        with self._lock:
+            if count == self.latest.pieces:
+                return
+            self.latest = self.latest.replace(pieces=count)
+            if not 0.0 <= self._clock() - self.latest.updated_at < _PIECES_EVERY_S:
+                self._try_write()
+
     def _try_write(self) -> None:
         try:
             self._write(self.latest.phase, {}, [])
@@ -161,7 +175,10 @@ class JobStatusWriter:
         EtcdUnavailable: the same call can then be repeated."""
         with self._lock:
             if metrics is not None:
-                changes["productive_s"] = self.latest.productive_s + metrics.seconds.get("total", 0.0)
+                total_s, usual_s = metrics.seconds.get("total", 0.0), self.latest.step_s
+                changes["productive_s"] = self.latest.productive_s + total_s
+                changes["step_s"] = total_s + _STEP_S_KEPT * (usual_s - total_s) if usual_s else total_s
+                changes["pieces"] = 0
                 changes["dropped_groups"] = _add(self.latest.dropped_groups, _dropped(metrics), 1)
             self._write(phase, changes, [self._put(metrics)] if metrics is not None else [])
             self._metrics = metrics or self._metrics
@@ -191,7 +208,7 @@ class JobStatusWriter:
         pages = self._etcd.pages(self._keys.steps_prefix(), after=self._keys.step_metrics(step))
         undone = [m for page in pages for m, _ in readable(page.kvs, StepMetrics)]
         lost_s = sum(m.seconds.get("total", 0.0) for m in undone)
-        changes |= {"step": step, "productive_s": max(0.0, self.latest.productive_s - lost_s)}
+        changes |= {"step": step, "pieces": 0, "productive_s": max(0.0, self.latest.productive_s - lost_s)}
         dropped = self.latest.dropped_groups
         for metrics in undone:
             dropped = _add(dropped, _dropped(metrics), -1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Protocol
 
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.errors import Conflict, GroupsLost, StaleSamples, TrainerFailed
 from elastic_rl.host.address import host_address, own_address
 from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
@@ -45,6 +47,8 @@ class RlStages(TrainerStages):
         self._maker = StepMaker(batches, trainer.groups, waits, in_parts=cfg.computes_parts)
         self._generation = self._make_generation(FlowLimits.of(cfg))
         closing.callback(self._generation.close)
+        self._parts = self._pieces_before = 0
+        term.pieces = lambda: max(0, self._generation.flow.finished_groups + self._parts - self._pieces_before)
         self.effects = schedule.run_rl(RunPlan.of(cfg), self._generation.flow)
 
     def _make_generation(self, limits: FlowLimits) -> Generation:
@@ -73,9 +77,14 @@ class RlStages(TrainerStages):
             self._generation.flow.refused(error.versions)
 
     def _take(self, effect: schedule.Take) -> TakenStep:
-        taken = self._generation.take(effect.step, effect.timer, lambda groups, before: self._maker.add(
-            groups, effect.step, effect.timer, before))
+        taken = self._generation.take(effect.step, effect.timer, lambda groups, before: self._add_part(
+            groups, effect, before))
         return TakenStep(taken.groups, taken.chosen.consumption, taken.metrics, taken.accumulated)
+
+    def _add_part(self, groups: StepGroups, effect: schedule.Take, before: Accumulated) -> Accumulated:
+        added = self._maker.add(groups, effect.step, effect.timer, before)
+        self._parts += added.parts - before.parts
+        return added
 
     def _train(self, effect: schedule.Train) -> int:
         term, taken = self._term, effect.taken
@@ -89,6 +98,7 @@ class RlStages(TrainerStages):
         trained = {**taken.metrics, **made, **self._generation.take_metrics()}
         timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         term.step, version = effect.step, int(trained["policy_version"])
+        self._pieces_before = self._generation.flow.finished_groups + self._parts
         self._waits.works()
         metrics = with_measured(metrics, trained, timer.seconds()).replace(
             policy_version=version, idle_s=self._generation.take_idle_s(timer))

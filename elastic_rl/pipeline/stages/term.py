@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class ActorTerm:
         self.number, self.writer, self.status = number, writer, status
         self.phase, self.step = "starting", 0
         """Phase and step of the run, as they are shown."""
+        self.pieces: Callable[[], int] = int
+        """Tells how many groups and parts of the next step are done."""
         self._fence_read = 0.0
         """Monotonic time at which a wait last checked that this is still the actor."""
         self.waits = Waits(self._show_wait, stopping)
@@ -118,6 +120,7 @@ class ActorTerm:
     # -- what is shown ------------------------------------------------------------------------------------------------
     def _show_wait(self, stage: str, kind: str, what: str) -> None:
         self.member.progress(self.step, f"waiting for {kind}" if kind else _PHASES.get(stage, stage))
+        self.status.pieces(self.pieces())
         self.status.activity(stage, kind, what)
         if kind and kind != "etcd" and time.monotonic() - self._fence_read >= _FENCE_CHECK_S:
             self._fence_read = time.monotonic()
@@ -128,6 +131,7 @@ class ActorTerm:
         """Says that long work goes on. Raises Fenced."""
         self.waits.pause(0.0)
         self.waits.works()
+        self.status.pieces(self.pieces())
         self.member.progress(self.step, phase)
 
     def _tracker_failed(self, name: str, reason: str) -> None:

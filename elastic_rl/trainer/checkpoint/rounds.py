@@ -1,8 +1,10 @@
-"""Work that each rank does by itself and that may take long, such as a download: no collective waits for it.
+"""Work that each rank does by itself and that may take long, such as a download or the micro-batches of its share: no
+collective waits for it.
 
 Each rank runs its job in a thread. Its main thread meets those of the others about every second, in an exchange of two
 numbers, until no job is running. So the ranks start the next collective together however different the times were, and
-the timeout of collectives bounds one round and not the work: a rank that died or hangs is noticed within it.
+the timeout of collectives bounds one round and not the work: a rank that died or hangs is noticed within it. With
+``until_all_are_done`` the work stays in the main thread, which torch's settings are of, and the exchange has the other.
 
 A job may fail in a way that the whole group can answer (``Unavailable``): then every job is cancelled, and all ranks
 learn why. Any other error ends its rank, and with it the group.
@@ -10,9 +12,10 @@ learn why. Any other error ends its rank, and with it the group.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -136,12 +139,31 @@ def while_away(job: Job[Any], attempt: Callable[[], T], on_wait: Callable[[Elast
     return patiently(attempt, away=AWAY, pauses_s=_RETRY_S, pause=pause, waiting=waiting)
 
 
+class _Work:
+    """What this rank's main thread does, as the thread of the exchange sees it."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.abandoned = False
+        """Whether it failed; set before ``done``."""
+        self.lost: TrainerFailed | None = None
+        """Why the exchange ended before the work of all ranks did."""
+
+
 class Rounds:
     """Runs jobs on all ranks. All ranks make the same calls in the same order."""
 
     def __init__(self, par: ParallelDims, group: dist.ProcessGroup | None, *, round_timeout_s: float) -> None:
-        """``group``: the group of all ranks, over gloo; None for a group of one rank."""
+        """``group``: the group of all ranks, over gloo; None for a group of one rank. Nothing else may use it at the
+        same time."""
         self._par, self._group, self._timeout = par, group, timedelta(seconds=round_timeout_s)
+
+    @classmethod
+    def in_own_group(cls, par: ParallelDims, *, round_timeout_s: float) -> Rounds:
+        """Rounds in a new group, which nothing else uses. A collective."""
+        group = (dist.new_group(backend="gloo", timeout=timedelta(seconds=round_timeout_s)) if par.world > 1
+                 else None)
+        return cls(par, group, round_timeout_s=round_timeout_s)
 
     def run(self, function: Callable[[Job[T]], T]) -> T:
         """Runs the function on every rank; returns this rank's result once all have one. Raises Unavailable on every
@@ -164,6 +186,42 @@ class Rounds:
                     job.cancelled.set()
         finally:
             job.cancelled.set()
+
+    @contextlib.contextmanager
+    def until_all_are_done(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """Inside, the caller does this rank's work. Returns once every rank has done its own, however long that takes.
+        ``waiting`` is called when this one has.
+
+        Raises TrainerFailed when a rank was lost meanwhile. An error of the work ends this rank's part in the exchange,
+        so that the others find it lost.
+        """
+        work = _Work()
+        exchange = threading.Thread(target=self._exchange, args=(work,), name="rounds", daemon=True)
+        if self._group is not None:
+            exchange.start()
+        try:
+            yield
+            waiting()
+        except BaseException:
+            work.abandoned = True
+            raise
+        finally:
+            work.done.set()
+        if self._group is not None:
+            exchange.join()  # each of its rounds is bounded, and it ends when the work of every rank has
+        if work.lost is not None:
+            raise work.lost
+
+    def _exchange(self, work: _Work) -> None:
+        """Meets the other ranks until none of them works any more."""
+        try:
+            while True:
+                work.done.wait(_ROUND_S)
+                works = not work.done.is_set()
+                if work.abandoned or not self._maximum(int(works))[0]:
+                    return
+        except TrainerFailed as e:
+            work.lost = e
 
     def _maximum(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks."""

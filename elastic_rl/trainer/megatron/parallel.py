@@ -14,6 +14,10 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.net import torch_store
 from elastic_rl.net.addresses import interface_of
 
+_PASS_TIMEOUT = timedelta(days=1)
+"""Limit of the collectives of Megatron's groups. Those inside a pass wait for other stages, for other experts and, on a
+GPU, for all that was queued before them, and so for as long as a sequence takes. A rank that has died or is stopped is
+found by the watch of its group, and one that hangs by its heartbeats, long before."""
 FENCED_EXIT = 3
 """Exit code of ranks and of their agent when their epoch is over."""
 
@@ -138,24 +142,30 @@ def init(cfg: Config, address: str) -> ParallelDims:
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
-        distributed_timeout_minutes=max(1, round(trainer.collective_timeout_s / 60)),
+        distributed_timeout_minutes=round(_PASS_TIMEOUT.total_seconds() / 60),
         create_gloo_process_groups=False)
     return ParallelDims(rank=dist.get_rank(), world=world, tp=trainer.tensor_parallel,
                         tp_rank=parallel_state.get_tensor_model_parallel_rank(), dp=trainer.data_parallel,
                         dp_rank=parallel_state.get_data_parallel_rank(), device=device, pp=trainer.pipeline_parallel,
                         pp_rank=parallel_state.get_pipeline_model_parallel_rank(), ep=trainer.expert_parallel,
                         cp=trainer.context_parallel, cp_rank=parallel_state.get_context_parallel_rank(),
-                        own_replica_group=_replica_group(trainer, timeout) if trainer.context_parallel > 1 else None)
+                        own_replica_group=_replica_group(trainer) if trainer.context_parallel > 1 else None)
 
 
-def _replica_group(trainer: TrainerConfig, timeout: timedelta) -> dist.ProcessGroup | None:
+def _replica_group(trainer: TrainerConfig) -> dist.ProcessGroup | None:
     """The group of this rank's replica. A collective."""
     size = trainer.tensor_parallel * trainer.context_parallel  # of a replica's ranks in a stage
     stage = size * trainer.data_parallel
     own, _ = dist.new_subgroups_by_enumeration(
         [[first + replica * size + i for first in range(0, trainer.ranks, stage) for i in range(size)]
-         for replica in range(trainer.data_parallel)], timeout=timeout)
+         for replica in range(trainer.data_parallel)], timeout=_PASS_TIMEOUT)
     return own
+
+
+def synchronize(par: ParallelDims) -> None:
+    """Returns once the device has done all that this rank has queued."""
+    if par.device.type == "cuda":
+        torch.cuda.synchronize(par.device)
 
 
 def sum_over_data(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:

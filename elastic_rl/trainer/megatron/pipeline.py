@@ -22,9 +22,10 @@ loss."""
 
 
 def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: bool,
-        on_pass: Callable[[], None] = lambda: None) -> None:
+        on_pass: Callable[[int], None] = lambda number: None) -> None:
     """Runs every micro-batch (their shapes may differ) once through the whole model, and accumulates gradients if
-    ``train``. ``on_pass``: called on each rank before each micro-batch.
+    ``train``. ``on_pass``: called on each rank with the number of each micro-batch before it; with expert parallelism
+    also with further numbers, up to that of the replica that has most.
 
     All ranks of a pipeline make the same call. ``finish`` is called on the ranks of the last stage, in order. With
     expert parallelism every replica makes the call, since their forward passes are collectives.
@@ -39,7 +40,7 @@ def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: 
         return
     if policy.par.pp == 1:
         for i, micro in enumerate(micros):
-            on_pass()
+            on_pass(i)
             loss = finish(i, policy.forward(micro))
             if train:
                 loss.backward()
@@ -68,10 +69,10 @@ def _as_many_as_others(policy: Policy, micros: Sequence[ModelInput], finish: Fin
     return [*micros, *[fill] * missing], finish_own
 
 
-def _forward(policy: Policy, finish: Finish, on_pass: Callable[[], None], micros: Iterator[tuple[int, ModelInput]],
+def _forward(policy: Policy, finish: Finish, on_pass: Callable[[int], None], micros: Iterator[tuple[int, ModelInput]],
              _model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], _Loss]]:
     number, micro = next(micros)
-    on_pass()
+    on_pass(number)
 
     def loss(logits: torch.Tensor) -> _Loss:
         # The schedule does not divide by this count of tokens (``calculate_per_token_loss``): ``finish`` has done so.

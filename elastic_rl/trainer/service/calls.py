@@ -1,8 +1,8 @@
 """The commands of a trainer group as their caller sees them: what each carries, and what comes back.
 
 There is one controller, the actor, and SPMD inside a group: every rank executes the same command on what its replica
-has. A batch is split over the data-parallel replicas, balanced by tokens (``Batch.share_rows``), and what the replicas
-give back is joined in the order of the batch. Who holds what of a batch:
+has. A batch is split over the data-parallel replicas, balanced by the estimated operations of the model
+(``SequenceCost``), and what the replicas give back is joined in the order of the batch. Who holds what of a batch:
 
 - a replica: its own share and nothing of the others';
 - rank 0: the share of its replica, like any other; commands carry no tensors;

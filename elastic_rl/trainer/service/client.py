@@ -35,6 +35,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Member
+from elastic_rl.models.flops import SequenceCost
 from elastic_rl.net import http_client
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
@@ -76,6 +77,8 @@ class TrainerStatus:
     """Where the shares of a batch go, by data-parallel rank."""
     minibatches: int
     """Number of minibatches of a step, over each of which shares are balanced."""
+    cost: SequenceCost
+    """Operations of the group's model, by which shares are balanced."""
     reference_version: int
     """See ``Progress``."""
 
@@ -86,7 +89,9 @@ class TrainerStatus:
                    restarts=int(raw["restarts"]), cursor=dict(raw["cursor"]),
                    consumed=ConsumedGroups.from_json(raw["consumed"]), share_urls=tuple(raw["share_urls"]),
                    pair=str(raw["pair"]), branch=Branch.from_json(raw["branch"]),
-                   minibatches=int(raw["minibatches"]), reference_version=int(raw["reference_version"]))
+                   minibatches=int(raw["minibatches"]),
+                   cost=SequenceCost(linear=float(raw["cost"]["linear"]), square=float(raw["cost"]["square"])),
+                   reference_version=int(raw["reference_version"]))
 
 
 class TrainerClient(TrainerCalls):
@@ -107,7 +112,7 @@ class TrainerClient(TrainerCalls):
         self._group = ""
         """The formation of the group that this client has taken over."""
         self._shares: tuple[str, ...] = ()
-        self._minibatches = 1
+        self._minibatches, self._cost = 1, SequenceCost(1.0, 0.0)
         self._waits_for = ""
         """What the trainer waits for, as of its last answer."""
 
@@ -124,7 +129,7 @@ class TrainerClient(TrainerCalls):
             status, why = self._read_status()
             if status is not None and self._claim():
                 self._group, self._shares = status.group, status.share_urls
-                self._minibatches = status.minibatches
+                self._minibatches, self._cost = status.minibatches, status.cost
                 self._on_wait("")
                 return status
             self._on_wait(f"{why or f'the {self._role}'} ({time.monotonic() - began:.0f} s)")
@@ -189,7 +194,7 @@ class TrainerClient(TrainerCalls):
                                  for name in outputs[0]})
 
     def _rows_of_shares(self, batch: Batch) -> list[torch.Tensor]:
-        return batch.share_rows(len(self._shares), self._minibatches)
+        return batch.share_rows(len(self._shares), self._minibatches, self._cost.of_sample)
 
     def _new_id(self) -> str:
         return f"{self._epoch}-{self._term}-{secrets.token_hex(8)}"

@@ -25,6 +25,7 @@ from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import (
@@ -32,12 +33,14 @@ from elastic_rl.etcd.records import (
     EngineState,
     Event,
     JobStatus,
+    Member,
     Operation,
     OperationState,
     PoolSpec,
     PoolStatus,
     RestartRequest,
     Severity,
+    StatedWork,
 )
 
 POOL = "rollout"
@@ -238,6 +241,27 @@ def test_follower_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: 
         with pytest.raises((Problem, Fenced)):
             act()
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
+
+
+def test_late_rank_is_shown_with_what_was_expected_and_left_alone(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
+    """A sequence that is expected to take 10 s, where 2 s without progress are a hang of other work."""
+    lead("a")
+    rank = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="i", phase="micro-batches",
+                  progress_at=100.0, beat_at=115.0, work=StatedWork(flops=1e12, s_per_flop=1e-11))
+    etcd.put(keys.member("trainer", "rank-0"), rank.encode())
+
+    def entry() -> LastSeen | None:
+        return readable_one(etcd.get(keys.registry_entry("trainer", "rank-0")), LastSeen)
+
+    wait_until(lambda: (found := entry()) is not None and found.late_at > 0, what="that it is late")
+    [event] = events_of(etcd, keys, "trainer.late")
+    assert event.severity is Severity.INFO and event.message.endswith(
+        "is late in step 0, micro-batches: 15 s without progress, of 10 s that were expected; it counts as hung after "
+        "20 s")
+    etcd.put(keys.member("trainer", "rank-0"), rank.replace(progress_at=118.0, beat_at=119.0).encode())
+    wait_until(lambda: (found := entry()) is not None and not found.late_at, what="that it makes progress")
+    assert not events_of(etcd, keys, "trainer.hung") and not open_requests(etcd, keys)
 
 
 def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(

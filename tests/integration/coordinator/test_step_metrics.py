@@ -48,6 +48,35 @@ def test_step_status_and_metrics_are_one_write(etcd: EtcdClient, keys: Keys) -> 
     assert points(etcd, keys) == [point(1).replace(eval_accuracy=0.75)] and status.latest.eval_accuracy == 0.5
 
 
+def test_finished_groups_and_parts_are_shown_now_and_then_until_their_step_is_made(etcd: EtcdClient, keys: Keys
+                                                                                   ) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    now = [100.0]
+    status = writer(etcd, keys, lambda: now[0])
+    status.resume("rl", 0)
+
+    def shown() -> tuple[int, float]:
+        found = JobStatus.decode(etcd.get(keys.job_status()).value)
+        return found.pieces, found.step_s
+
+    def say(count: int, after_s: float) -> tuple[int, float]:
+        now[0] += after_s
+        status.pieces(count)
+        return shown()
+
+    assert [say(1, 1.0), say(2, 8.9), say(3, 0.2)] == [(0, 0.0), (0, 0.0), (3, 0.0)]
+    revision = etcd.get(keys.job_status()).mod_revision
+    assert say(3, 100.0) == (3, 0.0) and etcd.get(keys.job_status()).mod_revision == revision, "nothing has changed"
+    status.write("rl", metrics=point(1, total_s=10.0), step=1)
+    assert shown() == (0, 10.0), "they are in the step"
+    say(5, 20.0)
+    status.write("rl", metrics=point(2, total_s=20.0), step=2)
+    assert shown() == (0, pytest.approx(12.0)), "mostly what was usual before"
+    say(5, 20.0)
+    status.resume("rl", 1)
+    assert shown()[0] == 0, "they are made again"
+
+
 def test_supervised_steps_are_shown_without_a_write_for_each(etcd: EtcdClient, keys: Keys) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     now = [100.0]

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
-from elastic_rl.etcd.records import Evidence, Member, ProcessFinding
+from elastic_rl.etcd.records import Evidence, Member, ProcessFinding, StatedWork
 from elastic_rl.etcd.transaction import Op
 
 TTL_S = 3
@@ -58,6 +58,10 @@ def test_member_reports_progress_and_deregisters_on_close(etcd: EtcdClient, keys
     assert (moved.phase, moved.info) == ("pulling", {"gpu": 0, "version": 3})
     wait_until(lambda: members(etcd, keys)[0].beat_at > moved.beat_at, what="another heartbeat")
     assert members(etcd, keys)[0].progress_at == moved.progress_at  # a heartbeat is not progress
+    member.progress(7, "pulling", work=StatedWork(flops=1e12, s_per_flop=1e-12))
+    wait_until(lambda: members(etcd, keys)[0].work == StatedWork(flops=1e12, s_per_flop=1e-12), what="the stated work")
+    member.progress(7, "pulling")
+    wait_until(lambda: members(etcd, keys)[0].work is None, what="progress without any")
     member.close()
     assert members(etcd, keys) == [] and etcd.get(keys.registry_entry("rollout", "engine-1")) is None
 

@@ -22,6 +22,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.pipeline.flow.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.records import run_log
 
 MakeJob = Callable[..., SimulatedJob]
 
@@ -61,7 +62,9 @@ def _slow_once(job: SimulatedJob, ordinal: int) -> tuple[threading.Event, list[i
     return release, versions
 
 
-def test_groups_are_generated_during_a_step_and_trained_exactly_once_within_the_staleness(make_job: MakeJob) -> None:
+def test_groups_are_generated_during_a_step_and_trained_exactly_once_within_the_staleness(
+        make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "_PIECES_EVERY_S", 0.0)
     job = make_job()
     errors = job.start_actor()
     job.wait_for(1)
@@ -72,6 +75,8 @@ def test_groups_are_generated_during_a_step_and_trained_exactly_once_within_the_
     wait_until(lambda: len(set(job.roles.asked)) >= trained + 2 * 8,
                what="the groups of the step after the one that is being made")
     assert job.trainer.progress.step == step
+    wait_until(lambda: job.status().step <= step and job.status().pieces >= 2 * 8,
+               what="that the status counts the groups that finish in a step that takes long")
     job.trainer.frozen.clear()
     job.finish()
     job.assert_exactly_once()

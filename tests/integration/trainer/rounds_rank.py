@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from elastic_rl.trainer.megatron.parallel import ParallelDims
 
 WORLD = 2
 _TICK_S = 0.01
+_LIMIT_S = 3
 
 
 class CountingRounds(Rounds):
@@ -59,11 +61,26 @@ def main(rank: int, port: int) -> None:
         return ""
 
     say(rounds.run(slow_on_rank_1), rounds.made >= 3)
+    impatient, waited = CountingRounds(par, dist.new_group(timeout=timedelta(seconds=_LIMIT_S)),
+                                       round_timeout_s=_LIMIT_S), list[str]()
+    with impatient.until_all_are_done(lambda: waited.append("waits")):
+        while rank == 1 and impatient.made < _LIMIT_S + 2:  # rounds of a second each
+            time.sleep(_TICK_S)
+    say("met", waited, impatient.made >= _LIMIT_S + 2)
+    with impatient.until_all_are_done(lambda: waited.append("waits")):
+        pass
+    say("met again", len(waited))
     try:
         rounds.run(unavailable_on_rank_1)
     except Unavailable as e:
         say(e)
     say(rounds.run(lambda job: "again"))
+    try:
+        with impatient.until_all_are_done(lambda: None):
+            if rank == 1:
+                raise ValueError("a bug")
+    except (TrainerFailed, ValueError) as e:
+        say(type(e).__name__)
     try:
         rounds.run(broken_on_rank_1)
     except (TrainerFailed, ValueError) as e:

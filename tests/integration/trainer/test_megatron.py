@@ -214,7 +214,7 @@ def test_each_rank_reports_every_micro_batch_and_their_end(runs: Runs, sizes: Si
     for rank in range(tp * pp * dp):
         count = int(found[f"micro-batches {rank}"])
         assert count > 2
-        one_pass = [*[1] * count, 0]
+        one_pass = [1, *[1] * count, 0, 0]  # before the first one too, and then that it waits, and that it goes on
         updates = make_config(sizes).train.updates_per_step
         assert found[f"reports {rank}"].tolist() == [*one_pass, -1, *one_pass * updates]
 

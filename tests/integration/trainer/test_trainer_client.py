@@ -72,8 +72,8 @@ def take_share(raw: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[TrainerClient]:
-    """A client of the services of these boards, one a replica."""
+def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, square: float = 0.0) -> Iterator[TrainerClient]:
+    """A client of the services of these boards, one a replica. ``square``: as ``SequenceCost`` has it."""
     with contextlib.ExitStack() as stack:
         services = [TrainerService(board, "127.0.0.1", Security("secret"), take_share).start()
                     for board in boards]
@@ -83,7 +83,8 @@ def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[Tra
         stack.callback(member.close)
         boards[0].set_status(ready=True, group=member.incarnation, epoch=1, step=0, phase="sft", policy_version=0,
                              state_version=0, restarts=0, cursor={}, consumed={}, pair="0/", branch=[0, 0],
-                             reference_version=0, share_urls=[service.url for service in services], minibatches=1)
+                             reference_version=0, share_urls=[service.url for service in services], minibatches=1,
+                             cost={"linear": 1.0, "square": square})
         client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1)
         stack.callback(client.close)
         yield client
@@ -95,7 +96,15 @@ def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: Etcd
         found = client.forward_logprobs(batch())
     assert torch.equal(found["logprobs"], batch()["tokens"].float())
     assert torch.equal(found["greedy"], batch()["loss_mask"])
-    assert shapes == [(16, 9), (17, 8)]
+    assert shapes == [(18, 9), (15, 8)], "as many positions in both, one fewer than tokens in each sample"
+
+
+def test_shares_are_balanced_by_the_work_of_the_groups_model(etcd: EtcdClient, keys: Keys) -> None:
+    """The squares of the two longest samples are each more than those of all others together."""
+    boards = [Board(1 << 20), Board(1 << 20), Board(1 << 20)]
+    with client_of(boards, etcd, keys, square=100.0) as client, ranks_of(boards) as shapes:
+        client.forward_logprobs(batch())
+    assert shapes == [(9, 9), (8, 8), (16, 7)]
 
 
 def test_share_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd: EtcdClient, keys: Keys) -> None:

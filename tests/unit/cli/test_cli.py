@@ -13,6 +13,7 @@ import time
 import webbrowser
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -457,3 +458,10 @@ def test_command_line_dashboard_and_api_know_every_trainer_group() -> None:
     assert completion.TRAINER_GROUPS == tuple(re.findall(r'"(\w+)"', script)) == tuple(TRAINER_GROUPS)
     target = str(NewRestart.model_fields["target"].description)
     assert [name for name in TRAINER_GROUPS if f"``{name}``" not in target] == []
+
+
+def test_members_show_the_seconds_that_their_stated_work_is_expected_to_take() -> None:
+    found = {"members?": [{"id": "a", "work": {"flops": 3e12, "s_per_flop": 2e-12}}, {"id": "b", "work": None},
+                          {"id": "c", "work": {"flops": 3e12, "s_per_flop": 0.0}}], "members?suspected=true": []}
+    api: Any = SimpleNamespace(items=found.__getitem__)
+    assert [row.get("expected_s") for row in listings._members(api)] == [6.0, None, None]

@@ -30,6 +30,10 @@ DRIVER_DEAD = policy.rule_for("driver", Fault.DEAD)
 DRIVER_HUNG = policy.rule_for("driver", Fault.HUNG)
 
 
+def rl(step: int, pieces: int = 0) -> JobStatus:
+    return JobStatus(phase="rl", step=step, pieces=pieces)
+
+
 def after(rule: FailureRule, times: list[float], progress: int = 0, log: FaultLog | None = None) -> FaultLog:
     log = log or FaultLog(target="trainer")
     for at in times:
@@ -105,7 +109,7 @@ def test_driver_is_taken_over_within_its_budget_and_then_all_is_restarted() -> N
 def test_steps_repeated_after_a_rewind_are_no_progress() -> None:
     log = FaultLog(target=JOB)
     for at, step in ((0, 23), (10, 21), (20, 22)):
-        log = policy.record_restart(log, at, step, CFG)
+        log = policy.record_restart(log, at, rl(step), CFG)
     assert log.pending is RecoveryAction.STOP
 
 
@@ -132,9 +136,42 @@ def test_drivers_that_end_without_progress_stop_the_run_after_one_global_restart
 def test_global_restarts_count_for_the_crash_loop() -> None:
     log = FaultLog(target=JOB)
     for n in range(2):
-        log = policy.record_restart(log, n * 50.0, 7, CFG)
+        log = policy.record_restart(log, n * 50.0, rl(7), CFG)
     assert log.pending is RecoveryAction.NONE
-    assert policy.record_restart(log, 100.0, 7, CFG).pending is RecoveryAction.STOP
+    assert policy.record_restart(log, 100.0, rl(7), CFG).pending is RecoveryAction.STOP
+
+
+@pytest.mark.parametrize(("step_s", "apart_s", "stops"), [
+    (0.0, 3600.0, True), (60.0, 3600.0, True), (60.0, 3601.0, False), (7200.0, 5 * 3600.0, True),
+    (7200.0, 21 * 3600.0, False)])
+def test_restarts_count_as_a_loop_while_they_are_closer_together_than_some_usual_steps(
+        step_s: float, apart_s: float, stops: bool) -> None:
+    log, job, cfg = FaultLog(target=JOB), rl(7).replace(step_s=step_s), FailurePolicyConfig()
+    ends = list[FaultOccurrence]()
+    for n in range(cfg.max_global_restarts + 2):
+        log = policy.record_restart(log, n * apart_s, job, cfg)
+        ends = policy.in_a_row(ends, n * apart_s, job, cfg)
+    assert (log.pending is RecoveryAction.STOP) == stops
+    assert (policy.after_driver_ended(ends, cfg) is RecoveryAction.STOP) == stops
+
+
+def test_one_restart_long_after_the_others_begins_a_new_row() -> None:
+    log, cfg = FaultLog(target=JOB), FailurePolicyConfig(max_global_restarts=3)
+    for at in (0.0, 60.0, 10_000.0, 10_060.0):
+        log = policy.record_restart(log, at, rl(7), cfg)
+        assert log.pending is RecoveryAction.NONE
+    assert policy.record_restart(log, 10_120.0, rl(7), cfg).pending is RecoveryAction.STOP
+
+
+def test_finished_groups_and_parts_of_a_step_are_progress() -> None:
+    log, cfg = FaultLog(target=JOB), FailurePolicyConfig(max_global_restarts=3)
+    for n in range(20):
+        log = policy.record_restart(log, n * 60.0, rl(7, pieces=n), cfg)
+        assert log.pending is RecoveryAction.NONE
+    for n in (0, 18):
+        log = policy.record_restart(log, 1200.0 + n, rl(7, pieces=n), cfg)
+    assert log.pending is RecoveryAction.STOP, "the same groups again and again are none"
+    assert policy.progress_of(rl(7, pieces=10**9)) < policy.progress_of(rl(8))
 
 
 def test_global_restart_resets_the_budget_that_led_to_it() -> None:
@@ -146,7 +183,8 @@ def test_global_restart_resets_the_budget_that_led_to_it() -> None:
 def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> None:
     later = JobStatus(phase=more, step=step + 1)
     assert policy.progress_of(JobStatus(phase=phase, step=step)) < policy.progress_of(later)
-    assert policy.progress_of(JobStatus(phase="sft", sft_step=3)) == 3, "before RL, whose step is 0 until then"
+    assert policy.progress_of(JobStatus(phase="sft", sft_step=3)) == policy.progress_of(
+        JobStatus(phase="sft", step=3)), "before RL, whose step is 0 until then"
     assert policy.progress_of(JobStatus(phase="sft", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
 
 
@@ -170,7 +208,7 @@ def test_run_without_progress_is_stopped_and_one_with_progress_never(dead: Failu
         if action is RecoveryAction.GLOBAL_RESTART:
             restarts += 1
             progress += moving
-            job = policy.record_restart(job, now, progress, CFG)
+            job = policy.record_restart(job, now, rl(progress), CFG)
             part = policy.cleared(part)
         elif action is RecoveryAction.RESTART:
             part = policy.cleared(part)

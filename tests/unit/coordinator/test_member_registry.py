@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,6 +90,22 @@ def test_restart_between_two_passes_is_a_death_and_then_a_return() -> None:
     leader.update(leader.member("trainer", "rank-0"))
     assert leader.update(leader.member("trainer", "rank-0", "2")) == [Transition.DIED]
     assert leader.update(leader.member("trainer", "rank-0", "2")) == [Transition.RETURNED]
+
+
+def test_member_is_late_then_hung_then_resumed_each_once() -> None:
+    leader = Leader()
+    rank = leader.member("trainer", "rank-0")
+    late, hung = replace(rank, late="40 s without progress"), replace(rank, late="99 s without progress", hung=True)
+    leader.update(rank)
+    assert leader.update(late) == [Transition.LATE] and leader.why == {"rank-0": "40 s without progress"}
+    assert leader.update(late) == []
+    assert leader.update(hung) == [Transition.HUNG]
+    assert leader.update(hung) == []
+    assert leader.update(rank) == [Transition.RESUMED] and leader.update(rank) == [Transition.ON_TIME]
+    assert leader.update(rank) == [] and not leader.dead
+    assert [leader.update(found) for found in (late, rank)] == [[Transition.LATE], [Transition.ON_TIME]]
+    assert leader.update(hung) == [Transition.HUNG], "no news that it is late once it is known to hang"
+    assert leader.update(hung) == []
 
 
 def test_replacement_ends_the_fault_of_a_role_but_not_of_a_node() -> None:

@@ -11,6 +11,7 @@ from support.budget import seeds
 from elastic_rl.data.batch import SCHEMA, Batch, balanced, collate
 from elastic_rl.data.samples import Prompt, Sample, Segment, demonstration
 from elastic_rl.errors import ConfigError
+from elastic_rl.models.flops import SequenceCost
 
 thorough = settings(deadline=None, max_examples=seeds(40))
 tokens = st.lists(st.integers(2, 40), min_size=1, max_size=5).map(tuple)
@@ -174,6 +175,30 @@ def test_many_small_minibatches_together_are_balanced_too() -> None:
                      for n in lengths], [0.5] * 64)
     tokens = [sum(lengths[row] for row in rows.tolist()) for rows in batch.share_rows(8, 16)]
     assert max(tokens) - min(tokens) <= 2 * max(lengths)
+
+
+def test_shares_are_balanced_by_work_and_not_by_tokens() -> None:
+    """One sequence whose attention alone is more than all that thirty others are."""
+    lengths = [1000, *[100] * 30]
+    batch = collate([(Prompt((1,)), Sample((Segment((2,) * (n - 1), (-1.0,) * (n - 1), version=1),)))
+                     for n in lengths], [0.5] * 31)
+    cost = SequenceCost(linear=100.0, square=1.0)
+    assert [len(rows) for rows in batch.share_rows(2, cost=cost.of_sample)] == [1, 30]
+    assert [len(rows) for rows in batch.share_rows(2)] == [11, 20], "by tokens"
+
+
+@thorough
+@given(st.lists(st.integers(2, 500), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 4))
+def test_work_of_shares_differs_by_one_sequence_of_each_minibatch(lengths: list[int], count: int, minibatches: int
+                                                                  ) -> None:
+    cost = SequenceCost(linear=100.0, square=1.0)
+    shape = len(lengths), max(lengths)
+    batch = Batch({"tokens": torch.zeros(shape, dtype=torch.int64), "lengths": torch.tensor(lengths),
+                   "loss_mask": torch.zeros(shape, dtype=torch.bool)})
+    rows = batch.share_rows(count, minibatches, cost.of_sample)
+    for i in range(minibatches):
+        work = [sum(cost.of_sample(lengths[n]) for n in share.tolist() if n % minibatches == i) for share in rows]
+        assert max(work) - min(work) <= max((cost.of_sample(n) for n in lengths[i::minibatches]), default=0.0) + 1e-6
 
 
 def test_one_long_sample_widens_its_own_share_only() -> None:

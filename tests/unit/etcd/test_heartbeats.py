@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.etcd import heartbeats
-from elastic_rl.etcd.heartbeats import HeartbeatIndex, merge, merge_stored
+from elastic_rl.etcd.heartbeats import HeartbeatIndex, heartbeat_of, merge, merge_stored
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Heartbeat, HostHeartbeats, Member
+from elastic_rl.etcd.records import Heartbeat, HostHeartbeats, Member, StatedWork
 from elastic_rl.etcd.transaction import KeyValue, Op
 
 KEYS = Keys("j")
@@ -24,7 +24,8 @@ HOSTS = st.sampled_from(["h0", "h1"])
 def heartbeat(incarnation: str, beats: int) -> Heartbeat:
     """The heartbeat of this number; all that it says follows from that, and its clock goes back now and then."""
     return Heartbeat(role="engine", id="e", incarnation=incarnation, step=beats // 2, phase=f"phase {beats}",
-                     progress_at=500.0 - beats, beat_at=1000.0 - 7 * beats % 5, beats=beats)
+                     progress_at=500.0 - beats, beat_at=1000.0 - 7 * beats % 5, beats=beats,
+                     work=StatedWork(flops=float(beats)) if beats % 2 else None)
 
 
 def member(incarnation: str, beats: int, collector: str = "h0") -> Member:
@@ -44,6 +45,12 @@ def test_newest_heartbeat_of_the_incarnation_counts_in_any_order(incarnation: st
     assert merged == member(incarnation, newest)
     assert (merged.info, merged.pid, merged.collector) == (record.info, record.pid, record.collector)
     assert merge(record, None) is record
+
+
+@given(st.integers(1, 9))
+def test_record_and_heartbeat_say_the_same(beats: int) -> None:
+    beat = heartbeat("a" * 16, beats)
+    assert heartbeat_of(merge(member("a" * 16, 0), beat)) == beat
 
 
 HOST_RECORDS = st.dictionaries(HOSTS, st.dictionaries(INCARNATIONS, st.integers(0, 9)), max_size=2)

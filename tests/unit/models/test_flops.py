@@ -13,7 +13,7 @@ from elastic_rl import config
 from elastic_rl.config import DeviceConfig
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import ModelArch
-from elastic_rl.models.flops import training_flops
+from elastic_rl.models.flops import BACKWARD, SequenceCost, training_flops
 from elastic_rl.trainer.throughput import PEAK_TFLOPS, peak_tflops
 
 SHAPE: dict[str, Any] = {
@@ -45,6 +45,16 @@ def test_operations_of_batches_add_up(some: list[int], others: list[int]) -> Non
     def flops(lengths: list[int]) -> float:
         return training_flops(arch(), sum(lengths), sum(n * n for n in lengths))
     assert flops(some + others) == pytest.approx(flops(some) + flops(others))
+
+
+def test_sequence_costs_what_it_counts_for_training_but_for_the_masked_half_of_its_attention() -> None:
+    cost = SequenceCost.of(arch())
+    for positions in (1, 1000, 131_072):
+        counted = training_flops(arch(), positions, positions**2) / (1 + BACKWARD)
+        masked = 2 * 36 * 32 * 128 * positions**2
+        assert cost(positions) == pytest.approx(counted - masked)
+    assert cost(131_072) / 131_072 == pytest.approx(3.55 * cost(1), rel=0.01), "of an 8B model, for each token"
+    assert cost.of_sample(1001) == cost(1000) and cost.of_sample(1) == cost(1)
 
 
 @pytest.mark.parametrize(("name", "device"), [

@@ -20,6 +20,7 @@ from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.catalog.pairs import pair_name
 from elastic_rl.errors import ConfigError, Conflict, Fenced, StaleSamples, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
+from elastic_rl.models.flops import SequenceCost
 from elastic_rl.pipeline.training import trainers
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.pipeline.waits import Waits
@@ -57,7 +58,7 @@ class TrainerGroup:
         self.at_ready()
         self.taken = self.formation
         return TrainerStatus(self.formation, self.step, "rl", 8, 1, 0, {}, ConsumedGroups(),
-                             pair_name(self.step, self.step_id), Branch(), ("url",), 1, 5)
+                             pair_name(self.step, self.step_id), Branch(), ("url",), 1, SequenceCost(1.0, 0.0), 5)
 
     def require_same_group(self) -> None:
         if self.taken != self.formation:

@@ -13,12 +13,21 @@ from support.budget import seeds
 
 from elastic_rl.config import TrainerConfig
 from elastic_rl.data.batch import Batch
-from elastic_rl.trainer.micro_batches import cut, cut_by_length, pack
+from elastic_rl.models.flops import SequenceCost
+from elastic_rl.trainer.micro_batches import ModelInput, cut, cut_by_length, fill, pack
 
 thorough = settings(deadline=None, max_examples=seeds(40))
 lengths_of = st.lists(st.integers(1, 60), max_size=60)
 budgets = st.integers(1, 200)
-both = pytest.mark.parametrize("arrange", [cut_by_length, pack])
+COST = SequenceCost(linear=10.0, square=1.0)
+"""Of a model that is so narrow that attention counts from ten positions on."""
+
+
+def packed(lengths: list[int], budget: int) -> list[list[int]]:
+    return pack(lengths, budget, COST)
+
+
+both = pytest.mark.parametrize("arrange", [cut_by_length, packed])
 Arrange = Callable[[list[int], int], list[list[int]]]
 
 
@@ -57,11 +66,42 @@ def test_padding_is_bounded_by_the_logarithm_of_the_spread(lengths: list[int], b
 
 @thorough
 @given(lengths_of, budgets)
-def test_packed_micro_batches_stay_within_the_budget_and_cannot_be_merged(lengths: list[int], budget: int) -> None:
-    micros = pack(lengths, budget)
-    filled = sorted(sum(lengths[i] for i in micro) for micro in micros)
+def test_packed_micro_batches_stay_within_the_budget_and_are_few(lengths: list[int], budget: int) -> None:
+    micros, few = packed(lengths, budget), fill(lengths, budget)
+    filled = sorted(sum(lengths[i] for i in micro) for micro in few)
+    assert len(filled) < 2 or filled[0] + filled[1] > budget, "two of them could be one"
+    assert len(micros) == len(few)
     assert all(len(micro) == 1 or sum(lengths[i] for i in micro) <= budget for micro in micros)
-    assert len(filled) < 2 or filled[0] + filled[1] > budget
+
+
+@thorough
+@given(lengths_of, st.integers(60, 200))
+def test_work_of_packed_micro_batches_differs_by_one_sequence_unless_memory_decides(lengths: list[int], budget: int
+                                                                                   ) -> None:
+    micros = packed(lengths, budget)
+    if micros == fill(lengths, budget):
+        return
+    work = {i: sum(COST(lengths[n]) for n in micro) for i, micro in enumerate(micros)}
+    least = min(work, key=lambda i: work[i])
+    for i, micro in enumerate(micros):
+        smallest = min(micro, key=lambda n: lengths[n])
+        fits = sum(lengths[n] for n in micros[least]) + lengths[smallest] <= budget
+        assert not fits or work[i] - COST(lengths[smallest]) <= work[least] + 1e-6
+
+
+def test_sequences_are_packed_by_their_work_and_not_by_their_tokens() -> None:
+    lengths = [80, *[20] * 12]
+
+    def work(micros: list[list[int]]) -> list[float]:
+        return [sum(COST(lengths[n]) for n in micro) for micro in micros]
+
+    assert work(packed(lengths, 200)) == [6000.0, 8400.0]
+    assert work(fill(lengths, 200)) == [10800.0, 3600.0]
+
+
+def test_work_of_what_goes_through_the_model_is_that_of_its_sequences_and_of_padding() -> None:
+    assert ModelInput(torch.zeros(1, 30, dtype=torch.int64), (10, 20)).flops(COST) == COST(10) + COST(20)
+    assert ModelInput(torch.zeros(3, 20, dtype=torch.int64)).flops(COST) == 3 * COST(20)
 
 
 @both
@@ -71,19 +111,19 @@ def test_a_step_for_which_memory_does_not_suffice_fails_at_once(arrange: Arrange
                                                                  ) -> None:
     """The first micro-batch needs most: positions if they are packed, else those of the longest rows."""
     micros = [[lengths[i] for i in micro] for micro in arrange(lengths, budget)]
-    needs = [sum(micro) if arrange is pack else max(micro) for micro in micros]
+    needs = [sum(micro) if arrange is packed else max(micro) for micro in micros]
     assert needs == sorted(needs, reverse=True)
 
 
 def test_longest_sequences_are_packed_first_and_short_ones_fill_up() -> None:
-    assert pack([2, 2, 3, 3, 5, 5], 10) == [[4, 5], [2, 3, 0, 1]]
+    assert fill([2, 2, 3, 3, 5, 5], 10) == [[4, 5], [2, 3, 0, 1]]
 
 
 @thorough
 @given(lengths=lengths_of, cp=st.integers(2, 4))
 def test_budget_holds_for_each_rank_with_its_padding(lengths: list[int], cp: int) -> None:
     budget = 30
-    micros = cut(batch_of(lengths), TrainerConfig(micro_batch_tokens=budget, context_parallel=cp))
+    micros = cut(batch_of(lengths), TrainerConfig(micro_batch_tokens=budget, context_parallel=cp), COST)
     sizes = [micro.input.tokens.numel() for micro in micros]
     assert all(len(m.rows) == 1 or size <= budget * cp for m, size in zip(micros, sizes, strict=True))
     assert all(size % (2 * cp) == 0 for size in sizes)
@@ -101,7 +141,7 @@ SETTINGS = [{"micro_batch_tokens": 40, "packing": False}, {"micro_batch_tokens":
 def test_what_goes_through_the_model_is_each_sequence_without_its_last_token(
         given_settings: dict[str, int], lengths: list[int]) -> None:
     share = batch_of(lengths)
-    micros = cut(share, TrainerConfig(**given_settings))
+    micros = cut(share, TrainerConfig(**given_settings), COST)
     rows = [row for micro in micros for row in micro.rows.tolist()]
     assert sorted(rows) == list(range(len(lengths)))
     for micro in micros:
@@ -122,7 +162,7 @@ def test_packed_rows_have_no_padding_and_rows_of_like_lengths_little() -> None:
     lengths = [9, 257] * 20
 
     def positions(**given_settings: object) -> int:
-        return sum(m.input.tokens.numel() for m in cut(batch_of(lengths), TrainerConfig(**given_settings)))
+        return sum(m.input.tokens.numel() for m in cut(batch_of(lengths), TrainerConfig(**given_settings), COST))
 
     assert positions() == 20 * 8 + 20 * 256
     assert positions(packing=False, micro_batch_tokens=1024) == 20 * 8 + 20 * 256
