@@ -3,7 +3,7 @@ Pure.
 
     (none) ──lease──▶ leased ──generated──▶ generated ──queued──▶ queued ◀──────▶ chosen ───commit───▶ trained
       ▲                 │                     │     │               │               │
-      └─────release─────┴─────────────────────┴─────┼───────────────┴───────────────┘
+      └─────release─────┴─────────────────────┴─────┼─────┬─────────┴───────────────┘
                                                     └──drop──▶ dropped(reason)
 
 A group is released, and leased again, when it is not being generated after all, or when its data was lost, is too
@@ -195,8 +195,8 @@ class GroupLedger:
         self._open[GroupState.CHOSEN][ordinal] = self._take(ordinal, GroupState.QUEUED)
 
     def drop(self, ordinal: int, reason: str) -> None:
-        """Takes a generated group out; the next update records why. Raises IllegalTransition."""
-        self._take(ordinal, GroupState.GENERATED)
+        """Takes a generated group out, which may be queued; the next update records why. Raises IllegalTransition."""
+        self._take(ordinal, GroupState.GENERATED, GroupState.QUEUED)
         self._stale.discard(ordinal)
         self._dropped.setdefault(reason, set()).add(ordinal)
 

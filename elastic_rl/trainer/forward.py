@@ -11,11 +11,14 @@ import torch
 
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
+from elastic_rl.errors import StepRefused
+from elastic_rl.trainer.broadcast import first_text
 from elastic_rl.trainer.context_parallel import joined, own_positions, places
 from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage
 from elastic_rl.trainer.megatron.pipeline import run
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.micro_batches import MicroBatch, cut
+from elastic_rl.trainer.out_of_memory import free_unused, is_out_of_memory
 from elastic_rl.trainer.vocab_parallel import most_probable, token_logprobs
 
 
@@ -70,7 +73,8 @@ waits for other ranks, and makes the update. Two, since what is usual for one of
 
 
 class ForwardPass:
-    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch."""
+    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch. Each
+    raises StepRefused, on every rank, when a pass needs more memory than one has."""
 
     def __init__(self, policy: Policy, cfg: Config, par: ParallelDims,
                  report: Callable[[str], None] = lambda phase: None) -> None:
@@ -113,12 +117,28 @@ class ForwardPass:
                     best[where] = index.joined((most_probable(logits[index.where]) == index.targets).float())
             return logits.new_zeros(())
 
-        self._run(micros, finish, train=False)
+        self._require_passed(self._run(micros, finish, train=False))
         both = from_last_stage(torch.stack([logprobs, best] if greedy else [logprobs]), self.par).cpu()
         return {"logprobs": both[0], **({"greedy": both[1].bool()} if greedy else {})}
 
     def _run(self, micros: list[MicroBatch], finish: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
-             ) -> None:
-        run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train,
-            on_pass=partial(self._report, IN_PASSES))
+             ) -> str:
+        """Returns why this rank could not end its passes, which needed more memory than there is; else "". A rank whose
+        passes are collectives raises what the allocation raised: the others wait in them for what it cannot give."""
+        failure = ""
+        try:
+            run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train,
+                on_pass=partial(self._report, IN_PASSES))
+        except (RuntimeError, MemoryError) as e:
+            if not self.par.passes_alone or not is_out_of_memory(e):
+                raise
+            failure = f"rank {self.par.rank} has too little memory for a pass: {str(e).partition(chr(10))[0]:.300}"
+        if failure:
+            free_unused(self.par.device)
         self._report(AFTER_PASSES)
+        return failure
+
+    def _require_passed(self, failure: str) -> None:
+        """Raises StepRefused, on every rank, when one has a failure. A collective, where ``_run`` returns failures."""
+        if self.par.passes_alone and (failed := first_text(failure, self.par)):
+            raise StepRefused(failed, hint="lower trainer.micro_batch_tokens, or the length of responses")

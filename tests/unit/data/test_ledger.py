@@ -14,7 +14,7 @@ TRANSITIONS: dict[str, tuple[Callable[[GroupLedger], object], set[GroupState]]] 
     "generated": (lambda ledger: ledger.generated(0), {GroupState.LEASED}),
     "queued": (lambda ledger: ledger.queued(0), {GroupState.GENERATED, GroupState.CHOSEN}),
     "chosen": (lambda ledger: ledger.chosen(0), {GroupState.QUEUED}),
-    "drop": (lambda ledger: ledger.drop(0, "uniform"), {GroupState.GENERATED}),
+    "drop": (lambda ledger: ledger.drop(0, "uniform"), {GroupState.GENERATED, GroupState.QUEUED}),
     "release": (lambda ledger: ledger.release(0), {*GroupState}),
     "consumption": (lambda ledger: ledger.consumption([0]), {GroupState.GENERATED, GroupState.CHOSEN}),
 }
