@@ -117,7 +117,12 @@ class EngineFailed(ElasticRLError):
     """An inference engine died, hung or refused an operation; it is replaced."""
 
 
-class RequestRefused(EngineFailed):
+class Unanswered(EngineFailed):
+    """No engine gave what a request asks for, in all attempts. Engines may be away, or the request may be what they
+    cannot do: what becomes of other requests meanwhile shows which."""
+
+
+class RequestRefused(Unanswered):
     """An engine refused a request for what it says; any other engine would too. No engine is at fault."""
 
 
@@ -151,6 +156,20 @@ class SourceFailed(ElasticRLError):
 
 class PluginFailed(ElasticRLError):
     """A function that the user's settings name raised, or returned something else than it must."""
+
+
+class StepRefused(ElasticRLError):
+    """A trainer group cannot compute with the samples that it was given: their gradient is not finite, or a pass needs
+    more memory than a rank has. All its ranks have refused them together, and nothing of its state has changed."""
+
+
+class GroupsFailed(ElasticRLError):
+    """A step was not made, since a trainer group cannot compute with some groups of it. They are to be dropped; without
+    any, the step is to be tried again as it is."""
+
+    def __init__(self, message: str, ordinals: Sequence[int], *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.ordinals = tuple(ordinals)
 
 
 class PluginAway(PluginFailed):

@@ -65,12 +65,13 @@ class RolloutConfig(Section):
     """Number of attempts to reward a prompt group, while others are rewarded. After the last one the group is dropped
     with the reason ``reward failed``, and another is generated in its place. An attempt does not count when no other
     group was rewarded since the one before: while none is, the run waits for the reward, and tries again without end.
-    The same number holds for ``generate`` and for filters."""
+    The same number holds for ``generate``, for filters, for engines that answer other prompts, and for the trainer."""
     max_failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of the last groups, as many as a step has, that may be dropped because their reward failed. With more,
     the reward itself is at fault: the run waits and tries again without end. 0: no group is dropped for that. The same
-    fraction may be dropped because ``generate`` failed, because a filter failed, and because the trainer has refused
-    their samples twice for the policy versions that these say."""
+    fraction may be dropped because ``generate`` failed, because no engine answered for them, because a filter failed,
+    because the trainer cannot compute with them (a gradient that is not finite, too little memory), and because the
+    trainer has refused their samples twice for the policy versions that these say."""
     filters: list[str | dict[str, Any]] = []
     """Which prompt groups are dropped instead of trained on; others are generated in their place. Each entry is the
     name of a filter, or a mapping with its ``name`` and its options: ``uniform_reward`` (all samples of the group have

@@ -3,7 +3,7 @@ Pure.
 
     (none) ──lease──▶ leased ──generated──▶ generated ──queued──▶ queued ◀──────▶ chosen ───commit───▶ trained
       ▲                 │                     │     │               │               │
-      └─────release─────┴─────────────────────┴─────┼───────────────┴───────────────┘
+      └─────release─────┴─────────────────────┴─────┼─────┬─────────┴───────────────┘
                                                     └──drop──▶ dropped(reason)
 
 A group is released, and leased again, when it is not being generated after all, or when its data was lost, is too
@@ -18,6 +18,7 @@ leased again.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,7 @@ class GroupLedger:
         self._stale: set[int] = set()
         self._stop = 0
         """One more than the highest group that was ever leased."""
+        self._find_free()
 
     @property
     def consumed(self) -> IntervalSet:
@@ -171,9 +173,11 @@ class GroupLedger:
         return self._dropped
 
     def lease(self, count: int, min_version: int = 0) -> list[int]:
-        """Takes the ``count`` lowest groups that nobody has."""
-        dropped = (ordinal for groups in self._dropped.values() for ordinal in groups)
-        ordinals = (self._consumed | IntervalSet.from_values([*self.in_progress, *dropped])).first_missing(count)
+        """Takes the ``count`` lowest groups that nobody has. Its time does not depend on how many are in progress."""
+        ordinals = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        new = count - len(ordinals)
+        ordinals += range(self._free_from, self._free_from + new)
+        self._free_from += new
         self._open[GroupState.LEASED] |= dict.fromkeys(ordinals, OpenGroup((min_version,)))
         self._stop = max(self._stop, self._consumed.stop, ordinals[-1] + 1)
         return ordinals
@@ -195,8 +199,8 @@ class GroupLedger:
         self._open[GroupState.CHOSEN][ordinal] = self._take(ordinal, GroupState.QUEUED)
 
     def drop(self, ordinal: int, reason: str) -> None:
-        """Takes a generated group out; the next update records why. Raises IllegalTransition."""
-        self._take(ordinal, GroupState.GENERATED)
+        """Takes a generated group out, which may be queued; the next update records why. Raises IllegalTransition."""
+        self._take(ordinal, GroupState.GENERATED, GroupState.QUEUED)
         self._stale.discard(ordinal)
         self._dropped.setdefault(reason, set()).add(ordinal)
 
@@ -212,6 +216,7 @@ class GroupLedger:
     def release(self, ordinal: int, *, stale: bool = False) -> None:
         """Gives a group back, which is to be generated again. Raises IllegalTransition for one that nobody has."""
         self._take(ordinal, *GroupState)
+        heapq.heappush(self._free, ordinal)
         if stale:
             self._stale.add(ordinal)
 
@@ -225,7 +230,17 @@ class GroupLedger:
         dropped = {reason: {g for g in groups if g not in consumed} for reason, groups in self._dropped.items()}
         self._dropped = {reason: groups for reason, groups in dropped.items() if groups}
         self._stale = {ordinal for ordinal in self._stale if ordinal not in consumed}
+        self._find_free()
         return gone
+
+    def _find_free(self) -> None:
+        """Looks for the groups that nobody has and that are not consumed or dropped."""
+        self._free_from = max(self._stop, self._consumed.stop)
+        """Nobody has this one or a higher one."""
+        dropped = (ordinal for groups in self._dropped.values() for ordinal in groups)
+        taken = self._consumed | IntervalSet.from_values([*self.in_progress, *dropped])
+        self._free = list(taken.complement(self._free_from))
+        """The lower ones, as a heap."""
 
     def consumption(self, trained: Collection[int]) -> Consumption:
         """What an update on these groups consumes, with all that were dropped. Raises IllegalTransition for one that

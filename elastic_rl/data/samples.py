@@ -122,10 +122,13 @@ class Sample:
 
 
 REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED = "reward failed", "generate failed", "filter failed"
-"""Why groups are dropped whose reward failed, or for which the user's function to generate, or a filter, did."""
+"""Why groups are dropped whose reward failed, or for which the user's function to generate, an engine, or a filter did.
+"""
+TRAIN_FAILED = "train failed"
+"""Why groups are dropped that the trainer cannot compute with."""
 TRAINER_REFUSED = "refused by the trainer"
 """Why groups are dropped whose samples the trainer has refused again and again, for their versions."""
-FAILED = frozenset({REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED, TRAINER_REFUSED})
+FAILED = frozenset({REWARD_FAILED, GENERATE_FAILED, FILTER_FAILED, TRAIN_FAILED, TRAINER_REFUSED})
 """Reasons for which a group is never trained on, so that ``max_dropped_groups``, which is for filters that work, does
 not count it: the sampling has limits of its own for them. No filter may give one of them (``rewards.own``)."""
 

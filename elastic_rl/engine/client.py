@@ -22,7 +22,7 @@ import httpx
 
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
-from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
+from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused, Unanswered
 from elastic_rl.host.listeners import check_async_connection
 from elastic_rl.net import http_client
 from elastic_rl.net.engine_key import OTHER_KEY, EngineAccess
@@ -113,7 +113,7 @@ class GenerateClient:
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
         """``n`` samples of one prompt. ``route``: those of one conversation have the same, so that they reach the
-        engine that has computed what came before. Raises EngineFailed when every attempt failed, RequestRefused, which
+        engine that has computed what came before. Raises Unanswered when every attempt failed, RequestRefused, which
         is one, for a prompt or a sampling that engines do not take, and PluginFailed for ids that are none of the
         model's."""
         if not self._has(token_ids):
@@ -198,7 +198,7 @@ class GenerateClient:
                 result.cancel()
             raise
         except Exception as e:  # of whatever an answer has: the task ends here, and somebody waits for its results
-            self._fail(groups, EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}"))
+            self._fail(groups, Unanswered(f"an engine's answer cannot be read: {type(e).__name__}: {e}"))
 
     async def _finished(self, prompt: Sequence[int], sampling: Sampling, route: str, sample: Sample) -> Sample:
         """The sample, continued for as long as engines give it back unfinished. Raises EngineFailed once as many
@@ -216,8 +216,8 @@ class GenerateClient:
                 return replace(sample, finish_reason="length")
             if vain:
                 if vain >= self._retries:
-                    raise EngineFailed(f"engines gave a sample back unfinished {vain} times without a further token",
-                                       hint=_READY)
+                    raise Unanswered(f"engines gave a sample back unfinished {vain} times without a further token",
+                                     hint=_READY)
                 await asyncio.sleep(backoff_s(vain, *_RETRY_S))
             [answer] = await self._attempts(
                 {"input_ids": [[*prompt, *sample.response_ids]], "return_logprob": True,
@@ -274,7 +274,7 @@ class GenerateClient:
             else:
                 last = f"HTTP {status}: {_text(content, 300)}"
                 hint = OTHER_KEY if status == httpx.codes.UNAUTHORIZED else _READY
-        raise EngineFailed(f"no engine answered in {self._retries} attempts; the last one: {last}", hint=hint)
+        raise Unanswered(f"no engine answered in {self._retries} attempts; the last one: {last}", hint=hint)
 
     async def _post(self, http: httpx.AsyncClient, body: dict[str, Any], route: str) -> tuple[int, bytes]:
         """Status and content of an answer, of no more bytes than one to this request has. Raises httpx.HTTPError,

@@ -43,6 +43,9 @@ class GenerateFault:
     away: str = ""
     """Kind of the wait where something does not answer, which says nothing about the group: it is tried again for as
     long as that lasts. "engines" or "plugin"."""
+    unanswered: bool = False
+    """Whether it is engines that did not answer, which may be the group's fault all the same: it may be what ends them.
+    """
 
 
 Generated = list[Sample] | GenerateFault

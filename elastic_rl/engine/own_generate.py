@@ -14,7 +14,7 @@ from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of, version_fault
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
-from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
+from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed, Unanswered
 from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
@@ -150,7 +150,7 @@ class OwnGenerate:
         PluginFailed."""
         answer = await self._process.call(request)
         if "engines" in answer:
-            raise EngineFailed(answer["engines"])
+            raise (Unanswered if answer["unanswered"] else EngineFailed)(answer["engines"])
         if "away" in answer:
             if answer["replace"]:
                 self._process.replace()
@@ -207,7 +207,7 @@ def answering(generate: GenerateFn, options: ClientOptions) -> Callable[[Asked],
         try:
             samples = await generate(asked, engines)
         except EngineFailed as e:  # or a class of the user's derived from it
-            return {"engines": text_of(e)}
+            return {"engines": text_of(e), "unanswered": isinstance(e, Unanswered)}
         except PluginAway as e:
             return {"away": text_of(e), "replace": bool(e.replace)}
         if fault := (fault_of(samples, asked, options.vocabulary)

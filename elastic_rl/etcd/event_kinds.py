@@ -214,10 +214,13 @@ GROUPS_LEASED_AGAIN = EventKind("groups.leased_again", "an actor took over: the 
                                 "begun, and that are not consumed, are generated again")
 REWARD_FAILED = EventKind("reward.failed", "prompt groups were dropped, since the reward failed for them alone; at "
                           "most one event a minute")
-GENERATE_FAILED = EventKind("generate.failed", "prompt groups were dropped, since the function that generates failed "
-                            "for them alone; at most one event a minute")
+GENERATE_FAILED = EventKind("generate.failed", "prompt groups were dropped, since the function that generates "
+                            "failed, or no engine answered, for them alone; at most one event a minute")
 FILTER_FAILED = EventKind("filter.failed", "prompt groups were dropped, since a filter failed for them alone; at most "
                           "one event a minute")
+TRAIN_FAILED = EventKind("train.failed", "prompt groups were dropped, since the trainer cannot compute with them: the "
+                         "gradient is not finite, a pass needs too much memory, or the loss fails; at most one event a "
+                         "minute")
 RESPONSES_TRUNCATED = EventKind("responses.truncated", "all responses of a step ended at their limit of length, none "
                                 "with a stop token: mostly the model does not know its end token")
 LOGPROB_MISMATCH = EventKind("logprob.mismatch", "log-probs of engine and trainer differ, or one of them gives no "

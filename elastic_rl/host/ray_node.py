@@ -37,7 +37,11 @@ HOST_LABEL = "host"
 _MAX_LABEL = 63
 _UNBOUNDED = 1_000_000
 """Of ``RUN_HOST``: more than there are parts of a run."""
-_OBJECT_STORE_BYTES = 80 << 20
+_OBJECT_STORE_BYTES = 80 << 20, 8 << 30
+"""Least and most that a node's object store may have. Calls of roles pass through it: requests and their samples, of
+which there are more on larger hosts. Ray accepts no less than 75 MiB."""
+_OBJECT_STORE_SHARES = 1 / 64, 1 / 8
+"""What it may have of the host's memory, and of what is free of its shared memory, which DCS and engines need too."""
 _PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port")
 """Ports that have a constant default, which all nodes of a machine would want."""
 _HEAD_PORTS = (*_PORTS, "ray-client-server-port")
@@ -79,6 +83,13 @@ def _tls(cfg: Config) -> dict[str, str | None]:
     if tls is None:
         return {"RAY_USE_TLS": None, **dict.fromkeys(files.values())}
     return {"RAY_USE_TLS": "1", files["CERT"]: str(tls.cert), files["KEY"]: str(tls.key), files["CA"]: str(tls.ca)}
+
+
+def object_store_bytes(memory: int, shared: int) -> int:
+    """Size of the object store of a host with so many bytes of memory, and of shared memory that is free. Pure."""
+    of_memory, of_shared = _OBJECT_STORE_SHARES
+    least, most = _OBJECT_STORE_BYTES
+    return max(least, min(int(memory * of_memory), int(shared * of_shared), most))
 
 
 @dataclass(frozen=True)
@@ -171,19 +182,22 @@ class RayNode(ComputeService):
                                   hint="install the project with pip into this environment")
         leftovers.make_temp_folder(self._paths)
         (self._folder / _ADDRESS_FILE).unlink(missing_ok=True)
+        store = _OBJECT_STORE_BYTES[0]  # nothing of the job runs on a head
         if self._kind.head:
             role = ["--head", f"--port={self.url.rpartition(':')[2]}", "--num-cpus=0", "--num-gpus=0",
                     "--include-dashboard=false", "--no-monitor", "--disable-usage-stats"]
         else:
             offered = json.dumps(dict.fromkeys(self._kind.resources, _UNBOUNDED))
+            memory = usable_memory_bytes()
+            store = object_store_bytes(memory, shutil.disk_usage("/dev/shm").free)
             role = [f"--address={self.url}", f"--num-cpus={usable_cpus()}",
-                    f"--memory={max(0, usable_memory_bytes() - _OBJECT_STORE_BYTES)}", f"--resources={offered}",
+                    f"--memory={max(0, memory - store)}", f"--resources={offered}",
                     "--min-worker-port=0", "--max-worker-port=0"]
         ports = _HEAD_PORTS if self._kind.head else _PORTS
         name = f"head@{self._host}" if self._kind.head else self._host  # a name that no host can have
         return ([str(program), "start", "--block", *role, f"--node-ip-address={self.address}",
                  f"--node-name={name}", f"--labels={HOST_LABEL}={label_of(self._host)}",
-                 f"--object-store-memory={_OBJECT_STORE_BYTES}", f"--temp-dir={self._folder}",
+                 f"--object-store-memory={store}", f"--temp-dir={self._folder}",
                  "--include-log-monitor=false", *(f"--{port}={free_port(self.address)}" for port in ports)],
                 # Ray reads the token's file when it starts, and its processes inherit the variable. A driver's
                 # environment, which its nodes inherit, has the rest.

@@ -13,7 +13,7 @@ Where nothing is trained the committed state is that of the output (``pipeline.u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -74,6 +74,9 @@ class Flow(Protocol):
     def trained(self, consumption: Consumption, version: int) -> object:
         """The step that was taken last was made, and its policy has this number."""
 
+    def failed(self, ordinals: Collection[int]) -> object:
+        """The step that was taken last was not made: these groups of it are dropped."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -115,6 +118,14 @@ class TakenStep:
     """How the groups came, by the names of ``training_metrics``."""
     accumulated: Accumulated = Accumulated()
     """What the trainer has computed of the step already."""
+
+
+@dataclass(frozen=True)
+class NotTrained:
+    """The trainer refused the groups of a step, and its state is as it was."""
+
+    failed: Collection[int]
+    """Groups that it cannot compute with. Without any, the same step is to be tried again."""
 
 
 # -- effects: what the schedule asks for. The docstring says what it is sent.
@@ -198,7 +209,7 @@ class Take(OnEngines):
 
 @dataclass(frozen=True)
 class Train(OnTrainer):
-    """→ the number of the policy version that the step makes, once it is being published."""
+    """→ the number of the policy version that the step makes, once it is being published; or NotTrained."""
 
     step: int
     taken: TakenStep
@@ -359,12 +370,16 @@ def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Effects
 
 
 def _step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
-    """One RL step; returns the version that it makes."""
+    """One RL step; returns the version that it makes. Groups that the trainer cannot compute with are dropped on the
+    record of the step, and others are taken in their place."""
     take = Take(state.step + 1, min_version=state.min_version)
-    taken: TakenStep = yield take
-    version: int = yield Train(take.step, taken, state.cursor, state.policy_version, timer=take.timer)
-    flow.trained(taken.consumption, version)
-    return version
+    while True:
+        taken: TakenStep = yield take
+        made: int | NotTrained = yield Train(take.step, taken, state.cursor, state.policy_version, timer=take.timer)
+        if not isinstance(made, NotTrained):
+            flow.trained(taken.consumption, made)
+            return made
+        flow.failed(made.failed)
 
 
 def _sampled(plan: RunPlan, state: State, position: _Position) -> Continuation:

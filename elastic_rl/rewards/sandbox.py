@@ -244,7 +244,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _has_byte(pipe: int) -> bool:
     """Takes it. Does not wait for one, nor for its writers to end."""
-    return bool(select.select([pipe], [], [], 0.0)[0]) and os.read(pipe, 1) != b""
+    poll = select.poll()  # ``select.select`` takes no descriptor from 1024 on, of which an actor has many
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(0)) and os.read(pipe, 1) != b""
 
 
 def _resident(pid: int) -> int:

@@ -21,7 +21,7 @@ from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import Generated, GenerateFault, GenerateFn, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
-from elastic_rl.errors import ElasticRLError, EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
+from elastic_rl.errors import ElasticRLError, EngineFailed, EtcdUnavailable, PluginAway, PluginFailed, Unanswered
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -169,7 +169,7 @@ class RolloutRole(EngineRole):
         except (CallLost, ProcessLost, PluginAway):
             raise
         except EngineFailed as e:  # or a class of the user's derived from it, which the caller may not be able to read
-            raise EngineFailed(text_of(e)) from e
+            raise (Unanswered if isinstance(e, Unanswered) else EngineFailed)(text_of(e)) from e
         except BaseException as e:  # whatever a user's function raises: also SystemExit
             task = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -187,9 +187,10 @@ def of_each(found: Sequence[Generated | BaseException]) -> list[Generated]:
     errors = [e for e in found if isinstance(e, BaseException)]
     others = [e for e in errors if not isinstance(e, EngineFailed)]
     if others or (errors and len(errors) == len(found)):
-        raise (others or errors)[0]
-    return [GenerateFault(f"the engines to generate: {f}", away="engines") if isinstance(f, BaseException) else f
-            for f in found]
+        # Not Unanswered unless all are: then no group may be to blame.
+        raise (others or [e for e in errors if not isinstance(e, Unanswered)] or errors)[0]
+    return [GenerateFault(f"the engines to generate: {f}", away="engines", unanswered=isinstance(f, Unanswered))
+            if isinstance(f, BaseException) else f for f in found]
 
 
 class PublishedVersions:

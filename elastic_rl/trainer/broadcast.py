@@ -28,6 +28,8 @@ class Order(IntEnum):
     """Publish the current weights under the numbers in the payload."""
     LOAD = 4
     """Load the version of the policy whose number is in the payload."""
+    DISCARD = 5
+    """Discard the share of the batch whose name is in the payload."""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ import torch
 
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
+from elastic_rl.errors import StepRefused
 from elastic_rl.etcd.records import StatedWork
 from elastic_rl.models.flops import BACKWARD, SequenceCost
+from elastic_rl.trainer.broadcast import first_text
 from elastic_rl.trainer.checkpoint.rounds import Rounds
 from elastic_rl.trainer.context_parallel import joined, own_positions, places
 from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage, max_over_data, synchronize
 from elastic_rl.trainer.megatron.pipeline import run
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.micro_batches import MicroBatch, cut
+from elastic_rl.trainer.out_of_memory import free_unused, is_out_of_memory
 from elastic_rl.trainer.vocab_parallel import most_probable, token_logprobs
 from elastic_rl.trainer.work import WorkMeter, in_flight
 
@@ -75,7 +78,8 @@ Report = Callable[[str, StatedWork | None], None]
 
 
 class ForwardPass:
-    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch.
+    """Forward passes of one rank. All ranks call the same method; each passes its replica's share of the batch. Each
+    raises StepRefused, on every rank, when a pass needs more memory than one has.
 
     No collective waits for the micro-batches of another replica, which may have ten times as much work or be ten times
     as slow: the ranks meet in rounds when they have done theirs.
@@ -126,15 +130,17 @@ class ForwardPass:
                     best[where] = index.joined((most_probable(logits[index.where]) == index.targets).float())
             return logits.new_zeros(())
 
-        self._run(micros, finish, train=False)
+        self._require_passed(self._run(micros, finish, train=False))
         both = from_last_stage(torch.stack([logprobs, best] if greedy else [logprobs]), self.par).cpu()
         return {"logprobs": both[0], **({"greedy": both[1].bool()} if greedy else {})}
 
     def _run(self, micros: list[MicroBatch], finish: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
-             ) -> None:
-        """Passes over this rank's micro-batches. Returns once every rank has made its own."""
-        inputs = [micro.input.to(self.par.device) for micro in micros]
+             ) -> str:
+        """Passes over this rank's micro-batches. Returns, once every rank has made its own, why this one could not end
+        them, which needed more memory than there is; else "". A rank whose passes are collectives raises what the
+        allocation raised: the others wait in them for what it cannot give."""
         costs = self._costs([micro.input.flops(self.cost) * (1.0 + BACKWARD * train) for micro in micros])
+        failure = ""
 
         def state(number: int) -> None:
             self._report(IN_PASSES, self._meter.stated(in_flight(costs, number, self.par.pp)))
@@ -145,10 +151,20 @@ class ForwardPass:
 
         with self._rounds.until_all_are_done(lambda: self._report(WAITING, None)):
             state(-1)
-            run(self.policy, inputs, finish, train=train, on_pass=begin)
-            synchronize(self.par)  # else the others would wait in a collective for what is queued here
+            try:
+                run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train,
+                    on_pass=begin)
+                synchronize(self.par)  # else the others would wait in a collective for what is queued here
+            except (RuntimeError, MemoryError) as e:
+                if not self.par.passes_alone or not is_out_of_memory(e):
+                    raise
+                first = str(e).partition(chr(10))[0]
+                failure = f"rank {self.par.rank} has too little memory for a pass: {first:.300}"
+            if failure:
+                free_unused(self.par.device)
             self._meter.end(time.monotonic())
         self._report(AFTER_PASSES, None)
+        return failure
 
     def _costs(self, own: list[float]) -> list[float]:
         """Operations of each micro-batch. Replicas that share experts wait for one another in each of them, so there it
@@ -159,3 +175,8 @@ class ForwardPass:
         costs = torch.zeros(int(most), dtype=torch.float64, device=self.par.device)
         costs[:len(own)] = torch.tensor(own, dtype=torch.float64)
         return max_over_data(costs, self.par).tolist()
+
+    def _require_passed(self, failure: str) -> None:
+        """Raises StepRefused, on every rank, when one has a failure. A collective, where ``_run`` returns failures."""
+        if self.par.passes_alone and (failed := first_text(failure, self.par)):
+            raise StepRefused(failed, hint="lower trainer.micro_batch_tokens, or the length of responses")

@@ -57,12 +57,16 @@ class ForwardWorker(GroupWorker):
                 self._execute(Command.decode(message.payload))
             elif message.order is Order.LOAD:
                 self._load(int(message.payload))
+            elif message.order is Order.DISCARD:
+                self.board.discard_share(message.payload.decode())
             else:
                 self._report()  # idle, not hung
 
     def _next(self) -> Message:
         """Rank 0: the next message. etcd is asked here, while no other rank waits: it may be away for an hour."""
         self._read_claims()
+        if (discard := self._discard()) is not None:
+            return discard
         command, self._pending = self._pending or self.board.next(), None
         if command is None:
             return self._idle()
@@ -77,7 +81,7 @@ class ForwardWorker(GroupWorker):
             return Message(Order.IDLE)
         except (Fenced, Conflict, TrainerFailed) as e:
             self.board.waits_for = ""
-            self.board.refused(command, e)
+            self._refuse(command, e)
             return Message(Order.IDLE)
         if number == self.version.number:
             self.board.waits_for = ""
@@ -93,7 +97,7 @@ class ForwardWorker(GroupWorker):
             command, self._pending = self._pending, None
             if command is not None:
                 self.board.waits_for = ""
-                self.board.refused(command, VersionNotFound(f"version {number} of the policy is not available: {e}"))
+                self._refuse(command, VersionNotFound(f"version {number} of the policy is not available: {e}"))
         self._report()
 
     @executes(ForwardVersion)

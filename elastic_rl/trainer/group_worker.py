@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from safetensors.torch import save
 
 from elastic_rl.data.batch import Batch
-from elastic_rl.errors import ConfigError, Conflict, EtcdUnavailable, Fenced
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, EtcdUnavailable, Fenced, StepRefused
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
@@ -44,6 +44,8 @@ class GroupWorker(ABC):
         self._idle_s = max(0.5, self.cfg.trainer.collective_timeout_s / 10)
         """So often the ranks say that they are alive while there is no command."""
         self.gate = WriterGate(ctx.epoch, member.incarnation)
+        self._unused: list[str] = []
+        """Batches (rank 0 has their names) of commands that were refused before other ranks knew of them."""
 
     @abstractmethod
     def run(self) -> None:
@@ -69,6 +71,16 @@ class GroupWorker(ABC):
         self.board.wake.clear()
         return Message(Order.IDLE)
 
+    def _refuse(self, command: Command, error: ElasticRLError) -> None:
+        """Rank 0: a command is refused that no other rank knows of; the ranks that hold its shares discard them."""
+        self.board.refused(command, error)
+        if isinstance(command, BatchCommand):
+            self._unused.append(command.batch)
+
+    def _discard(self) -> Message | None:
+        """Rank 0: the message for shares that are to be discarded, if there are any."""
+        return Message(Order.DISCARD, self._unused.pop().encode()) if self._unused else None
+
     def _read_claims(self) -> None:
         """An actor that has taken over fences its predecessor off here, also while etcd is unavailable."""
         with contextlib.suppress(queue.Empty):
@@ -91,10 +103,10 @@ class GroupWorker(ABC):
             inputs = (self._share(command),) if isinstance(command, BatchCommand) else ()
             self._require_possible(command, *inputs)
             output = self.methods[type(command)](self, command, *inputs)
-        except Refused as refusal:
+        except (Refused, StepRefused) as refusal:
             self._report()
             if self.par.rank == 0:
-                self.board.refused(command, refusal.error)
+                self.board.refused(command, refusal.error if isinstance(refusal, Refused) else refusal)
         else:
             if isinstance(command, ForwardCommand):
                 if self.par.is_share_leader:

@@ -15,7 +15,7 @@ from elastic_rl.algorithms.registry import CRITIC_LOSS, AlgorithmSpec, algorithm
 from elastic_rl.algorithms.schedule import learning_rate
 from elastic_rl.config import Config
 from elastic_rl.data.batch import SCHEMA, Batch
-from elastic_rl.errors import PluginFailed
+from elastic_rl.errors import PluginFailed, StepRefused
 from elastic_rl.trainer.broadcast import first_text
 from elastic_rl.trainer.forward import ForwardPass, LossTokens, Report
 from elastic_rl.trainer.megatron.optimizer import Adam
@@ -71,8 +71,8 @@ class TrainStep(ForwardPass):
 
         In the steps in which only a critic learns, the policy's loss is measured and nothing is updated.
 
-        Raises TrainerFailed for a gradient that is not finite, and PluginFailed, on every rank, when the loss of the
-        algorithm fails on one; updates before that one were made (``Adam.updates``).
+        Raises, on every rank, StepRefused as ``Adam.reduce_and_step`` and ``ForwardPass``, and PluginFailed when the
+        loss of the algorithm fails on one; updates before that one were made (``Adam.updates``).
         """
         start = time.perf_counter()
         self.discard_parts()
@@ -102,7 +102,7 @@ class TrainStep(ForwardPass):
         """Adds the gradients of one part of a step's samples to those of the parts before it; 0 is the first one. They
         lack a factor that depends on the samples of all parts, which ``apply`` multiplies in.
 
-        Raises PluginFailed as ``gradients``; no part is left then.
+        Raises as ``gradients``; no part is left then.
         """
         start = time.perf_counter()
         if not part:
@@ -111,16 +111,17 @@ class TrainStep(ForwardPass):
         loss = self._loss(self._algorithm("rl"))
         try:
             self._backward(share, loss)
-        except PluginFailed:
+        except (PluginFailed, StepRefused):
             self.discard_parts()
             raise
         self.parts.add(share, loss, time.perf_counter() - start)
 
     def apply(self, step: int) -> tuple[dict[str, float], Passed]:
         """Makes the one update of RL step ``step`` with the gradients of its parts. Its metrics, as those of ``train``,
-        and what has passed through the model for it. Raises TrainerFailed as ``train``."""
+        and what has passed through the model for it. Raises StepRefused as ``train``; no part is left in any case."""
         start, lr = time.perf_counter(), learning_rate(self.cfg, "rl", step)
         parts, loss = self.parts, self._loss(self._algorithm("rl"))
+        self.discard_parts()
         tokens, sequences = self._over_data([float(parts.tokens), float(parts.sequences)], sum_over_data)
         scale = loss.scale(tokens, sequences)
         self.adam.scale_gradients(scale)
@@ -128,9 +129,15 @@ class TrainStep(ForwardPass):
                 for name, value in parts.sums.items()}
         metrics = self._metrics(sums, parts.logprob_diff_max, tokens)
         metrics["grad_norm"] = self.adam.reduce_and_step(lr)
-        self.discard_parts()
         return {**metrics, **self._spread(torch.cat(parts.advantages)), "lr": lr,
                 "train_s": parts.seconds + time.perf_counter() - start}, parts.passed
+
+    def check(self, share: Batch) -> dict[str, float]:
+        """Computes what an RL step with one update would, and updates nothing; what was accumulated is discarded.
+        Returns its metrics. Raises as ``train``."""
+        self.discard_parts()
+        metrics = self.gradients(share, self._algorithm("rl"))
+        return {**metrics, "grad_norm": self.adam.reduce_and_discard()}
 
     def discard_parts(self) -> None:
         """Gradients that were accumulated are worth nothing any more."""
@@ -138,7 +145,8 @@ class TrainStep(ForwardPass):
 
     def gradients(self, share: Batch, algorithm: AlgorithmSpec) -> dict[str, float]:
         """Forward and backward over this rank's share; leaves unreduced gradients. Returns metrics over all ranks.
-        Raises PluginFailed, on every rank, when the loss of the algorithm fails on one."""
+        Raises, on every rank, PluginFailed when the loss of the algorithm fails on one, and StepRefused as
+        ``ForwardPass``."""
         self.adam.zero_grad()
         tokens, sequences = self._over_data([float(share.loss_tokens), float(_sequences(share))], sum_over_data)
         loss = self._loss(algorithm, tokens=tokens, sequences=sequences)
@@ -176,7 +184,7 @@ class TrainStep(ForwardPass):
                 # The other ranks are in the passes through the model, which this one must end too.
                 return logits.sum() * 0.0
 
-        self._run(micros, finish, train=True)
+        self._require_passed(self._run(micros, finish, train=True))
         if failed := first_text(failure, self.par):
             raise PluginFailed(failed)
 

@@ -24,6 +24,7 @@ from elastic_rl.errors import (
     EtcdUnavailable,
     Fenced,
     PluginFailed,
+    StepRefused,
     TrainerFailed,
 )
 from elastic_rl.etcd import event_kinds
@@ -46,6 +47,7 @@ from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import (
     Accumulate,
     Apply,
+    Check,
     Command,
     ForwardLogprobs,
     ForwardReference,
@@ -68,6 +70,9 @@ log = logging.getLogger(__name__)
 _PUBLISH_AGAIN_S = 1.0
 """First pause after a publish that was not committed and must be; ranks that are idle say so no less often than the
 longest one."""
+_ATTEMPTS = 2
+"""Attempts to make a step that is refused after an update of it, before steps are held. The actor makes so many before
+it looks for the samples that are to blame."""
 _NEXT_PART_S = 30.0
 """A publish that was dropped is not repeated, which discards the parts of a step, until no part has come for so long:
 then they may wait for samples of the very version."""
@@ -115,6 +120,8 @@ class TrainerWorker(GroupWorker):
         self._part_at = 0.0
         """When a part was accumulated; monotonic."""
         self._offloaded = False
+        self._rewound = (0, 0)
+        """The last step that was refused after an update of it, and how often it was."""
         self._moving: Command | None = None
         """The command (rank 0 has it) to move memory, until etcd has its part."""
 
@@ -131,6 +138,8 @@ class TrainerWorker(GroupWorker):
                 self._execute(Command.decode(message.payload))
             elif message.order is Order.PUBLISH:
                 self._publish(message.payload)
+            elif message.order is Order.DISCARD:
+                self.board.discard_share(message.payload.decode())
             else:
                 self._report()  # idle, not hung
 
@@ -161,6 +170,8 @@ class TrainerWorker(GroupWorker):
     def _next(self) -> Message:
         """Rank 0: the next message."""
         self._read_claims()
+        if (discard := self._discard()) is not None:
+            return discard
         must_republish = self.checkpoints.must_republish()  # it looks after a publish in flight, too
         if self._wanted is not None or (must_republish and not self._offloaded and not self._awaits_parts()):
             return self._begin_publish(self._wanted or _Wanted())
@@ -176,7 +187,7 @@ class TrainerWorker(GroupWorker):
                 raise Conflict("the trainer's memory is offloaded", hint="onload it, then send the command again")
         except (Fenced, Conflict, ConfigError, TrainerFailed, PluginFailed) as e:
             log.warning("refused %s: %s", command, e)
-            self.board.refused(command, e)
+            self._refuse(command, e)
             self._moving = None
             return Message(Order.IDLE)
         if isinstance(command, Onload) and self._phases is not None and (why := self._phases.take()):
@@ -296,7 +307,7 @@ class TrainerWorker(GroupWorker):
     def _require_possible(self, command: Command, share: Batch | None = None) -> None:
         super()._require_possible(command, share)
         is_critic = self.ctx.group is CRITIC
-        if is_critic and isinstance(command, Update) and share is not None:
+        if is_critic and isinstance(command, Update | Check) and share is not None:
             if missing := [name for name in CRITIC_LOSS.needs if name not in share]:
                 raise Refused(ConfigError(f"a batch for a critic needs {', '.join(missing)}"))
         elif isinstance(command, Accumulate | Apply) and self.cfg.train.prompts_per_part is None:
@@ -311,7 +322,7 @@ class TrainerWorker(GroupWorker):
     def _reference_fault(self, command: Command) -> ConfigError | None:
         """Why a command cannot be executed that needs the reference policy; the same on every rank."""
         if self.reference is not None:
-            uses = isinstance(command, Update | Accumulate | ForwardReference) and command.phase == "rl"
+            uses = isinstance(command, Update | Accumulate | Check | ForwardReference) and command.phase == "rl"
             return self.reference.fault(self.progress) if uses else None
         if not isinstance(command, ForwardReference):
             return None
@@ -321,15 +332,14 @@ class TrainerWorker(GroupWorker):
     @executes(Update)
     def _update(self, command: Update, share: Batch) -> dict[str, Any] | None:
         updates = self.adam.updates
-        if command.phase == "rl" and self._adds_reference:
-            share = Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
+        share = self._with_reference(command, share)
         try:
             metrics: dict[str, Any] = dict(self.train_step.train(share, command.phase, command.step))
-        except PluginFailed as e:  # on every rank
+        except (PluginFailed, StepRefused) as e:  # on every rank
             log.error("step %d was not made: %s", command.step, e)
-            if self.adam.updates != updates:  # a step is made whole or not at all
-                e = self._go_back_from(command, e)
-            raise Refused(e) from e
+            if self.adam.updates == updates:
+                raise Refused(e) from e
+            raise Refused(self._go_back_from(command, e)) from e  # a step is made whole or not at all
         minibatches = 1 if command.phase == "sft" else self.cfg.train.minibatches
         passes = (self.adam.updates - updates) // minibatches
         metrics |= self.throughput.of_step(Passed.of(share), passes, metrics["train_s"])
@@ -339,15 +349,27 @@ class TrainerWorker(GroupWorker):
     def _accumulate(self, command: Accumulate, share: Batch) -> dict[str, Any]:
         if command.part:  # the first one begins the step
             self._require_parts(command, command.part)
-        if self._adds_reference:
-            share = Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
+        share = self._with_reference(command, share)
         try:
             self.train_step.accumulate(share, command.part)
-        except PluginFailed as e:  # on every rank
+        except (PluginFailed, StepRefused) as e:  # on every rank
             log.error("part %d of step %d was not computed: %s", command.part, command.step, e)
             raise Refused(e) from e
         self._part_at = time.monotonic()
         return {"parts": self.train_step.parts.count}
+
+    @executes(Check)
+    def _check(self, command: Check, share: Batch) -> dict[str, Any]:
+        try:
+            return dict(self.train_step.check(self._with_reference(command, share)))
+        except PluginFailed as e:  # on every rank
+            raise Refused(e) from e
+
+    def _with_reference(self, command: Update | Accumulate | Check, share: Batch) -> Batch:
+        """The share with what its loss reads of the reference policy, where these ranks compute that."""
+        if command.phase != "rl" or not self._adds_reference:
+            return share
+        return Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
 
     @executes(Apply)
     def _apply(self, command: Apply) -> dict[str, Any] | None:
@@ -381,16 +403,22 @@ class TrainerWorker(GroupWorker):
             return None  # when the publish has begun
         return metrics
 
-    def _go_back_from(self, command: Update, error: PluginFailed) -> PluginFailed:
-        """The group goes, after failed updates of a step, back to its last committed state, and makes no step
-        until a person has corrected what failed. Returns what the actor is told, and tells the operator."""
+    def _go_back_from(self, command: Update, error: PluginFailed | StepRefused) -> PluginFailed | StepRefused:
+        """The group goes, after failed updates of a step, back to its last committed state. It makes no step then until
+        a person has corrected what failed, but for samples that it cannot compute with, which the actor looks for: then
+        only once the actor has found none. Returns what the actor is told, and tells the operator."""
+        self._rewound = command.step, 1 + (self._rewound[1] if self._rewound[0] == command.step else 0)
+        is_held = isinstance(error, PluginFailed) or self._rewound[1] > _ATTEMPTS
         self._join_before_restore("its last state")
         self._restore()
         self.board.waits_for = ""
         name = self.ctx.group.name
-        held = command.held(error, name, self.progress.step)
+        held = command.held(error, name, self.progress.step) if is_held else StepRefused(
+            f"{error.message}; step {command.step} had made an update by then, so the {name} is back at step "
+            f"{self.progress.step}", hint=error.hint)
         if self.par.rank == 0:
-            self.gate.hold(held)
+            if isinstance(held, PluginFailed):
+                self.gate.hold(held)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
                 self.ctx.writer_of_group(self._etcd).emit(
                     event_kinds.TRAINER_GROUP_EVENTS[name].rewound, name, str(held), severity=Severity.ERROR,

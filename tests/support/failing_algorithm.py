@@ -14,6 +14,8 @@ FAILS = 777.0
 """The advantage of a sample with which the loss fails."""
 FAILS_AFTER_AN_UPDATE = 778.0
 """The same, once the log-probs of the sample have changed since it was first seen."""
+OVERFLOWS = 779.0
+"""The advantage of a sample whose loss and slopes are finite, and whose gradient is not."""
 _first_seen: list[Tensor] = []
 
 
@@ -24,7 +26,8 @@ def _token_loss(logp: Tensor, batch: LossBatch, options: GrpoOptions) -> tuple[T
         _first_seen.append(logp[later].detach())
         if not torch.equal(_first_seen[0], _first_seen[-1]):
             raise RuntimeError("the loss of the test, after an update")
-    return ALGOS["grpo"].token_loss(logp, batch, options)
+    loss, stats = ALGOS["grpo"].token_loss(logp, batch, options)
+    return torch.where(batch.advantages == OVERFLOWS, loss * 1e25, loss), stats
 
 
 spec = replace(ALGOS["grpo"], token_loss=_token_loss)

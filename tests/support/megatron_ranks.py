@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.publish.part_writer import _view_of
-from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.errors import ConfigError, PluginFailed, StepRefused
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader, extras, owned_tensors, reference, weights
 from elastic_rl.trainer.forward import IN_PASSES
 from elastic_rl.trainer.megatron import parallel
@@ -177,6 +178,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         return attention()
     if scenario == "failing":
         return failing(policy, adam, cfg, par)
+    if scenario == "refusing":
+        return refusing(policy, adam, cfg, par)
     if scenario == "corrected":
         corrected = with_algorithm(cfg, tis_cap=1.1)
         metrics_of_step = TrainStep(policy, adam, corrected, par).train(
@@ -521,6 +524,77 @@ def failing(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims)
         except PluginFailed as e:
             out[f"{loss.__name__} {par.rank}"] = torch.frombuffer(bytearray(str(e).encode()), dtype=torch.uint8)
     return out | gradients(train_step, spec, batch)
+
+
+def refusing(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """What each rank raises, as text, for samples with which the norm of the gradient is not finite, for a pass with
+    too little memory on the last rank, and for a loss that fails in the second part of a step; and of each rank whether
+    its state was the same bits after each of them, and was another one after a step that is not refused."""
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"updates_per_step": 1})})
+    batch, spec = synthetic(cfg, 64), algorithm_of(cfg)
+    train_step = TrainStep(policy, adam, cfg, par)
+    share = share_of(batch, train_step)
+    train_step.train(share, "rl", 1)  # so that there are moments
+
+    def huge(*args: Any) -> Any:  # a finite slope, with which gradients are infinite
+        loss, stats = spec.token_loss(*args)
+        return loss * 1e25, stats
+
+    def fails(*args: Any) -> Any:
+        if par.rank == par.world - 1:
+            raise ValueError("the loss of the test")
+        return spec.token_loss(*args)
+
+    def with_loss(loss: Any, call: Callable[[], Any]) -> None:
+        with mock.patch.object(train_step, "_algorithm", lambda phase: replace(spec, token_loss=loss)):
+            call()
+
+    def without_memory(call: Callable[[], Any]) -> None:
+        forward, calls = policy.forward, itertools.count()
+
+        def once(micro: ModelInput) -> torch.Tensor:
+            if par.rank == par.world - 1 and next(calls) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return forward(micro)
+
+        with mock.patch.object(policy, "forward", once):
+            call()
+
+    def second_part_fails() -> None:
+        train_step.accumulate(share, 0)
+        with_loss(fails, lambda: train_step.accumulate(share, 1))
+
+    def step_of_parts() -> None:
+        train_step.accumulate(share, 0)
+        with_loss(huge, lambda: train_step.accumulate(share, 1))
+        train_step.apply(2)
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "update": lambda: with_loss(huge, lambda: train_step.train(share, "rl", 2)),
+        "check": lambda: with_loss(huge, lambda: train_step.check(share)),
+        "apply": step_of_parts, "second part": second_part_fails}
+    if par.passes_alone:
+        attempts["memory"] = lambda: without_memory(lambda: train_step.train(share, "rl", 2))
+        attempts["memory of a pass"] = lambda: without_memory(lambda: train_step.forward_logprobs(share))
+    before, out = state(policy, adam), dict[str, torch.Tensor]()
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (StepRefused, PluginFailed) as e:
+            text = f"{type(e).__name__}: {e}".encode()
+            out[f"{name} {par.rank}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        out[f"left of {name} {par.rank}"] = torch.tensor([train_step.parts.count, adam.updates])
+        out[f"same after {name} {par.rank}"] = torch.tensor([_same(before, state(policy, adam))])
+    found = train_step.check(share)
+    out[f"same after a good check {par.rank}"] = torch.tensor([_same(before, state(policy, adam))])
+    trained = train_step.train(share, "rl", 2)
+    assert trained["grad_norm"] == found["grad_norm"] and trained["loss"] == found["loss"]
+    out[f"changed {par.rank}"] = torch.tensor([not _same(before, state(policy, adam))])
+    return out
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def frozen(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:

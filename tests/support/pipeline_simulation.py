@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from elastic_rl.pipeline.schedule import Lost, RunPlan, State, TakenStep
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import (
     BatchCommand,
+    Check,
     Command,
     ForwardReference,
     Save,
@@ -116,11 +117,13 @@ class Actor:
 class World:
     """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
     step's batch before it trains. ``lies``: how often those who generate say a wrong version of a sample (0 to 1).
-    ``trusts_trainer``: whether the actor may leave it to the trainer to refuse samples that it knows to be stale."""
+    ``trusts_trainer``: whether the actor may leave it to the trainer to refuse samples that it knows to be stale.
+    ``poison``: groups that the trainer cannot compute with."""
 
     def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *, asks_reference: bool = False,
-                 lies: float = 0.0, trusts_trainer: bool = False) -> None:
+                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = ()) -> None:
         self.lies, self.trusts_trainer, self.refusals = lies, trusts_trainer, 0
+        self.poison, self.refused = poison, 0
         self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
         self.reference_passes = 0
         self.ids = itertools.count(1)
@@ -197,6 +200,8 @@ class World:
             raise Violation(f"a command of term {command.term} was executed in term {self.term}")
         if isinstance(command, Update):
             self.run_update(trainer, command)
+        elif isinstance(command, Check):
+            self.done(trainer, command, {})
         elif isinstance(command, Save):
             if begins := command.begin_rl and trainer.progress.phase == "sft":
                 trainer.progress = after_begin_rl(trainer.progress, command)
@@ -313,6 +318,11 @@ class World:
                 return (yield from self.take(actor))
             case schedule.Train():
                 samples = effect.taken.groups.samples
+                if failed := [g.ordinal for g in effect.taken.groups.groups if g.ordinal in self.poison]:
+                    for _ in range(self.random.randint(0, 3)):  # it looks for them, and may be replaced meanwhile
+                        yield from self.command(actor, Check, phase="rl", step=effect.step)
+                    self.refused += 1
+                    return schedule.NotTrained(failed)
                 if self.asks_reference:
                     yield from self.command(actor, ForwardReference, phase="rl", step=effect.step)
                 result = yield from self.command(
@@ -366,7 +376,7 @@ class World:
             for ordinal in flow.take_stale():
                 del queue[ordinal]
             if (part := flow.choose()) is not None and part.step is not None:
-                return TakenStep(StepGroups.from_groups([queue.pop(o) for o in part.step.ordinals]),
+                return TakenStep(StepGroups.from_groups([queue[o] for o in part.step.ordinals]),
                                  part.step.consumption)
             if (grant := flow.lease()) is None:
                 raise Violation("a step lacks groups, and the flow grants none")

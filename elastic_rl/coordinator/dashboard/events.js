@@ -10,7 +10,7 @@ const LEVEL = { error: "bad", warning: "warn", info: "idle" };
 const LANES = [
   ["engines", new Set(["engine", "pool", "router"])],
   ["training", new Set([...TRAINER_GROUPS, "run", "actor", "logprob", "rollout", "advantages", "genrm", "teacher", "reward", "filter",
-    "generate", "responses", "samples", "queue", "groups"])],
+    "generate", "train", "responses", "samples", "queue", "groups"])],
   ["versions", new Set(["version", "dcs"])],
   ["control", { has: () => true }],
 ];

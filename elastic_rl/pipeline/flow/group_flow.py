@@ -35,7 +35,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
-from elastic_rl.data.samples import FAILED, TRAINER_REFUSED
+from elastic_rl.data.samples import FAILED, TRAIN_FAILED, TRAINER_REFUSED
 from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
@@ -301,6 +301,15 @@ class GroupFlow:
         """Puts the groups that were chosen of the next step back into the queue: the step will be made of others."""
         for ordinal in list(self._ledger.in_state(CHOSEN)):
             self._ledger.queued(ordinal)
+
+    def failed(self, ordinals: Iterable[int]) -> list[int]:
+        """The step in progress was not made, since the trainer cannot compute with these groups of it: they are
+        dropped, and the step is chosen again. Returns those whose data nobody needs any more."""
+        self.choose_again()
+        dropped = [ordinal for ordinal in ordinals if self._ledger.state(ordinal) is QUEUED]
+        for ordinal in dropped:
+            self._ledger.drop(ordinal, TRAIN_FAILED)
+        return dropped
 
     def choose(self) -> ChosenPart | None:
         """The next part of the next step, which may be all of it; None while there are too few groups, one is waited

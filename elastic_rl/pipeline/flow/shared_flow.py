@@ -13,7 +13,7 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
-from elastic_rl.errors import IllegalTransition
+from elastic_rl.errors import GroupsFailed, IllegalTransition
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
@@ -65,6 +65,9 @@ class SharedFlow:
 
     def trained(self, consumption: Consumption, version: int) -> None:
         self._give_up(lambda: self._flow.trained(consumption, version))
+
+    def failed(self, ordinals: Collection[int]) -> None:
+        self._give_up(lambda: self._flow.failed(ordinals))
 
     def _give_up(self, decide: Callable[[], Collection[int]]) -> None:
         """Has the flow give up groups, and the queue their data."""
@@ -124,7 +127,8 @@ class SharedFlow:
         """The groups of the next step, as soon as there are enough. ``more`` is called while there are not: it
         generates some or, each ``poll_s``, says what the thread that does so waits for. ``on_loss`` is called with
         what the queue has lost, once that is to be generated again; ``on_part`` with each part as soon as its groups
-        are there. A step that is chosen again begins with a first part again. Raises Fenced and what these raise."""
+        are there; groups for which that raises GroupsFailed are dropped. A step that is chosen again begins with a
+        first part again. Raises Fenced and what these raise."""
         with self._changed:
             self._flow.choose_again()  # this call may follow one that failed
         groups, accumulated = dict[int, GroupSummary](), Accumulated()
@@ -141,7 +145,11 @@ class SharedFlow:
             if part.first:
                 groups, accumulated = {}, Accumulated()
             groups |= found
-            accumulated = on_part(self._step_groups(found, part.ordinals), accumulated)
+            try:
+                accumulated = on_part(self._step_groups(found, part.ordinals), accumulated)
+            except GroupsFailed as e:
+                self.failed(e.ordinals)
+                continue
             if (chosen := part.step) is not None:
                 return Taken(self._step_groups(groups, chosen.ordinals), chosen, self._metrics(chosen), accumulated)
 

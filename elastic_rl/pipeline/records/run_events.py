@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 PRODUCER = "actor"
 _DROPPED = {"reward": event_kinds.REWARD_FAILED, "generate": event_kinds.GENERATE_FAILED,
-            "filters": event_kinds.FILTER_FAILED}
-"""Kind of the event about dropped groups, by the setting of ``rollout`` that names what failed."""
+            "filters": event_kinds.FILTER_FAILED, "train": event_kinds.TRAIN_FAILED}
+"""Kind of the event about dropped groups, by what failed: a setting of ``rollout``, or the trainer."""
 _FAILED_GROUPS_S = 60.0
 """Shortest pause between two events about groups for which the same part failed."""
 _RECENT = 200
@@ -90,12 +90,12 @@ class RunEvents:
         """Number of the newest formation that was known then, by trainer group."""
 
     def groups_failed(self, part: str, ordinals: Sequence[int], why: str) -> None:
-        """The metrics of the step count them; the event is for people. ``part``: reward, generate or
-        filters."""
+        """The metrics of the step count them; the event is for people. ``part``: reward, generate, filters or
+        train."""
         if count := self._failed_groups[part].add(len(ordinals), time.monotonic()):
+            what = "training on them" if part == "train" else f"rollout.{part}"
             self._emit(_DROPPED[part], self._keys.job, severity=Severity.WARNING, groups=count, message=
-                       f"{count} prompt groups have been dropped since rollout.{part} failed, last group "
-                       f"{ordinals[-1]}: {why}")
+                       f"{count} prompt groups have been dropped since {what} failed, last group {ordinals[-1]}: {why}")
 
     def responses(self, metrics: StepMetrics, source: CheckedSource) -> None:
         """Says it once when no response ends by itself: mostly the model does not know its end token."""

@@ -1,12 +1,14 @@
-"""Decides whose fault it is that a function of the user's fails for prompt groups: the group's, which is dropped in the
-end; or that of the function or of a service it asks, which the run waits for. Pure: the time is passed in.
+"""Decides whose fault it is that prompt groups fail: the group's, which is dropped in the end; or that of the user's
+function, of a service it asks, of the engines or of the trainer, which the run waits for. Pure: the time is passed in.
 
 A group may make a function raise, hang or end its process whenever it is tried, and must not hold the run up. A
 function that is wrong, or asks a service that is away, fails for every group, and dropping groups would use up the data
-without learning. What happens to other groups meanwhile shows which one it is. One attempt shows one of three failures:
+without learning. What happens to other groups meanwhile shows which one it is. One attempt shows one of four failures:
 
 - ``GROUP``: the function failed for this group, and its process went on;
 - ``PROCESS``: its process or thread ended with all groups under way there, and any of them may be to blame;
+- ``ENGINES``: no engine answered in as many attempts as there are. Mostly they are away; but a group may be what ends
+  each of them, or always takes longer than they may;
 - ``SERVICE``: something does not answer, or the function was not called, which says nothing about the group.
 
 Each group that is not done is in one of two lanes, and each lane has a process (or instance) of the function::
@@ -29,12 +31,17 @@ Each group that is not done is in one of two lanes, and each lane has a process 
 
     In both lanes: a failure that counts, after ``attempts`` of them and within the limit -> DROP
 
+    ENGINES: groups that failed together stay together in MAIN. A group that fails so ``_UNANSWERED`` times, while the
+    function worked for others in between, goes to PROBATION; only failures that it has there alone count. A group that
+    ends engines fails others with it, which succeed once they are tried without it.
+
 A failure *counts* when the function worked in the same lane for another group since this group failed before, and when
 nothing else can be to blame: after ``PROCESS`` the group must have been the only one there. So that this can be known
 where no other group comes by, the lane *wants a probe* after a failure: a group for which the function worked before.
 
 The limit: of the last ``window`` groups at most a share is dropped. Beyond it the function is taken to be at fault, and
-groups are tried again without end. An outage of a service has no limit: it pauses the run (I11) and drops nothing.
+groups are tried again without end; failures by ``ENGINES`` have a limit of the same size for themselves. An outage of a
+service, or of all engines, has no limit: it pauses the run (I11) and drops nothing, since nothing works meanwhile.
 """
 
 from __future__ import annotations
@@ -53,6 +60,9 @@ from elastic_rl.runtime.backoff import RetryBackoff
 
 T = TypeVar("T")
 
+_UNANSWERED = 2
+"""Failures by ``ENGINES`` beside others that are answered, before a group is tried alone."""
+
 
 class Failure(enum.Enum):
     """The kinds of a failed attempt, by whose fault it can be."""
@@ -61,12 +71,14 @@ class Failure(enum.Enum):
     """The function failed for this group while its process went on."""
     PROCESS = "process"
     """The process or thread of the function ended, with every group that was under way there."""
+    ENGINES = "engines"
+    """No engine answered for the group."""
     SERVICE = "service"
     """What the function asks does not answer, or the function was not called."""
 
     @classmethod
-    def of(cls, *, shared: bool, away: bool) -> Failure:
-        return cls.SERVICE if away else cls.PROCESS if shared else cls.GROUP
+    def of(cls, *, shared: bool, away: bool, unanswered: bool = False) -> Failure:
+        return cls.ENGINES if unanswered else cls.SERVICE if away else cls.PROCESS if shared else cls.GROUP
 
 
 class Lane(enum.Enum):
@@ -113,6 +125,8 @@ class Trial(Generic[T]):
         """Attempts that failed, but for those of a service."""
         self.counted = 0
         """Attempts that count against the group."""
+        self.unanswered = 0
+        """Attempts in ``MAIN`` that no engine answered, although others were answered since the one before."""
 
 
 @dataclass
@@ -134,6 +148,17 @@ class DropLimit:
         """``max_share``: fraction of the last ``window`` groups; a share above 0 allows at least one."""
         self._most = max(1, int(max_share * window)) if max_share > 0 else 0
         self._dropped: deque[bool] = deque(maxlen=window)
+
+    @classmethod
+    def of(cls, cfg: Config) -> DropLimit:
+        """The limit as the section ``rollout`` has it."""
+        return cls(cfg.rollout.max_failed_rewards, max(cfg.train.prompts_per_step, cfg.groups_per_request))
+
+    def copy(self) -> DropLimit:
+        """A limit of the same size, of which nothing is used up."""
+        limit = DropLimit(0.0, self._dropped.maxlen or 0)
+        limit._most = self._most
+        return limit
 
     def kept(self, groups: int = 1) -> None:
         """The function worked for so many groups."""
@@ -159,6 +184,7 @@ class FaultIsolation(Generic[T]):
         as many, which explains the end of many in few rounds where one attempt takes minutes; else one by one, which
         ends the process no more often than there are groups to blame."""
         self._attempts, self._limit, self._retry_s, self._halves = attempts, limit, retry_s, halves
+        self._limit_of_engines = limit.copy()
         self._known_good: T | None = None
         """The group for which the function worked last: as long as it works for that one again, it works."""
         self._others = 0
@@ -168,8 +194,7 @@ class FaultIsolation(Generic[T]):
     @classmethod
     def of(cls, cfg: Config, retry_s: tuple[float, float], *, halves: bool = False) -> FaultIsolation[T]:
         """The rules as the section ``rollout`` has them."""
-        return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves, limit=DropLimit(
-            cfg.rollout.max_failed_rewards, max(cfg.train.prompts_per_step, cfg.groups_per_request)))
+        return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves, limit=DropLimit.of(cfg))
 
     def reset(self) -> None:
         """Forgets all groups that are not done; the limit still knows of the last groups, and probes of the one that
@@ -277,25 +302,45 @@ class FaultIsolation(Generic[T]):
             worked = [group for group, failure in zip(trial.groups, found, strict=True) if failure is None]
             state.worked += len(worked)
             self._limit.kept(len(worked))
+            self._limit_of_engines.kept(len(worked))
             self._known_good = worked[-1] if worked else self._known_good
-        return [[Verdict.DONE if failure is None else self._failed(trial, group, failure, at_once, now)
+        return [self._unanswered(trial, now) if lane is Lane.MAIN and {*found} == {Failure.ENGINES} else
+                [Verdict.DONE if failure is None else self._failed(trial, group, failure, at_once, now)
                  for group, failure in zip(trial.groups, found, strict=True)] for trial, found in ended]
+
+    def _unanswered(self, trial: Trial[T], now: float) -> list[Verdict]:
+        """No engine answered for any group of a trial in ``MAIN``."""
+        state, probation = self._lanes[Lane.MAIN], self._lanes[Lane.PROBATION]
+        trial.unanswered += state.worked > (trial.worked or 0)
+        trial.worked, state.wants_probe, trials = state.worked, True, [trial]
+        if trial.unanswered >= _UNANSWERED:
+            trials = [trial] if len(trial.groups) == 1 else [self._single(trial, group) for group in trial.groups]
+            probation.wants_probe = True
+            for one in trials:
+                one.lane, one.worked, one.round_size = Lane.PROBATION, probation.worked, max(1, len(trials) // 2)
+        for one in trials:
+            one.retry.failed(now)
+            self._wait(one)
+        return [Verdict.RETRY] * len(trial.groups)
 
     def _failed(self, trial: Trial[T], group: T, failure: Failure, at_once: int, now: float) -> Verdict:
         if len(trial.groups) > 1:
             trial = self._single(trial, group)
+        if failure is Failure.ENGINES and trial.lane is Lane.MAIN:
+            return self._unanswered(trial, now)[0]
         if failure is not Failure.SERVICE:
             trial.failures += 1
             if self._counts(trial, failure):
                 trial.counted += 1
-                if trial.counted >= self._attempts and self._limit.drop():
+                limit = self._limit_of_engines if failure is Failure.ENGINES else self._limit
+                if trial.counted >= self._attempts and limit.drop():
                     return Verdict.DROP
-            trial.lane = Lane.PROBATION if failure is Failure.PROCESS else Lane.MAIN
+            trial.lane = Lane.MAIN if failure is Failure.GROUP else Lane.PROBATION
             trial.round_size = max(1, at_once // 2) if self._halves else 1
         trial.retry.failed(now)
         to = self._lanes[trial.lane]
         trial.worked = to.worked
-        to.wants_probe |= failure is Failure.GROUP or (failure is Failure.PROCESS and trial.round_size == 1)
+        to.wants_probe |= failure is Failure.GROUP or (failure is not Failure.SERVICE and trial.round_size == 1)
         self._wait(trial)
         return Verdict.LIMIT if trial.counted >= self._attempts and failure is not Failure.SERVICE else Verdict.RETRY
 
@@ -312,6 +357,7 @@ class FaultIsolation(Generic[T]):
     def _single(self, trial: Trial[T], group: T) -> Trial[T]:
         single = Trial([group], trial.lane, RetryBackoff(*self._retry_s))
         single.worked, single.is_alone, single.round_size = trial.worked, False, trial.round_size
+        single.unanswered = trial.unanswered
         return single
 
     def _wait(self, trial: Trial[T]) -> None:

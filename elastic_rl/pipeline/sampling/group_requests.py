@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest, oldest_version
-from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
+from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable, Unanswered
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Trial, Verdict
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.runtime.sequences import batches
@@ -149,7 +149,8 @@ class GroupRequests:
         if answered and not self._quiet:
             self._waits.works()
         verdicts = self._isolation.settle(lane, [(trial, [
-            Failure.of(shared=one.shared, away=bool(one.away)) if isinstance(one, GenerateFault) else None
+            Failure.of(shared=one.shared, away=bool(one.away), unanswered=one.unanswered)
+            if isinstance(one, GenerateFault) else None
             for one in results]) for trial, results in found], time.monotonic())
         dropped = [self._dropped(asked.request, fault) for (trial, results), of_trial in zip(
             found, verdicts, strict=True) for asked, fault, verdict in zip(trial.groups, results, of_trial, strict=True)
@@ -165,6 +166,12 @@ class GroupRequests:
                        for asked, found in zip(groups, future.result(), strict=True)]
         except Fenced:
             raise
+        except Unanswered as e:
+            if trial is not None:
+                return trial, [GenerateFault(f"the engines to generate: {e}", away="engines", unanswered=True)
+                               for _ in trial.groups]
+            self._isolation.probed(lane, works=False)
+            return None
         except ElasticRLError as e:
             if trial is not None:
                 self._isolation.interrupted(trial, time.monotonic())
@@ -184,7 +191,8 @@ class GroupRequests:
     def _is_dropped(self, fault: GenerateFault, verdict: Verdict) -> bool:
         """Whether the group has failed for good; else says what is waited for."""
         if verdict is not Verdict.DROP:
-            self._say(fault.away or "plugin", verdict.reason(fault.why, self._setting))
+            self._say(fault.away or "plugin", verdict.reason(
+                fault.why, "the engines, or the prompts" if fault.unanswered else self._setting))
         return verdict is Verdict.DROP
 
     def _dropped(self, request: PromptRequest, fault: GenerateFault) -> Group:

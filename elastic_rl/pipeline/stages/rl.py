@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any, Protocol
 
 from elastic_rl.data.queue.step_groups import StepGroups
-from elastic_rl.errors import Conflict, GroupsLost, StaleSamples, TrainerFailed
+from elastic_rl.errors import Conflict, GroupsFailed, GroupsLost, StaleSamples, TrainerFailed
 from elastic_rl.host.address import host_address, own_address
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.accumulated import Accumulated
@@ -16,9 +17,10 @@ from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
-from elastic_rl.pipeline.schedule import RunPlan, TakenStep
+from elastic_rl.pipeline.schedule import NotTrained, RunPlan, TakenStep
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
 from elastic_rl.pipeline.stages.trainer import TrainerAccess, TrainerStages
+from elastic_rl.pipeline.training.group_trials import GroupTrials
 from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.training.training_batch import ScoringRoles, TrainingBatches
 from elastic_rl.telemetry import traces
@@ -44,7 +46,8 @@ class RlStages(TrainerStages):
         batches = waits.retry("plugin", lambda: TrainingBatches(
             cfg, roles, waits, source.max_response_tokens, trainer.groups))
         closing.callback(batches.close)
-        self._maker = StepMaker(batches, trainer.groups, waits, in_parts=cfg.computes_parts)
+        self._maker = StepMaker(batches, trainer.groups, waits, GroupTrials(cfg, waits), in_parts=cfg.computes_parts,
+                                on_failed=partial(term.events.groups_failed, "train"))
         self._generation = self._make_generation(FlowLimits.of(cfg))
         closing.callback(self._generation.close)
         self._parts = self._pieces_before = 0
@@ -86,7 +89,7 @@ class RlStages(TrainerStages):
         self._parts += added.parts - before.parts
         return added
 
-    def _train(self, effect: schedule.Train) -> int:
+    def _train(self, effect: schedule.Train) -> int | NotTrained:
         term, taken = self._term, effect.taken
         groups, timer = taken.groups, effect.timer
         with traces.span("train_step", step=effect.step):
@@ -94,7 +97,10 @@ class RlStages(TrainerStages):
                 effect.step, groups, policy_version=effect.policy_version,
                 dropped={reason: len(dropped) for reason, dropped in taken.consumption.dropped.items()})
             cursor = {**effect.cursor, **known_before(metrics, taken.consumption.trained)}
-            made, advantages = self._maker.make(taken, effect.step, timer, cursor)
+            try:
+                made, advantages = self._maker.make(taken, effect.step, timer, cursor)
+            except GroupsFailed as e:
+                return NotTrained(e.ordinals)
         trained = {**taken.metrics, **made, **self._generation.take_metrics()}
         timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         term.step, version = effect.step, int(trained["policy_version"])

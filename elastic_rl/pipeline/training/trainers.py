@@ -31,7 +31,15 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog import pairs, reads
 from elastic_rl.dcs.catalog.references import oldest_of_step
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, GroupsLost, TrainerFailed, VersionNotFound
+from elastic_rl.errors import (
+    ConfigError,
+    Conflict,
+    GroupsLost,
+    PluginFailed,
+    StepRefused,
+    TrainerFailed,
+    VersionNotFound,
+)
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
@@ -182,9 +190,13 @@ class Trainers:
         step_id, of_critic = secrets.token_hex(8), _of_critic(batch)
         with _of(CRITIC):
             shares = self._critic.upload(of_critic)
-        trained = self._stepped(step, cursor, self._policy.update(
-            phase, step, self._policy.upload(batch.without(*_OF_CRITIC)), versions=versions, consumption=consumption,
-            cursor=cursor, step_id=step_id))
+        try:
+            trained = self._stepped(step, cursor, self._policy.update(
+                phase, step, self._policy.upload(batch.without(*_OF_CRITIC)), versions=versions,
+                consumption=consumption, cursor=cursor, step_id=step_id))
+        except (StepRefused, PluginFailed, ConfigError, Conflict):
+            self._critic.discard(shares)
+            raise
         with _of(CRITIC):
             learned = self._learn(self._critic, step, of_critic, shares, consumption, step_id)
         return trained | {name: learned[key] for key, name in _METRICS.items() if key in learned}
@@ -198,6 +210,10 @@ class Trainers:
         """Calls ``TrainerClient.apply`` of the policy's group. Used by a job without a critic."""
         return self._stepped(step, cursor, self._policy.apply(step, parts, versions=versions, consumption=consumption,
                                                               cursor=cursor))
+
+    def check(self, step: int, batch: Batch) -> None:
+        """Calls ``TrainerClient.check`` of the policy's group."""
+        self._policy.check(step, batch if self._critic is None else batch.without(*_OF_CRITIC))
 
     def _stepped(self, step: int, cursor: Mapping[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
         """The policy's group has made this step, with this result."""

@@ -11,6 +11,7 @@ the group, which outlives the state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from elastic_rl.config import Config
-from elastic_rl.errors import TrainerFailed
+from elastic_rl.errors import StepRefused
 from elastic_rl.trainer.megatron.hf_layout import ShardRange
 from elastic_rl.trainer.megatron.megatron_cpu import cuda_literals
+from elastic_rl.trainer.megatron.parallel import max_over_ranks
 from elastic_rl.trainer.megatron.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -108,6 +110,8 @@ class Adam:
                                 params_dtype=policy.dtype, bf16=policy.dtype is torch.bfloat16,
                                 use_distributed_optimizer=self._distributed),
                 [policy.ddp], use_gloo_process_groups=False)
+        # Megatron asks for the norm once the gradients are complete and before it changes anything.
+        self._norm_of_megatron, self._megatron.get_grad_norm = self._megatron.get_grad_norm, self._finite_norm
         # Megatron's chain has one optimizer, and a second one for experts that are split over ranks; the .optimizer of
         # each is torch's, Apex's or TE's Adam.
         self._inner: list[torch.optim.Optimizer] = [o.optimizer for o in self._megatron.chained_optimizers]
@@ -132,19 +136,40 @@ class Adam:
         """Sums gradients over replicas (and over TP for the per-head norms), clips them, updates the parameters;
         returns the norm before clipping.
 
-        Raises TrainerFailed when the gradient is not finite; the parameters must then be restored.
+        Raises StepRefused, on every rank, when the gradient is not finite; parameters and moments are then as before.
         """
-        from megatron.core.distributed import finalize_model_grads
-
-        finalize_model_grads([self.policy.ddp])
+        self._reduce()
         for group in (g for inner in self._inner for g in inner.param_groups):
             group["lr"] = lr
         with cuda_literals():
             _, norm, _ = self._megatron.step()
-        if norm is None or not torch.isfinite(torch.tensor(float(norm))):
-            raise TrainerFailed(f"the gradient norm is {norm}", hint="lower train.lr, or look for a bad batch")
         self.updates += 1
         return float(norm)
+
+    def reduce_and_discard(self) -> float:
+        """The norm that ``reduce_and_step`` would return. Changes nothing but the gradients, which are zero afterwards.
+        Raises as ``reduce_and_step``."""
+        self._reduce()
+        try:
+            with cuda_literals():
+                self._megatron.prepare_grads()
+                return float(self._megatron.get_grad_norm())
+        finally:
+            self.zero_grad()
+
+    def _reduce(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.policy.ddp])
+
+    def _finite_norm(self) -> float:
+        """The norm of the gradients. Raises StepRefused, on every rank, when it is not finite on one: a rank that went
+        on alone would have other weights than the rest."""
+        norm = float(self._norm_of_megatron())
+        failed = torch.tensor([0.0 if math.isfinite(norm) else 1.0], device=self.policy.par.device)
+        if float(max_over_ranks(failed, self.policy.par)):
+            raise StepRefused(f"the norm of the gradient is {norm}", hint="lower train.lr, or look for bad samples")
+        return norm
 
     def reset(self) -> None:
         """Discards the moments."""

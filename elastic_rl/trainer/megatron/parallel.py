@@ -49,6 +49,11 @@ class ParallelDims:
         return (self.dp_rank * self.cp + self.cp_rank) % self.ep
 
     @property
+    def passes_alone(self) -> bool:
+        """Whether this rank needs no other one for a pass of its samples through the model."""
+        return self.tp * self.cp * self.pp * self.ep == 1
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes the model's output."""
         return self.pp_rank == self.pp - 1

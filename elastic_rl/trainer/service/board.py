@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import Any
 
 from elastic_rl.errors import Conflict, ElasticRLError, StaleSamples
-from elastic_rl.trainer.service.commands import REFUSALS, Command
+from elastic_rl.trainer.service.commands import REFUSALS, Command, TrainCommand
 
 _QUEUE = 4
 """Commands that wait. One actor sends one at a time; a few more may be of actors that were replaced."""
@@ -30,6 +30,8 @@ class Board:
         self._commands: queue.Queue[Command] = queue.Queue(maxsize=_QUEUE)
         self._lock = threading.Condition()
         self._pending: set[str] = set()
+        self._executing: Command | None = None
+        """The command that was taken last, until it is done."""
         self._results: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._shares: OrderedDict[str, bytes] = OrderedDict()
         self._outputs: OrderedDict[str, bytes] = OrderedDict()
@@ -70,15 +72,19 @@ class Board:
             return self._outputs[command_id]
 
     def status(self) -> dict[str, Any]:
+        """With ``executing``: which step is being made; "" for none."""
         with self._lock:
-            return dict(self._status)
+            step = self._executing if isinstance(self._executing, TrainCommand) else None
+            return {**self._status, "executing": "" if step is None else str(step)}
 
     # -- working thread -------------------------------------------------------------------------------------------
     def next(self) -> Command | None:
-        try:
-            return self._commands.get_nowait()
-        except queue.Empty:
-            return None
+        with self._lock:
+            try:
+                self._executing = self._commands.get_nowait()
+            except queue.Empty:
+                return None
+            return self._executing
 
     def share(self, batch_id: str) -> bytes | None:
         with self._lock:
@@ -105,6 +111,8 @@ class Board:
     def _finish(self, command: Command, outcome: dict[str, Any]) -> None:
         with self._lock:
             self._pending.discard(command.id)
+            if self._executing is not None and self._executing.id == command.id:
+                self._executing = None
             _keep(self._results, command.id, outcome, _RESULTS)
             self._lock.notify_all()
 

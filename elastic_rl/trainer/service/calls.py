@@ -15,8 +15,8 @@ has. A batch is split over the data-parallel replicas, balanced by the estimated
 
 Each call waits for its result for as long as that takes. Each raises TrainerFailed when the group is lost, Conflict for
 a command about a step that does not fit the trainer's progress, Fenced when another actor has taken over, ConfigError
-when the command or its batch is refused, and PluginFailed when the algorithm's loss failed, or has failed before and
-steps are held for it.
+when the command or its batch is refused, PluginFailed when the algorithm's loss failed, or has failed before and steps
+are held for it, and StepRefused when the group cannot compute with the batch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from elastic_rl.trainer.progress import Phase
 from elastic_rl.trainer.service.commands import (
     Accumulate,
     Apply,
+    Check,
     Command,
     ForwardLogprobs,
     ForwardReference,
@@ -85,9 +86,10 @@ class TrainerCalls(ABC):
 
         ``versions``: of the policy, that made what is trained on; of an RL step the policy's group refuses those
         beyond the staleness (StaleSamples, which is a Conflict), and a step that names none. ``cursor`` is saved with
-        the state; ``step_id``: see ``Progress``. After PluginFailed the step was not made. If
-        it failed after an update, the group is at its last state, and every further step is refused with the same error
-        until another actor takes over or the group re-forms.
+        the state; ``step_id``: see ``Progress``. After PluginFailed and StepRefused the step was not made, and nothing
+        has changed. If it failed after an update, the group is at its last state; after PluginFailed, and when the same
+        step is refused so a third time, every further step is refused with the same error until another actor takes
+        over or the group re-forms.
         """
         return self.execute(partial(Update, phase=phase, step=step, sample_versions=tuple(versions),
                                     consumption=consumption, cursor=dict(cursor or {}), step_id=step_id), batch).result
@@ -98,15 +100,23 @@ class TrainerCalls(ABC):
         ``versions``: as in ``update``.
 
         Raises Conflict when another part is the next one: those before were lost, with a group that has re-formed, or
-        when the trainer had to publish its weights again. After PluginFailed no part is left either."""
+        when the trainer had to publish its weights again. After PluginFailed and StepRefused the parts are to be sent
+        again, from 0."""
         return self.execute(partial(Accumulate, step=step, part=part, sample_versions=tuple(versions)), batch).result
 
     def apply(self, step: int, parts: int, *, versions: Sequence[int] = (), consumption: Consumption = Consumption(),
               cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Runs RL step ``step`` on the gradients of its ``parts`` parts: what ``update`` does with the samples of all
-        of them in one batch, up to rounding. Raises Conflict unless these parts were accumulated."""
+        of them in one batch, up to rounding. Raises Conflict unless these parts were accumulated. No part is left when
+        it is refused."""
         return self.execute(partial(Apply, step=step, parts=parts, sample_versions=tuple(versions),
                                     consumption=consumption, cursor=dict(cursor or {}))).result
+
+    def check(self, step: int, batch: Batch) -> dict[str, Any]:
+        """Computes what RL step ``step`` (the trainer's step + 1) would with a batch, and updates nothing; the metrics
+        of that. Parts that were accumulated are discarded. Raises PluginFailed and StepRefused where ``update`` would
+        in its first update."""
+        return self.execute(partial(Check, step=step), batch).result
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Log-probs by the policy: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N,

@@ -6,6 +6,7 @@ refusal ends the wait, and so does another group in the place of this one; a gro
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,8 @@ class TrainerStatus:
     """Operations of the group's model, by which shares are balanced."""
     reference_version: int
     """See ``Progress``."""
+    executing: str
+    """The step that the group makes now, "" for none: what the rest says is of the state before it."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TrainerStatus:
@@ -91,7 +94,7 @@ class TrainerStatus:
                    pair=str(raw["pair"]), branch=Branch.from_json(raw["branch"]),
                    minibatches=int(raw["minibatches"]),
                    cost=SequenceCost(linear=float(raw["cost"]["linear"]), square=float(raw["cost"]["square"])),
-                   reference_version=int(raw["reference_version"]))
+                   reference_version=int(raw["reference_version"]), executing=str(raw["executing"]))
 
 
 class TrainerClient(TrainerCalls):
@@ -123,11 +126,18 @@ class TrainerClient(TrainerCalls):
     # -- state ------------------------------------------------------------------------------------------------------
     def wait_ready(self) -> TrainerStatus:
         """Waits, without end, for a group that has restored or initialised its weights, and takes it over: commands of
-        earlier actors are refused from then on. Raises Fenced, EtcdUnavailable and what ``on_wait`` raises."""
-        began = time.monotonic()
+        earlier actors are refused from then on. A step that it makes for one of them is waited for, since its groups
+        would be generated again. Raises Fenced, EtcdUnavailable and what ``on_wait`` raises."""
+        began, claimed = time.monotonic(), ""
         while True:
             status, why = self._read_status()
-            if status is not None and self._claim():
+            if status is not None and status.group != claimed:
+                if self._claim():
+                    claimed = status.group
+                    continue  # what it executes now is the last command of an earlier actor
+            elif status is not None and status.executing:
+                why = f"the {self._role} to end the {status.executing} of the actor before"
+            elif status is not None:
                 self._group, self._shares = status.group, status.share_urls
                 self._minibatches, self._cost = status.minibatches, status.cost
                 self._on_wait("")
@@ -176,6 +186,14 @@ class TrainerClient(TrainerCalls):
         if not self._group:
             self.wait_ready()
         return self._upload(batch, self._rows_of_shares(batch))
+
+    def discard(self, uploaded: Uploaded) -> None:
+        """No command will use these shares. A rank that does not answer keeps its own until a few others have come."""
+        def delete(url: str) -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                self._http.delete(f"{url}/v1/batches/{uploaded.batch}/share")
+
+        list(self._threads.map(delete, self._shares))
 
     def execute(self, make: Callable[..., Command], batch: Batch | Uploaded | None = None) -> Executed:
         """See ``TrainerCalls``."""

@@ -36,6 +36,7 @@ from elastic_rl.errors import (
     Fenced,
     PluginFailed,
     StaleSamples,
+    StepRefused,
     TrainerFailed,
     VersionNotFound,
 )
@@ -43,7 +44,7 @@ from elastic_rl.trainer.progress import Phase, Progress
 
 REFUSALS: Mapping[str, type[ElasticRLError]] = {
     "fenced": Fenced, "invalid": ConfigError, "stale": StaleSamples, "conflict": Conflict, "plugin": PluginFailed,
-    "version": VersionNotFound}
+    "version": VersionNotFound, "step": StepRefused}
 """Errors that refuse a command, by their names in its outcome; any other is a failure of the trainer."""
 
 
@@ -130,7 +131,7 @@ class TrainCommand(_SamplesCommand):
     consumption: _Consumption = Consumption()
     cursor: dict[str, Any] = {}
 
-    def held(self, error: PluginFailed, group: str, back_at: int) -> PluginFailed:
+    def held(self, error: PluginFailed | StepRefused, group: str, back_at: int) -> PluginFailed:
         """The error that the actor gets when the step failed after an update: the trainer group went back to step
         ``back_at``, and waits for a person."""
         return PluginFailed(f"{error.message}; step {self.step} had made an update by then, so the {group} is back at "
@@ -164,6 +165,13 @@ class Apply(TrainCommand):
     kind: Literal["apply"] = "apply"
     parts: int
     """How many parts there are."""
+
+
+class Check(NextStepCommand, BatchCommand):
+    """What the next step would compute with a batch, in one update that is not made. What was accumulated of the step
+    is discarded."""
+
+    kind: Literal["check"] = "check"
 
 
 class ForwardLogprobs(ForwardCommand):
@@ -227,8 +235,8 @@ class Onload(Command):
     kind: Literal["onload"] = "onload"
 
 
-_Any = (Update | Accumulate | Apply | ForwardLogprobs | ForwardReference | ForwardValues | ForwardVersion | Save | Load
-        | Offload | Onload)
+_Any = (Update | Accumulate | Apply | Check | ForwardLogprobs | ForwardReference | ForwardValues | ForwardVersion | Save
+        | Load | Offload | Onload)
 KINDS: tuple[type[Command], ...] = get_args(_Any)
 """The class of every command."""
 _ANY: TypeAdapter[Command] = TypeAdapter(Annotated[_Any, Field(discriminator="kind")])

@@ -26,7 +26,7 @@ class Refused(Exception):
 def executes(*kinds: type[Command]) -> Callable[[M], M]:
     """Marks the method of a rank that executes commands of these kinds. It is called with the command and, if that has
     a batch, the share of this rank's replica. It returns the result or, for a ``ForwardCommand``, named tensors of the
-    share; None for a result that follows later. It may raise ``Refused``."""
+    share; None for a result that follows later. It may raise ``Refused``, and StepRefused, on every rank."""
 
     def mark(method: M) -> M:
         method.executes = kinds  # type: ignore[attr-defined]

@@ -104,6 +104,10 @@ def make_app(board: Board, security: Security, take_share: TakeShare) -> FastAPI
         board.put_share(batch_id, await run_in_threadpool(take_share, raw))
         return {}
 
+    @app.delete("/v1/batches/{batch_id}/share", status_code=204)
+    async def discard_share(batch_id: str) -> None:
+        board.discard_share(batch_id)
+
     @app.post("/v1/commands", status_code=202)
     async def submit(request: Request) -> dict[str, Any]:
         command = Command.decode(await _body(request, _MAX_COMMAND_BYTES))

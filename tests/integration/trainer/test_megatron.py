@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,8 @@ SAVED: list[Sizes] = [(2, 1, 1), (2, 2, 1)]
 """Groups whose state the groups of RESTORED restore."""
 RESTORED: list[Sizes] = [ALONE, (1, 2, 2)]
 GROUPS: list[Sizes] = [*SAVED, *RESTORED, (1, 1, 2)]
-COMPARED = ("hf16", "hf13", "gradients", "train", "algorithms", "padded", "corrected", "failing", "temperature")
+COMPARED = ("hf16", "hf13", "gradients", "train", "algorithms", "padded", "corrected", "failing", "refusing",
+            "temperature")
 """Results of every group that are compared with those of one rank, or with transformers'."""
 MORE_SIZES = {"proved_in": "tests/integration/trainer/test_megatron.py tests/integration/trainer/test_critic.py "
                            "tests/integration/trainer/test_families.py", "why": "each further parallel size"}
@@ -243,6 +245,27 @@ def test_loss_that_fails_on_one_rank_fails_the_update_on_every_rank(runs: Runs, 
         texts = {bytes(found[f"{loss} {rank}"].tolist()).decode() for rank in ranks}
         assert len(texts) == 1 and named in texts.pop()
     assert_equal(runs, "failing", runs.results[ALONE]["gradients"], split)
+
+
+@ON_ALL
+def test_step_that_cannot_be_computed_is_refused_on_every_rank_and_leaves_the_state_as_it_is(runs: Runs, sizes: Sizes
+                                                                                             ) -> None:
+    found, world = runs.results[sizes]["refusing"], sizes[0] * sizes[1] * sizes[2]
+    expected = {"update": "StepRefused: the norm of the gradient is (inf|nan)",
+                "check": "StepRefused: the norm of the gradient is (inf|nan)",
+                "apply": "StepRefused: the norm of the gradient is (inf|nan)",
+                "second part": "PluginFailed: .*the loss of the test"}
+    if sizes[:2] == (1, 1):  # else a rank that lacks memory leaves the others in a collective
+        expected |= {name: f"StepRefused: rank {world - 1} has too little memory" for name in (
+            "memory", "memory of a pass")}
+    for name, text in expected.items():
+        told = {bytes(found[f"{name} {rank}"].tolist()).decode() for rank in range(world)}
+        assert len(told) == 1 and re.match(text, told.pop()), name
+        for rank in range(world):
+            assert bool(found[f"same after {name} {rank}"]), f"{name} changed rank {rank}"
+            assert found[f"left of {name} {rank}"].tolist() == [0, 1], "a part is left, or an update was made"
+    for rank in range(world):
+        assert bool(found[f"same after a good check {rank}"]) and bool(found[f"changed {rank}"])
 
 
 @ON_ALL

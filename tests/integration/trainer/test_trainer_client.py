@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.client import TrainerClient
+from elastic_rl.trainer.service.commands import ForwardLogprobs, Update
 from elastic_rl.trainer.service.server import TrainerService
 
 LENGTHS = [9, 8, 7, 2, 3, 2, 2]
@@ -105,6 +107,44 @@ def test_shares_are_balanced_by_the_work_of_the_groups_model(etcd: EtcdClient, k
     with client_of(boards, etcd, keys, square=100.0) as client, ranks_of(boards) as shapes:
         client.forward_logprobs(batch())
     assert shapes == [(9, 9), (8, 8), (16, 7)]
+
+
+def test_actor_that_takes_over_waits_for_the_step_that_is_being_made(etcd: EtcdClient, keys: Keys) -> None:
+    """Else it would have the groups of the step generated again, and then find the step made."""
+    boards = [Board(1 << 20)]
+    with client_of(boards, etcd, keys) as client:
+        status = boards[0].status()
+        made = Update(id="1-1-a", epoch=1, term=1, group=status["group"], batch="b", phase="rl", step=5)
+        boards[0].set_status(phase="rl", step=4)
+        boards[0].submit(made)
+        boards[0].submit(ForwardLogprobs(id="1-1-b", epoch=1, term=1, group=status["group"], batch="b"))
+        assert boards[0].next() == made and boards[0].claims.empty()
+        texts, waited = list[str](), threading.Event()
+
+        def on_wait(text: str) -> None:
+            texts.append(text)
+            if "to end the update of rl step 5" in text:
+                waited.set()
+
+        with contextlib.closing(TrainerClient(etcd, keys, Security("secret"), epoch=1, term=2, on_wait=on_wait)
+                                ) as successor, ThreadPoolExecutor() as threads:
+            found = threads.submit(successor.wait_ready)
+            assert waited.wait(30) and not found.done()
+            assert boards[0].claims.get_nowait() == (1, 2), "no further step is made for the actor before"
+            boards[0].set_status(step=5)
+            boards[0].done(made, {})
+            assert boards[0].next() is not None, "what makes no step is not waited for"
+            assert found.result(30).step == 5
+        assert client.wait_ready().step == 5
+
+
+def test_shares_of_a_batch_that_no_command_will_use_are_discarded(etcd: EtcdClient, keys: Keys) -> None:
+    boards = [Board(1 << 20), Board(1 << 20)]
+    with client_of(boards, etcd, keys) as client:
+        uploaded = client.upload(batch())
+        assert all(board.share(uploaded.batch) for board in boards)
+        client.discard(uploaded)
+        assert not any(board.share(uploaded.batch) for board in boards)
 
 
 def test_share_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd: EtcdClient, keys: Keys) -> None:

@@ -83,3 +83,17 @@ def test_process_on_another_host_has_that_hosts_folder_address_and_certificates(
     assert (found.host, found.config.run_dir) == ("10.0.0.8", here.run_dir)
     assert (found.config.etcd.tls_cert, found.config.etcd.tls_ca) == (str(tls.cert), str(tls.ca))
     assert (found.epoch, found.etcd_endpoints, found.model_dir) == (3, [f"{FAR}:1"], "/m")
+
+
+@pytest.mark.parametrize(("memory", "shared", "store"), [
+    (2 << 30, 64 << 20, 80 << 20),  # a container: what Ray takes at least
+    (64 << 30, 32 << 30, 1 << 30), (64 << 30, 4 << 30, 512 << 20), (2 << 40, 1 << 40, 8 << 30)])
+def test_object_store_grows_with_the_host(memory: int, shared: int, store: int) -> None:
+    assert ray_node.object_store_bytes(memory, shared) == store
+
+
+def test_node_offers_the_memory_that_its_object_store_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_node, "usable_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(ray_node, "object_store_bytes", lambda memory, shared: memory // 64)
+    args = command(cluster_in(tmp_path, FAR), ray_node.WORKER)
+    assert f"--object-store-memory={1 << 30}" in args and f"--memory={63 << 30}" in args

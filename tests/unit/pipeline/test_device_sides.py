@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import typing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,10 +16,14 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt
+from elastic_rl.etcd.device_phase import Side
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import RunPlan, State, TakenStep, UpdateMade
+from elastic_rl.pipeline.training import device_phases
 from elastic_rl.pipeline.training.device_phases import SharedDevices
+from elastic_rl.pipeline.waits import Waits
 
 TRAINER, ENGINES, RESUMES, EITHER = "trainer", "engines", "the trainer, once it is ready", "either"
 SIDES: dict[type, str] = {
@@ -103,6 +108,37 @@ def test_supervised_job_leaves_the_devices_to_the_trainer() -> None:
     assert _sides(schedule.run_sft(replace(PLAN, mode="sft")), State("sft", 0, 0)) == [
         ("Resume", RESUMES, 0), ("SftUpdate", TRAINER, 0), ("SftEvaluate", TRAINER, 0), ("Save", TRAINER, 0),
         ("Finish", EITHER, 0)]
+
+
+class Claims:
+    """``log`` gets the phases that begin."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def begin_phase(self, side: Side, *_: Any) -> bool:
+        self._log.append(f"phase {side.value}")
+        return True
+
+
+def test_trainer_keeps_its_memory_until_its_version_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the trainer does not repeat a publish that fails, and engines would wait for its version for ever."""
+    log, heads = list[str](), [None, 6, 7]
+
+    def head(*_: Any) -> Any:
+        number = heads.pop(0)
+        log.append(f"head {number}")
+        return None if number is None else SimpleNamespace(number=number)
+
+    monkeypatch.setattr(device_phases.reads, "head", head)
+    monkeypatch.setattr(device_phases, "_LOOK_S", 0.0)
+    shown = list[str]()
+    waits = Waits(lambda stage, kind, what: shown.append(kind), threading.Event())
+    trainer = SimpleNamespace(offload=lambda: log.append("offload"), onload=lambda: log.append("onload"))
+    devices = SharedDevices(None, Keys("job"), None, waits, trainer, epoch=1, term=1)  # type: ignore[arg-type]
+    devices._claims = Claims(log)  # type: ignore[assignment]
+    devices.to_engines(7, StepTimer())
+    assert log == ["head None", "head 6", "head 7", "offload", f"phase {Side.ENGINES.value}"] and "dcs" in shown
 
 
 @pytest.mark.parametrize("mode", ["eval", "rejection_sampling"])

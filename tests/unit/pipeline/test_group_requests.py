@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl import config
-from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.samples import GENERATE_FAILED, Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.errors import Fenced
+from elastic_rl.errors import Fenced, Unanswered
 from elastic_rl.pipeline.sampling import group_requests
 from elastic_rl.pipeline.sampling.group_requests import GroupRequests, requests_at_once
 from elastic_rl.pipeline.sampling.sampler import Sampler
@@ -107,6 +108,78 @@ def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: 
     assert loop.calls.count([6]) <= 4, "once with half of those that were there, and a few attempts alone"
 
 
+def test_group_that_no_engine_answers_is_dropped_and_named_while_others_are_answered(monkeypatch: pytest.MonkeyPatch
+                                                                                      ) -> None:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
+        if ordinals == [5]:
+            raise Unanswered("no whole answer within 600 s")  # a request of which no group is answered
+        return [GenerateFault("no whole answer within 600 s", away="engines", unanswered=True) if i == 5 else _good(i)
+                for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    found = loop.groups(8)
+    assert [g.ordinal for g in found if g.failed] == [5] and "no whole answer" in found[5].failed
+    assert found[5].failure == GENERATE_FAILED and loop.failed == [("generate", [5])]
+
+
+def test_engines_that_are_all_away_drop_nothing_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
+        if 1 <= next(calls) < 400:
+            raise Unanswered("no engine answered in 4 attempts")
+        return [_good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert not any(g.failed for g in loop.groups(24)) and not loop.failed
+    assert max(map(len, loop.calls[400:])) == 4, "the requests were not taken apart"
+    assert any(text.startswith("engines: ") for text in loop.texts)
+
+
+class _Fleet:
+    """Two engines, of which each has every second request, in the place of the threads that call them. One that has a
+    culprit ends, with all requests that it has, and is replaced."""
+
+    def __init__(self, seed: int, culprits: Collection[int]) -> None:
+        self._random, self._culprits = random.Random(seed), culprits
+        self._running: list[list[tuple[Future[Sequence[Generated]], list[int]]]] = [[], []]
+        self.ends = 0
+
+    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int, probation: bool
+               ) -> Future[Sequence[Generated]]:
+        future: Future[Sequence[Generated]] = Future()
+        self._random.choice(self._running).append((future, [request.ordinal for request in requests]))
+        return future
+
+    def shutdown(self, **_: bool) -> None:
+        pass
+
+    def turn(self) -> None:
+        for number, running in enumerate(self._running):
+            self._running[number] = []
+            dies = any({*ordinals} & {*self._culprits} for _, ordinals in running)
+            self.ends += dies
+            for future, ordinals in running:
+                if dies:
+                    future.set_exception(Unanswered("no engine answered in 4 attempts"))
+                else:
+                    future.set_result([_good(i) for i in ordinals])
+
+
+@settings(max_examples=seeds(40), deadline=None)
+@given(st.integers(0, 10 ** 6), st.sets(st.integers(0, 31), max_size=3))
+def test_only_the_prompts_that_end_engines_are_dropped(seed: int, culprits: set[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fleet, failed = _Fleet(seed, culprits), set[int]()
+        requests = _requests(patch, fleet)
+        requests.add([_request(i) for i in range(32)], 0)
+        while requests.pending:
+            failed |= {group.ordinal for group in requests.poll(0.01)[1]}
+            fleet.turn()
+        assert failed == culprits
+        assert fleet.ends <= 30 * len(culprits)
+
+
 class _Processes:
     """Two processes, of probation and of others, that have the groups of several requests at once, and end with all of
     them when they have one of the ``culprits``. In the place of the threads that call them, so that the test says what
@@ -139,7 +212,7 @@ class _Processes:
             future.set_result([fault if ends or (probation and not self.starts) else _good(i) for i in ordinals])
 
 
-def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes, running: int = 0) -> GroupRequests:
+def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes | _Fleet, running: int = 0) -> GroupRequests:
     monkeypatch.setattr("elastic_rl.pipeline.sampling.group_requests._RETRY_S", (0.001, 0.002))
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])

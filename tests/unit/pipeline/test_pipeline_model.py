@@ -3,6 +3,7 @@ prompt group is trained on exactly once or dropped, and each guard is needed."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ from support.pipeline_simulation import LIMITS, PLAN, Trainer, Violation, World
 from elastic_rl import config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.ledger import ConsumedGroups, Consumption, GroupLedger, audit
-from elastic_rl.data.samples import TRAINER_REFUSED
+from elastic_rl.data.ledger import ConsumedGroups, Consumption, GroupLedger, GroupState, audit
+from elastic_rl.data.samples import TRAIN_FAILED, TRAINER_REFUSED
 from elastic_rl.errors import Conflict
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow import group_flow
@@ -77,6 +78,38 @@ def test_no_group_of_abandoned_weights_is_trained_whatever_crashes() -> None:
             world.run()
         except Violation as e:
             raise AssertionError(f"seed {seed}: {e}") from e
+
+
+def test_groups_that_the_trainer_cannot_compute_with_are_dropped_on_the_record_whatever_crashes() -> None:
+    refused = 0
+    poison = (0, 4, 5, 11)
+    for seed in range(SEEDS):
+        world = World(seed, poison=poison)
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        rl = [e for e in world.executed if e.phase == "rl"]
+        assert not any({*poison} & {*e.trained} for e in rl)
+        assert {*poison} <= {g for e in rl for g in e.dropped}
+        assert world.committed[-1].progress.consumed.dropped[TRAIN_FAILED] == len(poison) - sum(
+            random.Random(g).random() < 0.2 for g in poison), "but for those that a filter drops first"
+        refused += world.refused
+    assert refused > 3 * SEEDS, "successors and groups that re-formed met them again"
+
+
+def test_world_finds_a_group_that_was_refused_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgotten(self: GroupFlow, ordinals: Any) -> list[int]:
+        self.choose_again()
+        for ordinal in ordinals:
+            self._ledger._take(ordinal, *GroupState)
+            self._ledger._consumed |= IntervalSet.from_values([ordinal])
+        return []
+
+    monkeypatch.setattr(GroupFlow, "failed", forgotten)
+    with pytest.raises(Violation, match="skipped"):
+        for seed in range(MUTANT_SEEDS):
+            World(seed, poison=(1, 2)).run()
 
 
 def test_world_finds_samples_of_weights_that_the_trainer_went_back_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,18 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl import config
+from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import RoleUnavailable
+from elastic_rl.errors import Conflict, GroupsFailed, RoleUnavailable, StepRefused
 from elastic_rl.pipeline import pipeline, schedule
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import RunPlan, State, TakenStep
+from elastic_rl.pipeline.training import group_trials, step_maker
+from elastic_rl.pipeline.training.group_trials import GroupTrials
 from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.waits import Waits
 
@@ -38,15 +42,34 @@ def test_accumulated_metric_is_the_mean_over_all_tokens(parts: list[tuple[int, f
     assert total.metrics["entropy"] == pytest.approx(sum(t * mean for t, mean in parts) / tokens, abs=1e-6)
 
 
+CFG = config.parse({"train": {"prompts_per_step": 8}, "rollout": {"groups_per_request": 8}})
+
+
 class Trainer:
-    def __init__(self) -> None:
+    """``poison``: groups that it cannot compute with; samples have their ordinals as tokens. ``ahead``: refusals
+    to come that no group is to blame for."""
+
+    def __init__(self, poison: Collection[int] = (), ahead: int = 0) -> None:
         self.log: list[tuple[str, int]] = []
         self.versions: list[tuple[int, ...]] = []
         """Of the samples of each command."""
+        self._poison, self._ahead = {*poison}, ahead
+
+    def _compute(self, batch: Batch, *, checked: bool = False) -> None:
+        self._ahead -= not checked
+        if self._ahead >= 0 and not checked:
+            raise StepRefused("there is no memory")
+        if self._poison & {*batch["tokens"][:, 0].tolist()}:
+            raise StepRefused("the norm of the gradient is nan")
+
+    def check(self, step: int, batch: Batch) -> None:
+        self.log.append(("check", batch.samples))
+        self._compute(batch, checked=True)
 
     def accumulate(self, step: int, batch: Any, part: int, *, versions: Sequence[int]) -> None:
         self.log.append(("accumulate", part))
         self.versions.append(tuple(versions))
+        self._compute(batch)
 
     def apply(self, step: int, parts: int, *, versions: Sequence[int], **_: Any) -> dict[str, Any]:
         self.log.append(("apply", parts))
@@ -56,12 +79,15 @@ class Trainer:
     def update(self, phase: str, step: int, batch: Any, *, versions: Sequence[int] = (), **_: Any) -> dict[str, Any]:
         self.log.append(("update", 0))
         self.versions.append(tuple(versions))
+        self._compute(batch)
         return {"loss": 2.0}
 
 
 class Batches:
     def make(self, groups: StepGroups, step: int, timer: StepTimer) -> Any:
-        return SimpleNamespace(batch=SimpleNamespace(loss_tokens=10 * len(groups.groups)), metrics={"kl": 0.5},
+        batch = collate([(Prompt((g.ordinal,)), Sample((Segment((2,), (-0.1,), version=1),)))
+                         for g in groups.groups for _ in g.samples])
+        return SimpleNamespace(batch=batch, metrics={"kl": 0.5},
                                advantages=[float(g.ordinal) for g in groups.groups for _ in g.samples])
 
     def forget(self) -> None:
@@ -75,7 +101,8 @@ def _groups(*ordinals: int) -> StepGroups:
 
 
 def _maker(trainer: Trainer, *, in_parts: bool) -> StepMaker:
-    return StepMaker(Batches(), trainer, Waits(lambda *_: None, threading.Event()), in_parts=in_parts)
+    waits = Waits(lambda *_: None, threading.Event())
+    return StepMaker(Batches(), trainer, waits, GroupTrials(CFG, waits), in_parts=in_parts)
 
 
 def _made(maker: StepMaker, groups: StepGroups, accumulated: Accumulated) -> tuple[Mapping[str, Any], list[float]]:
@@ -102,6 +129,72 @@ def test_step_without_parts_is_one_update() -> None:
     metrics, advantages = _made(maker, _groups(1), accumulated)
     assert trainer.log == [("update", 0)] and trainer.versions == [(11, 12)]
     assert metrics == {"kl": 0.5, "loss": 2.0} and advantages == [1.0, 1.0]
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (group_trials, step_maker):
+        monkeypatch.setattr(module, "RetryBackoff", partial(no_pause, module.RetryBackoff))
+    monkeypatch.setattr(group_trials, "_RETRY_S", (0.0, 0.0))
+
+
+def no_pause(backoff: Any, *_: float) -> Any:
+    return backoff(0.0, 0.0)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_step_that_is_refused_is_tried_once_more_before_its_groups_are() -> None:
+    trainer = Trainer(ahead=1)
+    metrics, _ = _made(_maker(trainer, in_parts=False), _groups(1, 2), Accumulated())
+    assert trainer.log == [("update", 0), ("update", 0)] and metrics["loss"] == 2.0
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_group_that_the_trainer_cannot_compute_with_is_found_and_no_other_one_is_blamed() -> None:
+    trainer = Trainer(poison=[5])
+    with pytest.raises(GroupsFailed, match=r"groups \[5\]: the norm of the gradient is nan") as failed:
+        _made(_maker(trainer, in_parts=False), _groups(3, 4, 5, 6), Accumulated())
+    assert failed.value.ordinals == (5,)
+    assert [kind for kind, _ in trainer.log if kind != "check"] == ["update", "update"]
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_refusal_that_no_group_is_to_blame_for_drops_none() -> None:
+    with pytest.raises(GroupsFailed) as failed:
+        _made(_maker(Trainer(ahead=2), in_parts=False), _groups(3, 4), Accumulated())
+    assert failed.value.ordinals == (), "the same step is to be tried again"
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_part_that_is_refused_has_its_groups_tried_and_is_not_sent_again() -> None:
+    trainer = Trainer(poison=[5])
+    maker = _maker(trainer, in_parts=True)
+    before = maker.add(_groups(1), 1, StepTimer(), Accumulated())
+    with pytest.raises(GroupsFailed) as failed:
+        maker.add(_groups(4, 5), 1, StepTimer(), before)
+    assert failed.value.ordinals == (5,)
+    assert [(kind, part) for kind, part in trainer.log if kind != "check"] == [("accumulate", 0), ("accumulate", 1)]
+
+
+class WentBack(Trainer):
+    """The trainer goes back to an earlier step when it refuses one."""
+
+    def update(self, phase: str, step: int, batch: Any, **_: Any) -> dict[str, Any]:
+        if any(kind == "update" for kind, _ in self.log):
+            self.log.clear()
+            raise Conflict("rl step 1 does not follow")
+        return super().update(phase, step, batch)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_groups_of_a_step_that_the_trainer_went_back_from_are_tried_before_it_is_made_again() -> None:
+    trainer = WentBack(poison=[5])
+    maker = _maker(trainer, in_parts=False)
+    with pytest.raises(Conflict):
+        _made(maker, _groups(4, 5, 6), Accumulated())
+    with pytest.raises(GroupsFailed) as failed:
+        _made(maker, _groups(4, 5, 6), Accumulated())
+    assert failed.value.ordinals == (5,) and {kind for kind, _ in trainer.log} == {"check"}
 
 
 class FailingOnce:

@@ -58,7 +58,7 @@ class TrainerGroup:
         self.at_ready()
         self.taken = self.formation
         return TrainerStatus(self.formation, self.step, "rl", 8, 1, 0, {}, ConsumedGroups(),
-                             pair_name(self.step, self.step_id), Branch(), ("url",), 1, SequenceCost(1.0, 0.0), 5)
+                             pair_name(self.step, self.step_id), Branch(), ("url",), 1, SequenceCost(1.0, 0.0), 5, "")
 
     def require_same_group(self) -> None:
         if self.taken != self.formation:
@@ -77,6 +77,9 @@ class TrainerGroup:
             raise Conflict(f"step {step} does not follow")
         self.step, self.step_id = step, step_id
         return {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-6, "value_clip_fraction": 0.0}
+
+    def discard(self, uploaded: Uploaded) -> None:
+        self._called("discard")
 
     def load(self, version: int, phase: str, step: int) -> dict[str, Any]:
         self._called(f"load {version}")
@@ -148,6 +151,7 @@ def test_batch_that_one_group_does_not_take_is_trained_on_by_neither(pair: Pair)
     with pytest.raises(ConfigError, match="too many bytes"):
         pair.trainers.update("rl", 8, _batch())
     assert (pair.policy.step, pair.critic.step) == (7, 7)
+    assert pair.critic.calls[-2:] == ["upload", "discard"], "shares that nobody will use"
     pair.trainers.update("rl", 8, _batch())
     assert (pair.policy.step, pair.critic.step) == (8, 8) and pair.policy.step_id == pair.critic.step_id
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +22,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.code import program_of
 from elastic_rl.rewards.registry import close_reward, make_reward
-from elastic_rl.rewards.sandbox import Limits, Outcome, Sandbox, _supervise, find_bubblewrap
+from elastic_rl.rewards.sandbox import Limits, Outcome, Sandbox, _has_byte, _supervise, find_bubblewrap
 from elastic_rl.rewards.syscall_filter import syscall_filter
 
 LIMITS = Limits(wall_s=60.0, cpu_s=4, memory_mb=256, processes=8, file_mb=4, output_bytes=10_000)
@@ -58,6 +60,22 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def test_byte_of_a_descriptor_beyond_1024_is_seen() -> None:
+    """``select.select`` raises for such a descriptor, which an actor with many connections gives to a pipe."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)) if hard >= 0 else 4096, hard))
+    read, write = os.pipe()
+    high = fcntl.fcntl(read, fcntl.F_DUPFD, 2000)
+    try:
+        assert not _has_byte(high)
+        os.write(write, b"x")
+        assert _has_byte(high) and not _has_byte(high)
+    finally:
+        for descriptor in (read, write, high):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # -- ordinary programs -------------------------------------------------------------------------------------------------

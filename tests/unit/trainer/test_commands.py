@@ -95,7 +95,7 @@ class Recorded(TrainerCalls):
 
 CALLS: tuple[Callable[[TrainerCalls], object], ...] = (
     lambda calls: calls.update("rl", 3, BATCH), lambda calls: calls.accumulate(3, BATCH, 0),
-    lambda calls: calls.apply(3, 2), lambda calls: calls.forward_logprobs(BATCH),
+    lambda calls: calls.apply(3, 2), lambda calls: calls.check(3, BATCH), lambda calls: calls.forward_logprobs(BATCH),
     lambda calls: calls.forward_reference(BATCH, 3), lambda calls: calls.forward_values(BATCH, 3),
     lambda calls: calls.forward_version(BATCH, 3), lambda calls: calls.save("rl", 3),
     lambda calls: calls.load(7, "rl", 3), lambda calls: calls.offload(), lambda calls: calls.onload())
