@@ -212,6 +212,7 @@ class GroupLedger:
         self._stale.discard(ordinal)
         self._stop = max(self._stop, ordinal + 1)
         self._dropped.setdefault(reason, set()).add(ordinal)
+        self._find_free()
 
     def release(self, ordinal: int, *, stale: bool = False) -> None:
         """Gives a group back, which is to be generated again. Raises IllegalTransition for one that nobody has."""
