@@ -30,7 +30,7 @@ class HeadHolders:
         """Whether the registered nodes, together, lack a chunk of the head, or its manifest, and the durable store does
         not have it either. Only what every node says counts: while one does not answer, which may have it, nothing is
         known, and the answer is no; a node that is gone is no longer registered once its lease has ended. Also no where
-        there is no head. Never raises an error of ours, and takes as long as the slowest node, at most
+        there is no head, or no node. Never raises an error of ours, and takes as long as the slowest node, at most
         ``dcs.io_timeout_s`` for each of a few calls.
 
         The nodes that the replica sets name are asked first, each for the parts that it holds; then all for what these
@@ -40,6 +40,8 @@ class HeadHolders:
             if head is None or self._etcd.get(self._keys.durable(self._stream, head.number)) is not None:
                 return False
             nodes = self._client.registered()
+            if not nodes:  # nobody could publish either, and they may come back with their disks
+                return False
             manifest, all_answered = self._manifest(head, nodes)
             if manifest is None:
                 return all_answered

@@ -17,6 +17,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.samples import Sample
+from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.etcd import device_phase, fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -218,6 +219,7 @@ def test_version_that_engines_lack_is_published_again_in_the_trainers_phase(
         job: ColocatedJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside engines that hold the devices, the trainer has no memory to publish from."""
     monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
+    monkeypatch.setattr(HeadHolders, "is_lost", lambda _: True)
     job.start_actor()
     job.wait_for(1)
     for engine in job.engines:

@@ -16,6 +16,7 @@ from support.tiers import full, parametrize
 from support.waiting import wait_until
 
 from elastic_rl.data.samples import Sample
+from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -246,6 +247,7 @@ def test_version_that_engines_cannot_get_is_published_again_by_the_loop(
     from elastic_rl.etcd.records import Engine
 
     monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
+    monkeypatch.setattr(HeadHolders, "is_lost", lambda _: True)
     job = make_job(**{"train.max_staleness": "0"})
     job.start_actor()
     job.wait_for(2)

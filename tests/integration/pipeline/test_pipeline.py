@@ -23,6 +23,7 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.data.ledger import ConsumedGroups, audit
 from elastic_rl.data.samples import TRAINER_REFUSED
 from elastic_rl.data.sources import make_source
+from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -368,12 +369,23 @@ def test_actor_that_died_in_mid_step_is_continued(job: SimulatedJob) -> None:
 
 
 def test_version_whose_chunks_are_lost_is_published_again(job: SimulatedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that an engine is merely slow to get is not. No node of the checkpoint service is there to be asked."""
+    looks, lost = list[bool](), False
+
+    def is_lost(_: HeadHolders) -> bool:
+        looks.append(lost)
+        return lost
+
     monkeypatch.setattr("elastic_rl.pipeline.pool_sync.FIRST_S", 0.3)
+    monkeypatch.setattr(HeadHolders, "is_lost", is_lost)
     job.start_actor()
     job.wait_for(2)
     key = job.keys.engine("rollout-e")
     record = Engine.decode(job.etcd.get(key).value)
     job.etcd.put(key, record.replace(version=1).encode())
+    wait_until(lambda: len(looks) > 3, what="looks for a version that an engine is slow to get")
+    assert not job.trainer.republished
+    lost = True
     wait_until(lambda: job.trainer.republished > 0, what="another publish")
     job.etcd.put(key, record.encode())
     job.finish()
