@@ -41,6 +41,7 @@ from elastic_rl.trainer.service.commands import (
     Accumulate,
     Apply,
     BatchCommand,
+    Check,
     Command,
     ForwardLogprobs,
     ForwardReference,
@@ -133,7 +134,7 @@ class TrainerWithoutTensors:
                 self._report()
                 self.board.refused(command, failure)
                 continue
-            if self.loss_fails.is_set() and isinstance(command, Update):
+            if self.loss_fails.is_set() and isinstance(command, Update | Check):
                 self.board.refused(command, PluginFailed("the token_loss of algorithm.name=mine failed"))
                 continue
             parts = 0
@@ -178,6 +179,8 @@ class TrainerWithoutTensors:
             self.saved.append(self.progress)
             self.saved_version = self.version
             return {"committed": True, "policy_version": self.version}
+        if isinstance(command, Check):
+            return {}
         if isinstance(command, Accumulate):
             assert batch is not None
             self.parts = [*(self.parts if command.part else []), batch]
