@@ -42,6 +42,7 @@ from elastic_rl.trainer.service.commands import (
     Accumulate,
     Apply,
     BatchCommand,
+    Check,
     Command,
     ForwardLogprobs,
     ForwardReference,
@@ -145,7 +146,7 @@ class TrainerWithoutTensors:
                 self._report()
                 self.board.refused(command, failure)
                 continue
-            if self.loss_fails.is_set() and isinstance(command, Update):
+            if self.loss_fails.is_set() and isinstance(command, Update | Check):
                 self.board.refused(command, PluginFailed("the token_loss of algorithm.name=mine failed"))
                 continue
             parts = 0
@@ -193,6 +194,8 @@ class TrainerWithoutTensors:
                 self.republished += 1
             self._save()
             return {"committed": True, "policy_version": self.version}
+        if isinstance(command, Check):
+            return {}
         if isinstance(command, Accumulate):
             assert batch is not None
             self.parts = [*(self.parts if command.part else []), batch]

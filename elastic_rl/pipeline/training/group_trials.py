@@ -9,6 +9,7 @@ it computes with none, or too many were dropped, the trainer or the loss is at f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -51,19 +52,27 @@ class GroupTrials:
         isolation.settle(Lane.MAIN, [(whole, [Failure.PROCESS] * len(ordinals))], time.monotonic())
         dropped: dict[int, str] = {}
         has_worked, again = False, RetryBackoff(*_RETRY_S)
+        held: tuple[str, str, float] | None = None
+        """Kind, text and begin of the wait for what fails: a check is a stage, which would end it."""
+
+        def checked(some: Sequence[int]) -> ElasticRLError | None:
+            with contextlib.nullcontext() if held is None else self._waits.holding(*held):
+                return check(some)
+
         while isolation.is_pending:
+            self._waits.pause(0.0)  # raises when the loop is to end
             if (probe := isolation.probe(Lane.PROBATION, _no_other)) is not None:
-                isolation.probed(Lane.PROBATION, works=check([probe]) is None)
+                isolation.probed(Lane.PROBATION, works=checked([probe]) is None)
                 continue
             trials = isolation.start(Lane.PROBATION, time.monotonic())
             if not trials:
                 self._waits.pause(min(isolation.left_s(time.monotonic()), _PAUSE_S))
                 continue
-            error = check([trial.groups[0] for trial in trials])
+            error = checked([trial.groups[0] for trial in trials])
             verdicts = isolation.settle(Lane.PROBATION, [
                 (trial, [None if error is None else Failure.PROCESS]) for trial in trials], time.monotonic())
             if error is None:
-                has_worked = True
+                has_worked, held = True, None
                 self._waits.works()
                 continue
             for trial, [verdict] in zip(trials, verdicts, strict=True):
@@ -72,8 +81,11 @@ class GroupTrials:
                     log.warning("group %d is dropped since the trainer cannot compute with it: %s", trial.groups[0],
                                 error)
             if Verdict.DROP not in (verdict for [verdict] in verdicts):
-                self._waits.waits("plugin" if isinstance(error, PluginFailed) else "trainer",
-                                  verdicts[0][0].reason(str(error), _CORRECT))
+                kind = "plugin" if isinstance(error, PluginFailed) else "trainer"
+                since = held[2] if held is not None and held[0] == kind else time.monotonic()
+                held = kind, verdicts[0][0].reason(str(error), _CORRECT), since
+                with self._waits.holding(*held):
+                    self._waits.works()  # but for what is held
             if len(trials) == 1 and not has_worked:  # it may be none of the groups, and there may be a thousand
                 again.failed(time.monotonic())
                 self._waits.pause(again.left_s(time.monotonic()))
