@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -133,7 +134,7 @@ def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: Com
         try:
             plane.reconcile()
             found = etcd.get(ctx.keys.job_status())
-            report = {"faults": plane.faults, "waiting": plane.waiting}
+            report: dict[str, Any] = {"faults": plane.faults, "waiting": plane.waiting}
         except EtcdUnavailable as e:  # running work continues without etcd
             now = time.monotonic()
             silent_since = silent_since or now
@@ -152,7 +153,7 @@ def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: Com
             log.warning("etcd answers again, after %.0f s", time.monotonic() - silent_since)
             silent_since, logged = 0.0, float("-inf")
         job = readable_one(found, JobStatus) or JobStatus(phase="")
-        member.progress(job.step, job.phase, work=None, **report)
+        member.progress(job.step, job.phase, **report)
         if job.phase in ("finished", "failed"):
             return 0 if job.phase == "finished" else 1
     return 0

@@ -29,11 +29,12 @@ def requested(before: Engine, record: Engine) -> Engine:
     if before.state is EngineState.QUARANTINED:
         return before
     state, straggler = record.state, before.straggler
+    is_behind = straggler is not None and bool(straggler.needs)
     if before.state is EngineState.DRAINING:
         state = EngineState.DRAINING
-    elif straggler is not None and straggler.needs:
-        if record.state is EngineState.READY and before.state is EngineState.SYNCING:
-            state = EngineState.SYNCING
+    elif is_behind and record.state is EngineState.READY and before.state is EngineState.SYNCING:
+        state = EngineState.SYNCING
+    if straggler is not None and is_behind:
         straggler = straggler.caught_up(record.version)
     return record.replace(state=state, straggler=straggler)
 

@@ -45,13 +45,13 @@ def test_others_wait_for_a_slow_replica_however_long_and_the_step_is_the_same(gr
     client.wait_ready()
     assert client.save("sft", 0, begin_rl=True)["committed"]
     before = client.wait_ready()
-    consumption = Consumption(IntervalSet(((0, 8),)))
+    consumption, versions = Consumption(IntervalSet(((0, 8),))), group.newest_version()
 
     def rank(number: int) -> Member:
         return next(m for m in members(group.etcd, group.keys, "trainer") if m.id == f"rank-{number}")
 
     with ThreadPoolExecutor(1) as thread:
-        making = thread.submit(client.update, "rl", 1, batch, consumption=consumption)
+        making = thread.submit(client.update, "rl", 1, batch, versions=versions, consumption=consumption)
         waiting = wait_until(lambda: found if (found := rank(1 - SLOW_RANK)).phase == WAITING else None,
                              what="that the other rank waits")
         slow = wait_until(lambda: found if (found := rank(SLOW_RANK)).phase == IN_PASSES else None,
@@ -65,6 +65,6 @@ def test_others_wait_for_a_slow_replica_however_long_and_the_step_is_the_same(gr
 
     assert client.load(before.state_version, "rl", 1)["loaded"]
     client.wait_ready()
-    again = client.update("rl", 1, batch, consumption=consumption)
+    again = client.update("rl", 1, batch, versions=group.newest_version(), consumption=consumption)
     for key in ("loss", "grad_norm", "logprob_diff_max", "tokens"):
         assert again[key] == made[key], key

@@ -110,31 +110,32 @@ class Batches:
         pass
 
 
-def taken(*ordinals: int) -> TakenStep:
-    sample = Sample((Segment((2,), (-0.1,), version=1),))
+def taken(version: int, *ordinals: int) -> TakenStep:
+    """Groups of samples of this version."""
+    sample = Sample((Segment((2,), (-0.1,), version=version),))
     return TakenStep(StepGroups.from_groups([PromptGroup(o, Prompt((1,)), (sample, sample)) for o in ordinals]),
                      Consumption(IntervalSet.from_values(ordinals)))
 
 
 def test_group_with_which_the_gradient_overflows_is_found_and_the_step_is_made_without_it(group: Group) -> None:
     client, before = group.client, group.client.wait_ready()
-    waits, ranks = Waits(lambda *_: None, threading.Event()), group.ranks()
+    waits, ranks, [version] = Waits(lambda *_: None, threading.Event()), group.ranks(), group.newest_version()
     logprobs = client.forward_logprobs(parts_of(group)[2])["logprobs"]
     makers = [StepMaker(Batches(group, 11), client, waits, GroupTrials(group.ctx.config, waits), in_parts=in_parts)
               for in_parts in (False, True)]
     with pytest.raises(GroupsFailed, match="norm of the gradient") as failed:
-        makers[0].make(taken(8, 9, 10, 11, 12), 2, StepTimer(), {})
+        makers[0].make(taken(version, 8, 9, 10, 11, 12), 2, StepTimer(), {})
     assert failed.value.ordinals == (11,)
-    part = makers[1].add(taken(8, 9).groups, 2, StepTimer(), Accumulated())
-    part = makers[1].add(taken(10, 11).groups, 2, StepTimer(), part)  # only the norm of the whole step shows it
+    part = makers[1].add(taken(version, 8, 9).groups, 2, StepTimer(), Accumulated())
+    part = makers[1].add(taken(version, 10, 11).groups, 2, StepTimer(), part)  # only the norm of all shows it
     with pytest.raises(GroupsFailed) as failed:
-        makers[1].make(replace(taken(8, 9, 10, 11), accumulated=part), 2, StepTimer(), {})
+        makers[1].make(replace(taken(version, 8, 9, 10, 11), accumulated=part), 2, StepTimer(), {})
     assert failed.value.ordinals == (11,)
     assert client.wait_ready() == before and group.ranks() == ranks
     assert torch.equal(client.forward_logprobs(parts_of(group)[2])["logprobs"], logprobs)
 
     dropped = Consumption(IntervalSet.from_values([8, 9, 10, 12]), {TRAIN_FAILED: IntervalSet.from_values([11])})
-    made, _ = makers[0].make(replace(taken(8, 9, 10, 12), consumption=dropped), 2, StepTimer(), {})
+    made, _ = makers[0].make(replace(taken(version, 8, 9, 10, 12), consumption=dropped), 2, StepTimer(), {})
     assert made["grad_norm"] > 0
     after = client.wait_ready()
     assert (after.step, after.consumed.dropped) == (2, {TRAIN_FAILED: 1})
