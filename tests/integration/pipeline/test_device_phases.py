@@ -37,11 +37,11 @@ class TrainerInPhases(TrainerWithoutTensors):
     has_memory = False
     epoch_claims: DeviceClaims
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares) -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares, max_staleness: int) -> None:
         self.epoch_claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
         self.without_memory: list[Command] = []
         """Commands that it was given while it had none."""
-        super().__init__(etcd, keys, epoch, shares)
+        super().__init__(etcd, keys, epoch, shares, max_staleness)
 
     def _report(self) -> None:
         if not self.has_memory and not self.board.status()["ready"]:
@@ -145,7 +145,8 @@ class ColocatedJob(SimulatedJob):
         super().__init__(etcd, endpoints, keys, folder, placement="colocated")
         etcd.delete(keys.engine("rollout-e"))
         self.trainer.lose()
-        self.trainer = TrainerInPhases(etcd, keys, self.ctx.epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
+        self.trainer = TrainerInPhases(etcd, keys, self.ctx.epoch, Shares(self.cfg, needs=[], vocab=1 << 31),
+                                       self.cfg.train.max_staleness)
         self.roles = RolesInPhases(self.trainer, etcd, keys)
         self.engines = self.roles.engines
         self.engines += [EngineInPhases(etcd, keys, name, self.ctx.epoch) for name in ENGINES]
