@@ -64,3 +64,11 @@ class PoolSettings:
     def call_timeout_s(self, attempts: int) -> float:
         """Limit of a call of a role that asks the pool, in seconds: more than the role takes for so many attempts."""
         return self.engine.request_timeout_s * (attempts + 1)
+
+
+def slots_of(limit: str | int, engines: int) -> int:
+    """Engines of ``engines`` that may pause at once, at least one. ``limit``: ``engine.max_unavailable``, but for
+    ``auto``; a percentage is rounded down. Pure."""
+    if isinstance(limit, int):
+        return limit
+    return max(1, engines * int(limit.rstrip("%")) // 100)

@@ -87,10 +87,14 @@ def oldest_version(samples: Iterable[Sample]) -> int:
 
 
 def version_fault(samples: Sequence[Sample], min_version: int, answered: Collection[int]) -> str:
-    """What is wrong with the versions that a ``GenerateFn`` gave, where it is to blame that they are too old; "" where
-    they are not, or where an engine is, which is behind: then they are generated again. ``answered``: the oldest
-    version of each sample that engines gave it for them."""
+    """What is wrong with the versions that a ``GenerateFn`` gave, where it is to blame; "" where they are right, or
+    where an engine is behind: then they are generated again. ``answered``: the versions that engines gave it for
+    them."""
     oldest = oldest_version(samples)
+    made_up = {s.version for sample in samples for s in sample.segments if s.loss and s.version}.difference(answered)
+    if answered and made_up and max(made_up) > max(answered):
+        return (f"gave samples of policy version {max(made_up)}, with which no engine has answered it: a segment must "
+                "have the version of the call that made it, as in the segments that engines.generate returns")
     if oldest >= min_version or any(version < min_version for version in answered):
         return ""
     found = f"samples of policy version {oldest}" if oldest else "a segment that is trained on, with version=0"

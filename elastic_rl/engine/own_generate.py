@@ -224,11 +224,11 @@ class _EnginesOfCall(GenerateClient):
     def __init__(self, client: GenerateClient) -> None:
         self._client = client
         self.versions = set[int]()
-        """The oldest version of each sample."""
+        """Those of all segments that are trained on."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
         samples = await self._client.generate(token_ids, sampling, n, route)
-        self.versions.update(sample.oldest_version for sample in samples)
+        self.versions.update(segment.version for sample in samples for segment in sample.segments if segment.loss)
         return samples
 
     async def score(self, sequences: Sequence[ScoreRequest], top: int = 0) -> list[TokenScores | None]:

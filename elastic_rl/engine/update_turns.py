@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
+from elastic_rl.config.pools import slots_of
 from elastic_rl.errors import LeaseLost
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
@@ -27,14 +28,6 @@ from elastic_rl.runtime.backoff import RetryBackoff
 
 _RETRY_S = (0.05, 1.0)
 """First and longest pause after a slot that another engine has."""
-
-
-def slots_of(limit: str | int, engines: int) -> int:
-    """Engines of ``engines`` that may pause at once, at least one. ``limit``: ``engine.max_unavailable``, but for
-    ``auto``; a percentage is rounded down. Pure."""
-    if isinstance(limit, int):
-        return limit
-    return max(1, engines * int(limit.rstrip("%")) // 100)
 
 
 class Slots(Protocol):

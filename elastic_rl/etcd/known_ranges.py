@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic_rl.errors import Compacted
+from elastic_rl.errors import Compacted, EtcdUnavailable
 from elastic_rl.etcd.client import Changed, EtcdClient
 from elastic_rl.etcd.transaction import KeyValue
 
@@ -40,14 +40,14 @@ class KnownRanges:
         """Those of the single keys that there were."""
 
     def read(self) -> None:
-        """Raises EtcdUnavailable, and Compacted when compactions overtook every try; then all is as before."""
+        """Raises EtcdUnavailable, also when compactions overtook every try; then all is as before."""
         for attempt in itertools.count(1):
             try:
                 self._read()
                 break
-            except Compacted:
+            except Compacted as e:
                 if attempt == _MAX_READS:
-                    raise
+                    raise EtcdUnavailable(f"each of {attempt} readings was overtaken by a compaction: {e}") from e
 
     def _read(self) -> None:
         at = self._clock()

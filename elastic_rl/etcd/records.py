@@ -318,7 +318,9 @@ class Straggler(Record):
     missed: int
     """Version that it lacked when it was last taken out of the router."""
     since: float
-    """Seconds of the leader clock at which it was."""
+    """Seconds of the leader clock at which it was, or at which it was last seen to have got a newer version."""
+    version: int = 0
+    """Version that it had then."""
 
     def caught_up(self, version: int) -> Straggler:
         """The same for an engine in which ``version`` was verified."""

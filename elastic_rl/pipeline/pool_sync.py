@@ -153,7 +153,8 @@ class VersionWait:
             return False
         self._served_since = now if self._served_since is None else self._served_since
         quorum = served_by_quorum(sync.engines, self._version, sync.limits)
-        if now - self._served_since < (sync.limits.wait_s(quorum) if quorum else sync.first_pull_s):
+        lacking = behind(sync.engines, self._version)
+        if now - self._served_since < (sync.limits.wait_s(len(lacking), quorum) if quorum else sync.first_pull_s):
             return False
         log.warning("no longer waiting for %s", describe(sync.engines, self._version))
         return True

@@ -54,7 +54,7 @@ class Rollouts:
         self._holders = HeadHolders(etcd, keys, DcsClient(
             etcd, keys, io_timeout_s=cfg.dcs.io_timeout_s, security=dcs_security(cfg)), Stream.POLICY)
         self.pool = PoolSync(etcd, keys, waits, publish_again, is_lost=self._holders.is_lost, needs=needs,
-                             first_pull_s=cfg.engine.fetch_timeout_s, limits=FollowLimits.of(cfg.engine))
+                             first_pull_s=cfg.engine.fetch_timeout_s, limits=FollowLimits.of(cfg))
         self.prompts = waits.retry("source", lambda: PromptReader(cfg, source, waits, reads))
         events = RunEvents(etcd, keys, emitter(writer, waits))
         self.sampler = waits.retry("plugin", lambda: Sampler(

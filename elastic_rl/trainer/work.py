@@ -24,9 +24,11 @@ def in_flight(costs: Sequence[float], number: int, stages: int) -> float:
 
 
 class WorkMeter:
-    """Seconds for an operation of the pieces of work that one rank has done."""
+    """Seconds for an operation of the pieces of work that one rank has done. The first one is left out: kernels are
+    compiled, and memory is taken, in it."""
 
     def __init__(self) -> None:
+        self._is_warm = False
         self._flops = self._seconds = 0.0
         self._begun: tuple[float, float] | None = None
 
@@ -39,8 +41,9 @@ class WorkMeter:
         """The piece of work ends, if there is one."""
         if self._begun is not None:
             flops, began = self._begun
-            self._flops, self._seconds = _FADE * self._flops + flops, _FADE * self._seconds + now - began
-            self._begun = None
+            if self._is_warm:
+                self._flops, self._seconds = _FADE * self._flops + flops, _FADE * self._seconds + now - began
+            self._begun, self._is_warm = None, True
 
     def stated(self, flops: float) -> StatedWork:
         """What this rank says of so many operations."""

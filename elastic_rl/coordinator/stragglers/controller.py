@@ -30,7 +30,7 @@ class StragglerController:
 
     def __init__(self, keys: Keys, cfg: Config, record_straggler: ReplacementRecorder, guarded: GuardedWrite) -> None:
         self._keys, self._record, self._guarded = keys, record_straggler, guarded
-        self._limits = FollowLimits.of(cfg.engine)
+        self._limits = FollowLimits.of(cfg)
         self._following: dict[str, Following] = {}
         """By pool."""
 

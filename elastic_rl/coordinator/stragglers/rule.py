@@ -14,18 +14,21 @@ An engine that was given up is not waited for again before it has followed a ver
 always needs longer than the others would cost each step the whole limit: it comes back in each, and is behind in the
 next. It is raised to each version that the run needs meanwhile, so that it does not come back with an old one.
 
-An engine that is starting has served nothing and holds up nobody. One whose update waits for its turn
-(``engine.max_unavailable``) may lack the newest version, but not one that the run needs: only that counts here.
+An engine that is starting has served nothing and holds up nobody. Where engines take turns to update
+(``engine.max_unavailable``), those that lack a version are given the time of all the turns that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from elastic_rl.config.engine import EngineConfig
+from elastic_rl.config import ROLLOUT_POOL, Config
+from elastic_rl.config.pools import slots_of
 from elastic_rl.etcd.records import Engine, EngineState, Straggler
 
+_PULLS = 3.0
+"""Multiple of the longest last pull that is still no standstill."""
 _OUTAGE = 2.0
 """Multiple of the limit for which a quorum may be missing before that is an outage, in which nobody can catch up."""
 
@@ -44,14 +47,36 @@ class FollowLimits:
     quorum: str | int = "50%"
     timeout_s: float = 15.0
     catch_up_s: float = 600.0
+    max_unavailable: str | int | None = None
+    """See ``PoolSettings.max_unavailable``."""
 
     @classmethod
-    def of(cls, cfg: EngineConfig) -> FollowLimits:
-        return cls(cfg.follow_quorum, cfg.follow_timeout_s, cfg.catch_up_timeout_s)
+    def of(cls, cfg: Config) -> FollowLimits:
+        pool = cfg.pool_settings("")[ROLLOUT_POOL]
+        return cls(pool.engine.follow_quorum, pool.engine.follow_timeout_s, pool.engine.catch_up_timeout_s,
+                   pool.max_unavailable)
 
-    def wait_s(self, serving: Iterable[Engine]) -> float:
-        """Seconds for which those that lack a version are waited for. ``serving``: a quorum that serves it."""
-        return max(self.timeout_s, *(e.pull_apply_s for e in serving), 0.0)
+    def turns_s(self, lacking: int, serving: Sequence[Engine]) -> float:
+        """Seconds of all turns to update of so many engines, as slow as the slowest of those that serve the version; 0
+        where all may update at once."""
+        if self.max_unavailable is None:
+            return 0.0
+        return _slowest_s(serving) * -(-lacking // slots_of(self.max_unavailable, lacking + len(serving)))
+
+    def replaced_after_s(self, engine: Engine, lacking: int, serving: Sequence[Engine]) -> float:
+        """Seconds without a newer version after which an engine that is out is replaced: long enough for one to come to
+        it, as slowly as it came to the others, or to it before."""
+        return max(self.catch_up_s, _PULLS * max(engine.pull_apply_s, _slowest_s(serving)),
+                   self.turns_s(lacking, serving))
+
+    def wait_s(self, lacking: int, serving: Sequence[Engine]) -> float:
+        """Seconds for which so many engines that lack a version are waited for. ``serving``: a quorum that serves it.
+        """
+        return max(self.timeout_s, _slowest_s(serving), self.turns_s(lacking, serving))
+
+
+def _slowest_s(engines: Sequence[Engine]) -> float:
+    return max((e.pull_apply_s for e in engines), default=0.0)
 
 
 def served_by_quorum(engines: Sequence[Engine], version: int, limits: FollowLimits) -> list[Engine]:
@@ -82,18 +107,19 @@ class Following:
     """Since when a quorum serves it; None while none does."""
     missing_since: float | None = None
     """Since when no quorum serves what the run needs; None while one does."""
-    excused_at: float = float("-inf")
-    """End of the last outage: what an engine did not do before is not held against it."""
+    excused_at: float | None = None
+    """End of the last outage, or the first look: what an engine did not do before is not held against it."""
 
     def look(self, engines: Sequence[Engine], needs: int, now: float, limits: FollowLimits
              ) -> tuple[Following, Verdicts]:
         """One look at the engines of a pool, of which the run needs version ``needs`` or a newer one."""
         serving = served_by_quorum(engines, needs, limits)
+        excused = now if self.excused_at is None else self.excused_at
         if not needs or not serving:
             missing = now if self.missing_since is None else self.missing_since
-            return replace(self, needs=needs, served_since=None, missing_since=missing), Verdicts()
-        wait_s = limits.wait_s(serving)
-        excused = self.excused_at
+            return Following(needs, None, missing, excused), Verdicts()
+        lacking = sum(1 for e in engines if e.state.serving and 0 < e.version < needs)
+        wait_s = limits.wait_s(lacking, serving)
         if self.missing_since is not None and now - self.missing_since > _OUTAGE * wait_s:
             excused = now
         since = self.served_since if self.needs == needs and self.served_since is not None else now
@@ -101,10 +127,13 @@ class Following:
         for engine in engines:
             if not engine.state.serving or not engine.version:
                 continue
-            _judge(engine, needs, now, now - since >= wait_s, verdicts)
-            if engine.is_behind and engine.straggler is not None:
-                out_s = now - max(engine.straggler.since, excused)
-                if out_s >= limits.catch_up_s:
+            # One that was given up for the version before is not waited for, but has its turn.
+            limit_s = wait_s if engine.straggler is None else limits.turns_s(lacking, serving)
+            _judge(engine, needs, now, now - since >= limit_s, verdicts)
+            known = verdicts.changed.get(engine.id, engine.straggler)
+            if engine.is_behind and known is not None and not engine.external:  # nobody could start that again
+                out_s = now - max(known.since, excused)
+                if out_s >= limits.replaced_after_s(engine, lacking, serving):
                     verdicts.replace[engine.id] = (f"has version {engine.version}, and {len(serving)} others serve "
                                                    f"version {needs}: it did not catch up within {out_s:.0f} s")
         return Following(needs, since, None, excused), verdicts
@@ -118,7 +147,11 @@ def _judge(engine: Engine, needs: int, now: float, is_over: bool, verdicts: Verd
         if known is not None and not engine.is_behind and engine.state is EngineState.READY and needs > known.missed:
             verdicts.changed[engine.id] = None  # it has followed a later version in time
     elif engine.is_behind and known is not None:
+        if engine.version > known.version:  # it is slow, and not stuck
+            known = known.replace(since=now, version=engine.version)
         if known.needs < needs:
-            verdicts.changed[engine.id] = known.replace(needs=needs)
-    elif is_over or known is not None:
-        verdicts.changed[engine.id] = Straggler(needs=needs, missed=needs, since=now)
+            known = known.replace(needs=needs)
+        if known != engine.straggler:
+            verdicts.changed[engine.id] = known
+    elif is_over:
+        verdicts.changed[engine.id] = Straggler(needs=needs, missed=needs, since=now, version=engine.version)

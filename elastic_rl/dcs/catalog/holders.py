@@ -19,17 +19,23 @@ from elastic_rl.etcd.records import Version
 
 log = logging.getLogger(__name__)
 
+_LOOKS = 4
+"""Looks in a row after which nodes that do not answer count as having nothing."""
+
 
 class HeadHolders:
-    """Looks for the chunks of the head of a stream. Thread-safe."""
+    """Looks for the chunks of the head of a stream, for one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, stream: str) -> None:
         self._etcd, self._keys, self._client, self._stream = etcd, keys, client, stream
+        self._unknown = 0
+        """Looks in a row at which chunks were missing, and a node did not answer."""
 
     def is_lost(self) -> bool:
         """Whether the registered nodes, together, lack a chunk of the head, or its manifest, and the durable store does
         not have it either. Only what every node says counts: while one does not answer, which may have it, nothing is
-        known, and the answer is no; a node that is gone is no longer registered once its lease has ended. Also no where
+        known, and the answer is no, for the first few looks; a node that is gone is no longer registered once its lease
+        has ended, and one that keeps its lease and answers nobody is of no use to those who wait. Also no where
         there is no head, or no node. Never raises an error of ours, and takes as long as the slowest node, at most
         ``dcs.io_timeout_s`` for each of a few calls.
 
@@ -44,7 +50,7 @@ class HeadHolders:
                 return False
             manifest, all_answered = self._manifest(head, nodes)
             if manifest is None:
-                return all_answered
+                return self._concludes(all_answered)
             sets = reads.read_replica_sets(self._etcd, self._keys, self._stream, head.number).replica_sets
             parts = manifest.part_digests()
             lacking, _ = self._lacking(set(manifest.chunks), {
@@ -53,10 +59,22 @@ class HeadHolders:
             if not lacking:
                 return False
             lacking, all_answered = self._lacking(lacking, dict.fromkeys(nodes, sorted(lacking)))
-            return bool(lacking) and all_answered
+            if not lacking:
+                self._unknown = 0
+            return bool(lacking) and self._concludes(all_answered)
         except ElasticRLError as e:
             log.warning("it is not known whether the newest version of %s is lost: %s", self._stream, e)
             return False
+
+    def _concludes(self, all_answered: bool) -> bool:
+        """Whether what is missing is lost. To publish once more what somebody has does no harm."""
+        self._unknown = 0 if all_answered else self._unknown + 1
+        if all_answered or self._unknown < _LOOKS:
+            return all_answered
+        log.warning("a node has not answered %d times, and no other one has the newest version of %s", self._unknown,
+                    self._stream)
+        self._unknown = 0
+        return True
 
     def _manifest(self, head: Version, nodes: Collection[str]) -> tuple[Manifest | None, bool]:
         """The manifest from the first node that has it; and, where none has, whether each of them has answered."""

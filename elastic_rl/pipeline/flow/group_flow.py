@@ -162,6 +162,9 @@ class GroupFlow:
         self._given_up: set[int] = set()
         """Groups that are dropped since the trainer refused them, until an update records it."""
         self._limit = DropLimit(self.limits.max_refused, self.limits.groups_per_step)
+        self._judged: tuple[StalenessRule | None, dict[tuple[int, ...], bool]] = None, {}
+        """The rule of the next step, and what it says of the versions of groups: thousands are queued, which have a few
+        between them, and this is asked whenever a group comes."""
 
     # -- the trainer's state ----------------------------------------------------------------------------------------
     def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> list[int]:
@@ -295,7 +298,16 @@ class GroupFlow:
 
     def _stale(self) -> list[int]:
         rule = StalenessRule(self._version, self.limits.max_staleness, self._branch)
-        return [ordinal for ordinal, group in self._ledger.in_state(QUEUED).items() if rule.refused(group.versions)]
+        if self._judged[0] != rule:
+            self._judged = rule, {}
+        known = self._judged[1]
+        stale = []
+        for ordinal, group in self._ledger.in_state(QUEUED).items():
+            if (is_stale := known.get(group.versions)) is None:
+                is_stale = known[group.versions] = bool(rule.refused(group.versions))
+            if is_stale:
+                stale.append(ordinal)
+        return stale
 
     def choose_again(self) -> None:
         """Puts the groups that were chosen of the next step back into the queue: the step will be made of others."""

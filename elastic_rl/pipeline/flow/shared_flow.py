@@ -53,8 +53,7 @@ class SharedFlow:
         self._changed = threading.Condition()
         self._reported = FlowCounts()
         self._no_room_s = 0.0
-        self.finished_groups = 0
-        """Groups that have finished so far; those that are generated again count again."""
+        self._finished: set[int] = set()
         self._dropping = 0
         """Threads that drop data of groups which the flow has given up: nothing is leased meanwhile. Else there would
         be more data than the queue has room for, and a group that is generated again could be dropped."""
@@ -65,6 +64,8 @@ class SharedFlow:
 
     def trained(self, consumption: Consumption, version: int) -> None:
         self._give_up(lambda: self._flow.trained(consumption, version))
+        with self._changed:
+            self._finished -= {*consumption.groups}
 
     def failed(self, ordinals: Collection[int]) -> None:
         self._give_up(lambda: self._flow.failed(ordinals))
@@ -103,6 +104,13 @@ class SharedFlow:
             self._flow.give_back(grant.ordinals)
 
     @property
+    def finished_groups(self) -> int:
+        """How many groups have finished that no step of this term has consumed. One that is generated again, whatever
+        the reason, is the same one: it says nothing of how far the run is."""
+        with self._changed:
+            return len(self._finished)
+
+    @property
     def open(self) -> IntervalSet:
         """Groups that were begun and that no update has recorded."""
         with self._changed:
@@ -114,7 +122,7 @@ class SharedFlow:
         room."""
         with self._changed:
             kept = self._flow.finished(group.ordinal, group.versions, group.failure or reason)
-            self.finished_groups += 1
+            self._finished.add(group.ordinal)
             self._changed.notify_all()
         if not kept:
             return

@@ -50,8 +50,9 @@ class RlStages(TrainerStages):
                                 on_failed=partial(term.events.groups_failed, "train"))
         self._generation = self._make_generation(FlowLimits.of(cfg))
         closing.callback(self._generation.close)
-        self._parts = self._pieces_before = 0
-        term.pieces = lambda: max(0, self._generation.flow.finished_groups + self._parts - self._pieces_before)
+        self._parts = 0
+        """Most parts of the next step that were computed in one attempt."""
+        term.pieces = lambda: self._generation.flow.finished_groups + self._parts
         self.effects = schedule.run_rl(RunPlan.of(cfg), self._generation.flow)
 
     def _make_generation(self, limits: FlowLimits) -> Generation:
@@ -86,7 +87,7 @@ class RlStages(TrainerStages):
 
     def _add_part(self, groups: StepGroups, effect: schedule.Take, before: Accumulated) -> Accumulated:
         added = self._maker.add(groups, effect.step, effect.timer, before)
-        self._parts += added.parts - before.parts
+        self._parts = max(self._parts, added.parts)
         return added
 
     def _train(self, effect: schedule.Train) -> int | NotTrained:
@@ -104,7 +105,7 @@ class RlStages(TrainerStages):
         trained = {**taken.metrics, **made, **self._generation.take_metrics()}
         timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         term.step, version = effect.step, int(trained["policy_version"])
-        self._pieces_before = self._generation.flow.finished_groups + self._parts
+        self._parts = 0
         self._waits.works()
         metrics = with_measured(metrics, trained, timer.seconds()).replace(
             policy_version=version, idle_s=self._generation.take_idle_s(timer))

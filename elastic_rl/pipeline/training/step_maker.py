@@ -81,9 +81,9 @@ class StepMaker:
         the part, after which all parts are to be added again."""
         if not self._in_parts:
             return before
-        made = self._batches.make(groups, step, timer)
-        self._waits.stage("train")
         try:
+            made = self._batches.make(groups, step, timer)
+            self._waits.stage("train")
             with timer.stage("train"):
                 self._waits.retry("trainer", lambda: self._trainer.accumulate(
                     step, made.batch, before.parts, versions=groups.versions),
@@ -114,7 +114,7 @@ class StepMaker:
                 if not attempts:
                     raise self._failed(groups, step, timer, e) from e
             else:
-                self._refused = frozenset()
+                self._refused -= {*ordinals}
                 self._again.reset()
                 self._trials.made(len(ordinals))
                 return made
@@ -164,7 +164,7 @@ class StepMaker:
             return None
 
         dropped = self._trials.failed(list(rows), check)
-        self._refused = frozenset()
+        self._refused -= rows.keys()
         if dropped:
             self._batches.forget()
             why = next(iter(dropped.values()))

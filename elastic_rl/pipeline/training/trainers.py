@@ -298,7 +298,7 @@ class Trainers:
                 raise Conflict(f"it answered for version {used['version']} of step {used['step']}")
             return outputs["logprobs"]
 
-        found = self._waits.retry(group.name, attempt, end_on=(TrainerFailed, ConfigError, GroupsLost))
+        found = self._waits.retry(group.name, attempt, end_on=(TrainerFailed, ConfigError, GroupsLost, StepRefused))
         if lost:
             self._on_recovered(group.name)
         return found

@@ -17,7 +17,7 @@ READY, SYNCING = EngineState.READY, EngineState.SYNCING
 
 def engine(name: str, version: int, state: EngineState = READY, *, needs: int = 0, missed: int = 0, since: float = 0.0,
            pull_apply_s: float = 0.0) -> Engine:
-    straggler = Straggler(needs=needs, missed=missed, since=since) if missed else None
+    straggler = Straggler(needs=needs, missed=missed, since=since, version=version) if missed else None
     return Engine(id=name, pool="rollout", state=state, epoch=1, version=version, pull_apply_s=pull_apply_s,
                   straggler=straggler)
 
@@ -41,7 +41,7 @@ def test_engine_that_lacks_what_a_quorum_serves_is_given_up_after_the_limit_and_
     known, verdicts = looks(pool, 5, [100.0, 114.9])
     assert not verdicts.changed and known.served_since == 100.0
     _, verdicts = known.look(pool, 5, 115.0, LIMITS)
-    assert verdicts.changed == {"slow": Straggler(needs=5, missed=5, since=115.0)} and not verdicts.replace
+    assert verdicts.changed == {"slow": Straggler(needs=5, missed=5, since=115.0, version=4)} and not verdicts.replace
 
 
 def test_nobody_is_given_up_below_a_quorum_and_the_only_engine_never() -> None:
@@ -78,7 +78,7 @@ def test_large_weights_are_waited_for_as_long_as_the_slowest_of_the_others_took(
 
 def test_engine_that_was_given_up_for_the_last_version_is_not_waited_for_again() -> None:
     pool = [engine("a", 6), engine("b", 6), engine("again", 5, missed=5)]
-    assert looks(pool, 6, [0.0])[1].changed == {"again": Straggler(needs=6, missed=6, since=0.0)}
+    assert looks(pool, 6, [0.0])[1].changed == {"again": Straggler(needs=6, missed=6, since=0.0, version=5)}
     in_time = [engine("a", 6), engine("b", 6), engine("again", 6, missed=5)]
     assert looks(in_time, 6, [0.0])[1].changed == {"again": None}, "it has followed, and is one of the others"
     late = [engine("a", 6), engine("b", 6), engine("again", 6, missed=6)]
@@ -87,14 +87,21 @@ def test_engine_that_was_given_up_for_the_last_version_is_not_waited_for_again()
 
 def test_engine_that_is_out_comes_back_with_what_the_run_needs_then() -> None:
     pool = [engine("a", 7), engine("b", 7), engine("out", 4, SYNCING, needs=5, missed=5, since=3.0)]
-    assert looks(pool, 7, [10.0])[1].changed == {"out": Straggler(needs=7, missed=5, since=3.0)}
+    assert looks(pool, 7, [10.0])[1].changed == {"out": Straggler(needs=7, missed=5, since=3.0, version=4)}
+    newer = [*pool[:2], pool[2].replace(straggler=Straggler(needs=5, missed=5, since=3.0, version=3))]
+    assert looks(newer, 7, [10.0])[1].changed == {"out": Straggler(needs=7, missed=5, since=10.0, version=4)}, (
+        "it gets further")
 
 
 def test_engine_that_does_not_catch_up_is_replaced_and_not_for_an_outage() -> None:
     pool = [engine("a", 5), engine("b", 5), engine("out", 4, SYNCING, needs=5, missed=5, since=100.0)]
-    assert not looks(pool, 5, [699.0])[1].replace
-    [why] = looks(pool, 5, [700.0])[1].replace.values()
+    assert not looks(pool, 5, [0.0, 699.0])[1].replace
+    [why] = looks(pool, 5, [0.0, 700.0])[1].replace.values()
     assert "2 others serve version 5" in why
+    external = [*pool[:2], pool[2].replace(external=True)]
+    assert not looks(external, 5, [0.0, 700.0])[1].replace, "nobody could start it again"
+    large = [engine("a", 5, pull_apply_s=300.0), engine("b", 5), pool[2]]
+    assert not looks(large, 5, [0.0, 999.0])[1].replace and looks(large, 5, [0.0, 1000.0])[1].replace
     nobody = [engine("a", 4), engine("b", 4), pool[2]]
     known, verdicts = looks(nobody, 5, [200.0, 900.0])
     assert not verdicts.replace, "the others do not have it either"
@@ -105,8 +112,29 @@ def test_engine_that_does_not_catch_up_is_replaced_and_not_for_an_outage() -> No
 
 def test_new_leader_gives_engines_their_time_once_more_and_forgets_nobody_who_is_out() -> None:
     pool = [engine("a", 5), engine("b", 5), engine("slow", 4), engine("out", 3, SYNCING, needs=5, missed=5, since=0.0)]
-    _, verdicts = Following().look(pool, 5, 700.0, LIMITS)
-    assert not verdicts.changed and list(verdicts.replace) == ["out"]
+    known, verdicts = Following().look(pool, 5, 700.0, LIMITS)
+    assert not verdicts.changed and not verdicts.replace, "it does not know what the one before has excused"
+    assert list(known.look(pool, 5, 1300.0, LIMITS)[1].replace) == ["out"]
+
+
+def test_engines_that_take_turns_have_the_time_of_all_turns() -> None:
+    limits = FollowLimits("50%", timeout_s=15.0, catch_up_s=600.0, max_unavailable=1)
+    pool = [*[engine(f"e{i}", 5, pull_apply_s=10.0) for i in range(6)], *[engine(f"s{i}", 4) for i in range(4)]]
+    assert not looks(pool, 5, [0.0, 39.9], limits=limits)[1].changed
+    assert set(looks(pool, 5, [0.0, 40.0], limits=limits)[1].changed) == {"s0", "s1", "s2", "s3"}
+    known = [*pool[:9], engine("again", 4, missed=4)]
+    assert not looks(known, 5, [0.0, 39.9], limits=limits)[1].changed, "it has its turn, too"
+
+
+def test_engine_that_is_out_of_the_router_is_no_part_of_those_that_serve() -> None:
+    out = engine("out", 5, SYNCING, missed=4)
+    assert served_by_quorum([engine("a", 5), out, engine("b", 4)], 5, LIMITS) == []
+    assert len(served_by_quorum([engine("a", 5), engine("b", 5)], 5, FollowLimits(4))) == 2, "of all there are"
+
+
+def test_straggler_has_caught_up_with_what_the_run_needs_now() -> None:
+    known = Straggler(needs=7, missed=5, since=0.0)
+    assert known.caught_up(6).needs == 7 and known.caught_up(7).needs == 0
 
 
 @dataclass

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_rl.engine.update_turns import UpdateTurn, slots_of
+from elastic_rl.config.pools import slots_of
+from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import EtcdUnavailable
 
 TICK_S = 0.05

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.errors import Compacted
+from elastic_rl.errors import Compacted, EtcdUnavailable
 from elastic_rl.etcd import known_ranges
 from elastic_rl.etcd.client import Changed, ChangedRanges, EtcdClient, KeyValue
 from elastic_rl.etcd.known_ranges import KnownRanges
@@ -76,8 +76,8 @@ def test_each_reading_has_what_etcd_has(changes: list[tuple[str, str]]) -> None:
             etcd.delete(key)
         elif what == "compacted":
             etcd.compactions = known_ranges._MAX_READS - 1
-        elif what == "restore":  # from a backup, which counts revisions once more, after a while if as many
-            now_s += known_ranges._WHOLE_EVERY_S if known.revision <= 1 else 0.0
+        elif what == "restore":  # from a backup, which counts revisions once more, and comes as far after a while
+            now_s += known_ranges._WHOLE_EVERY_S
             etcd.now, etcd.revision = {}, 1
         else:
             known.read()
@@ -97,9 +97,23 @@ def test_a_reading_that_fails_changes_nothing() -> None:
     etcd.put("a/2")
     etcd.delete("b/1")
     etcd.compactions = known_ranges._MAX_READS
-    with pytest.raises(Compacted):
+    with pytest.raises(EtcdUnavailable):
         known.read()
     assert (known.revision, known.ranges, known.keys) == before
+    known.read()
+    etcd.require_same(known)
+
+
+def test_etcd_that_was_restored_from_a_backup_is_read_whole() -> None:
+    etcd = Etcd()
+    known = KnownRanges(cast(EtcdClient, etcd), PREFIXES, [SINGLE], clock=lambda: 0.0)
+    for key in ("a/1", "b/1", "a/1"):
+        etcd.put(key)
+    known.read()
+    backup = Etcd()
+    backup.put("a/1")
+    backup.put("b/1")
+    etcd.now, etcd.revision = backup.now, backup.revision  # as many keys, with other values
     known.read()
     etcd.require_same(known)
 

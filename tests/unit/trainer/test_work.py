@@ -23,6 +23,7 @@ def test_stage_states_what_the_others_may_make_it_wait_for(stages: int, stated: 
 def test_rate_is_that_of_the_work_that_was_done() -> None:
     meter = WorkMeter()
     assert meter.stated(5.0).s_per_flop == 0.0
+    meter.begin(1.0, 0.0)  # takes a hundred seconds, in which kernels are compiled
     meter.begin(10.0, 100.0)
     assert meter.stated(5.0).s_per_flop == 0.0, "none has ended"
     meter.begin(30.0, 105.0)
@@ -35,6 +36,7 @@ def test_rate_is_that_of_the_work_that_was_done() -> None:
 @given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=30), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
 def test_rate_follows_a_rank_that_becomes_slower(costs: list[float], before: float, after: float) -> None:
     meter, now = WorkMeter(), 0.0
+    meter.begin(1.0, now)
     for rate, cost in (*((before, cost) for cost in costs), *[(after, 1e6)] * 400):
         meter.begin(cost, now)
         now += rate * cost
