@@ -70,7 +70,7 @@ class InlineGeneration:
             rollouts.waits.stage("source")
             self._lease(self.flow.open)
             groups = rollouts.generate(step, grant.min_version, timer, lambda: rollouts.sampler.training_groups(
-                rollouts.prompts.training(grant.ordinals), grant.min_version))
+                rollouts.prompts.training(grant.ordinals), grant.min_version, self.flow.rewarded))
         except BaseException:
             self.flow.give_back(grant)
             raise

@@ -116,13 +116,18 @@ class SharedFlow:
         with self._changed:
             return self._flow.open
 
+    def rewarded(self, ordinal: int) -> None:
+        """A group has its rewards, and is handed on later: it counts as finished."""
+        with self._changed:
+            self._finished.add(ordinal)
+
     def finished(self, group: Group, reason: str, waits: Waits) -> None:
         """Takes a group in. ``reason``: of the filter that drops it, or that one failed. Waits while the queue does not
         take it. Raises Fenced, and IllegalTransition for a group beyond the queue's capacity: waiting would give it no
         room."""
+        self.rewarded(group.ordinal)
         with self._changed:
             kept = self._flow.finished(group.ordinal, group.versions, group.failure or reason)
-            self._finished.add(group.ordinal)
             self._changed.notify_all()
         if not kept:
             return

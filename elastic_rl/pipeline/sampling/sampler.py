@@ -80,10 +80,11 @@ class Sampler:
     def close(self) -> None:
         self._closing.close()
 
-    def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
+    def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int,
+                        on_done: Callable[[int], None] = lambda ordinal: None) -> list[tuple[Group, str]]:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
-        failed says so itself, and no filter sees it."""
-        groups = self._groups(self._prompt_requests(prompts), min_version)
+        failed says so itself, and no filter sees it. ``on_done``: is told of each as soon as it has its rewards."""
+        groups = self._groups(self._prompt_requests(prompts), min_version, on_done)
         judged = self._side.call(lambda: [(group, self._filters.drop_reason(group)) for group in groups])
         self._report("filters", self._filters.take_failed())
         return judged
@@ -145,11 +146,14 @@ class Sampler:
         return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed,
                         resume=not self._cfg.deterministic)
 
-    def _groups(self, requests: Sequence[PromptRequest], min_version: int) -> list[Group]:
+    def _groups(self, requests: Sequence[PromptRequest], min_version: int,
+                on_done: Callable[[int], None] = lambda ordinal: None) -> list[Group]:
         """Every group, in order."""
         given = iter([(requests, min_version)])
-        done = {group.ordinal: group for group, _ in self._stream(
-            lambda wait_s: next(given, None), lambda group: "")}
+        done = dict[int, Group]()
+        for group, _ in self._stream(lambda wait_s: next(given, None), lambda group: ""):
+            done[group.ordinal] = group
+            on_done(group.ordinal)
         return [done[request.ordinal] for request in requests]
 
     def _stream(self, more: More[PromptRequest], judged: Callable[[Group], str]) -> Iterator[Judged]:

@@ -32,10 +32,13 @@ class Rollouts:
         self.prompts = SimpleNamespace(training=lambda ordinals: [(o, Prompt((1,))) for o in ordinals])
         self.sampler = SimpleNamespace(training_groups=self._groups)
         self.asked: list[tuple[int, ...]] = []
-        self.drops, self.fails = drops, False
+        self.drops, self.fails, self.rewarded = drops, False, 0
         self.log: list[str] = []
 
-    def _groups(self, prompts: list[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
+    def _groups(self, prompts: list[tuple[int, Prompt]], min_version: int, on_done: Callable[[int], None]
+                ) -> list[tuple[Group, str]]:
+        for ordinal, _ in prompts[:self.rewarded]:
+            on_done(ordinal)
         self.asked.append(tuple(o for o, _ in prompts))
         if self.fails:
             self.fails = False
@@ -69,6 +72,20 @@ def test_dropped_groups_are_replaced_up_to_the_limit_by_ordinal() -> None:
     assert taken.chosen.ordinals == (1, 3, 4), "a third one is not dropped"
     assert taken.chosen.consumption.dropped == {"odd": IntervalSet.from_values([0, 2])} and taken.metrics == {}
     assert [list(groups) for groups in leased] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_rewarded_groups_are_progress_before_the_others_of_their_step_are_and_once() -> None:
+    rollouts = Rollouts(set())
+    generation = _generation(rollouts, [])
+    for rewarded, finished in ((2, 2), (1, 2), (3, 3)):
+        rollouts.fails, rollouts.rewarded = True, rewarded
+        with pytest.raises(TrainerFailed):
+            _take(generation)
+        assert generation.flow.finished_groups == finished, "one that is generated again is the same one"
+        generation.flow.resume(0, 1, IntervalSet(), Branch(0, 1))
+    taken = _take(generation)
+    generation.flow.trained(taken.chosen.consumption, 2)
+    assert generation.flow.finished_groups == 0
 
 
 def test_groups_are_dropped_by_ordinal_until_the_limit() -> None:
