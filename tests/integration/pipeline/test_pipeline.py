@@ -414,9 +414,10 @@ def test_change_of_the_hosts_of_a_group_is_not_reported_as_a_fault_and_its_resta
         job.trainer.form()
 
     job.start_actor()
-    for step, reason in ((1, "b is drained"), (2, "")):
-        job.wait_for(step)
+    for losses, reason in ((1, "b is drained"), (2, "")):
+        job.wait_for(losses)
         form(reason)
+        wait_until(lambda: len(job.kinds("trainer.")) >= 2 * losses, what="the recovery")  # noqa: B023
     job.finish()
     assert job.kinds("trainer.") == ["trainer.restarting", "trainer.recovered", "trainer.failed", "trainer.recovered"]
     job.assert_exactly_once()
