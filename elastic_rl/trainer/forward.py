@@ -146,6 +146,8 @@ class ForwardPass:
             self._report(IN_PASSES, self._meter.stated(in_flight(costs, number, self.par.pp)))
 
         def begin(number: int) -> None:
+            if self.par.pp == 1:  # else the device still works on the one before, in the name and the time of this one
+                synchronize(self.par)
             self._meter.begin(costs[number], time.monotonic())
             state(number)
 
