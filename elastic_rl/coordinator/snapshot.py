@@ -209,7 +209,7 @@ class SnapshotReader:
             keys.evidence_prefix(): Evidence, keys.witnesses_prefix(): Witness, keys.engines_prefix(): Engine,
             keys.faults_prefix(): FaultLog, keys.restarts_prefix(): RestartRequest,
             keys.external_engines_prefix(): ExternalEngine}
-        """Of the ranges whose records are of one kind."""
+        """The kind of the records of each range that has one kind, by prefix."""
         self._head_keys = [keys.stream_head(stream) for stream in Stream]
         cluster = self._cluster_keys
         self._known = KnownRanges(

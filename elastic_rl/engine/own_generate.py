@@ -224,7 +224,7 @@ class _EnginesOfCall(GenerateClient):
     def __init__(self, client: GenerateClient) -> None:
         self._client = client
         self.versions = set[int]()
-        """Those of all segments that are trained on."""
+        """The versions of all segments that are trained on."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
         samples = await self._client.generate(token_ids, sampling, n, route)

@@ -85,7 +85,7 @@ class ChangedRanges:
 
     ranges: list[Changed]
     kvs: list[KeyValue]
-    """Those of the single keys that there are, changed or not."""
+    """The single keys that there are, changed or not."""
     revision: int
 
 

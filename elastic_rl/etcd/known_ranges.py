@@ -37,7 +37,7 @@ class KnownRanges:
         self.ranges: dict[str, Mapping[str, KeyValue]] = {prefix: {} for prefix in prefixes}
         """By prefix, the keys as they were then, in key order; the same object as long as nothing has changed."""
         self.keys: dict[str, KeyValue] = {}
-        """Those of the single keys that there were."""
+        """The single keys that there were, by key."""
 
     def read(self) -> None:
         """Raises EtcdUnavailable, also when compactions overtook every try; then all is as before."""

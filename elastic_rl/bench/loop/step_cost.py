@@ -50,14 +50,26 @@ class Span:
     """Keys written and deleted, by kind of key."""
 
 
-class _Begin:
-    """Notes where the processes and etcd are before the measured steps. Faults and this have the same form, so that it
-    is done at a step of a run that works."""
+class _Observation:
+    """An observation has the form of a fault, so that the injector makes it at a step of a run that works."""
+
+    def __init__(self, context: FaultContext) -> None:
+        self.context = context
+
+    def detected(self) -> bool:
+        return True
+
+    def healed(self) -> bool:
+        return True
+
+
+class _Begin(_Observation):
+    """The observation before the measured steps: where the processes and etcd are."""
 
     name = "step_cost_begins"
 
     def __init__(self, context: FaultContext) -> None:
-        self.context = context
+        super().__init__(context)
         self.step = 0
         self.cpu_s: dict[tuple[int, float], float] = {}
         self.revision = 0
@@ -69,15 +81,9 @@ class _Begin:
         self.step, self.cpu_s = self.context.step(), {who: used for who, (_, used) in _used(self.context).items()}
         return "", f"measured from step {self.step} on"
 
-    def detected(self) -> bool:
-        return True
 
-    def healed(self) -> bool:
-        return True
-
-
-class _End(_Begin):
-    """Fills the span from what ``begin`` noted."""
+class _End(_Observation):
+    """The observation after the measured steps, which fills the span from what ``begin`` noted."""
 
     name = "step_cost_ends"
 
@@ -162,7 +168,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 
 
 def rows(span: Span, records: Sequence[Record]) -> list[Row]:
-    """Pure."""
+    """The rows of the measured steps; ``records`` are those of the run. Pure."""
     cpu = {kind: seconds / span.steps for kind, seconds in sorted(span.cpu_s.items(), key=lambda item: -item[1])}
     beside = {kind: seconds for kind, seconds in cpu.items() if not kind.startswith(_COMPUTING)}
     return [
@@ -178,5 +184,5 @@ def rows(span: Span, records: Sequence[Record]) -> list[Row]:
 
 
 def _shown(values: Mapping[str, float]) -> dict[str, float]:
-    """Those that are not next to nothing."""
+    """The values that are not next to nothing."""
     return {kind: value for kind, value in values.items() if value >= 0.005}

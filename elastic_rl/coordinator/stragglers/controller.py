@@ -26,13 +26,13 @@ class ReplacementRecorder(Protocol):
 
 
 class StragglerController:
-    """Level-triggered, but for what ``Following`` remembers."""
+    """The controller is level-triggered, but for what ``Following`` remembers."""
 
     def __init__(self, keys: Keys, cfg: Config, record_straggler: ReplacementRecorder, guarded: GuardedWrite) -> None:
         self._keys, self._record, self._guarded = keys, record_straggler, guarded
         self._limits = FollowLimits.of(cfg)
         self._following: dict[str, Following] = {}
-        """By pool."""
+        """What is remembered of each pool, by its name."""
 
     def begin_term(self) -> None:
         """Forgets what it knows of an earlier leadership."""
@@ -66,7 +66,8 @@ class StragglerController:
 
 
 def _event(engine: Engine, straggler: Straggler | None) -> Event | None:
-    """The first time, and when it follows again: one that comes back for a while in each step is one fault."""
+    """The event of an engine that is given up for the first time, or follows again: one that comes back for a while in
+    each step is one fault."""
     if straggler is None:
         return events.build(event_kinds.ENGINE_FOLLOWS, engine.id, f"engine {engine.id} follows the others again: it "
                             f"got version {engine.version} in time", by=BY_LEADER, version=engine.version)

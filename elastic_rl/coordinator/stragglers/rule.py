@@ -104,9 +104,9 @@ class Following:
     needs: int = 0
     """Version that the run needs, as of the last look."""
     served_since: float | None = None
-    """Since when a quorum serves it; None while none does."""
+    """Time since which a quorum serves it; None while none does."""
     missing_since: float | None = None
-    """Since when no quorum serves what the run needs; None while one does."""
+    """Time since which no quorum serves what the run needs; None while one does."""
     excused_at: float | None = None
     """End of the last outage, or the first look: what an engine did not do before is not held against it."""
 

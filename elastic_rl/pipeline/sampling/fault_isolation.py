@@ -146,6 +146,7 @@ class DropLimit:
 
     def __init__(self, max_share: float, window: int) -> None:
         """``max_share``: fraction of the last ``window`` groups; a share above 0 allows at least one."""
+        self._max_share, self._window = max_share, window
         self._most = max(1, int(max_share * window)) if max_share > 0 else 0
         self._dropped: deque[bool] = deque(maxlen=window)
 
@@ -156,9 +157,7 @@ class DropLimit:
 
     def copy(self) -> DropLimit:
         """A limit of the same size, of which nothing is used up."""
-        limit = DropLimit(0.0, self._dropped.maxlen or 0)
-        limit._most = self._most
-        return limit
+        return DropLimit(self._max_share, self._window)
 
     def kept(self, groups: int = 1) -> None:
         """The function worked for so many groups."""

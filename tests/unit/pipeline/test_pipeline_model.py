@@ -29,15 +29,20 @@ SEEDS = seeds(40)
 MUTANT_SEEDS = 600
 
 
+def ran(seed: int, world: World) -> World:
+    """The world after its run, in which nothing was violated; the failure of one that was names the seed."""
+    try:
+        world.run()
+    except Violation as e:
+        raise AssertionError(f"seed {seed}: {e}") from e
+    return world
+
+
 def test_every_group_is_trained_on_exactly_once_or_dropped_whatever_crashes() -> None:
     waited: set[str] = set()
     groups = actors = 0
     for seed in range(SEEDS):
-        world = World(seed)
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        world = ran(seed, World(seed))
         waited |= set(world.waits_shown)
         groups += world.groups - 1
         actors += world.term - 1
@@ -48,11 +53,7 @@ def test_every_group_is_trained_on_exactly_once_or_dropped_whatever_crashes() ->
 def test_supervised_job_ends_with_its_policy_published_and_without_engines_whatever_crashes() -> None:
     groups = 0
     for seed in range(SEEDS):
-        world = World(seed, replace(PLAN, mode="sft"))
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        world = ran(seed, World(seed, replace(PLAN, mode="sft")))
         assert not any(e.phase == "rl" for e in world.executed)
         groups += world.groups - 1
     assert groups > SEEDS / 2, "the runs were disturbed"
@@ -61,11 +62,7 @@ def test_supervised_job_ends_with_its_policy_published_and_without_engines_whate
 def test_reference_passes_precede_their_step_whatever_crashes() -> None:
     passes = 0
     for seed in range(SEEDS):
-        world = World(seed, asks_reference=True)
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        world = ran(seed, World(seed, asks_reference=True))
         passes += world.reference_passes
     assert passes > SEEDS * PLAN.steps, "some were repeated"
 
@@ -73,22 +70,14 @@ def test_reference_passes_precede_their_step_whatever_crashes() -> None:
 def test_no_group_of_abandoned_weights_is_trained_whatever_crashes() -> None:
     """Engines may serve a version that was abandoned, and whose number is within the staleness, for some time."""
     for seed in range(SEEDS):
-        world = World(seed, limits=replace(LIMITS, max_staleness=4))
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        ran(seed, World(seed, limits=replace(LIMITS, max_staleness=4)))
 
 
 def test_groups_that_the_trainer_cannot_compute_with_are_dropped_on_the_record_whatever_crashes() -> None:
     refused = 0
     poison = (0, 4, 5, 11)
     for seed in range(SEEDS):
-        world = World(seed, poison=poison)
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        world = ran(seed, World(seed, poison=poison))
         rl = [e for e in world.executed if e.phase == "rl"]
         assert not any({*poison} & {*e.trained} for e in rl)
         assert {*poison} <= {g for e in rl for g in e.dropped}
@@ -153,11 +142,7 @@ def test_no_wrong_version_that_is_said_exceeds_the_staleness_or_holds_the_run_up
                                                                                ) -> None:
     refusals = given_up = 0
     for seed in range(SEEDS):
-        world = LIARS[schedule_name](seed, staleness)
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        world = ran(seed, LIARS[schedule_name](seed, staleness))
         refusals += world.refusals
         given_up += world.trainer.progress.consumed.dropped.get(TRAINER_REFUSED, 0)
     assert refusals > SEEDS and given_up > SEEDS / 2, "of versions that do not exist, which the trainer alone knows"
@@ -168,11 +153,7 @@ def test_trainer_alone_keeps_the_bound_whatever_the_actor_sends(schedule_name: s
                                                               ) -> None:
     _without_rule_in_the_flow(monkeypatch)
     for seed in range(SEEDS):
-        world = LIARS[schedule_name](seed, 1, trusts_trainer=True)
-        try:
-            world.run()
-        except Violation as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+        ran(seed, LIARS[schedule_name](seed, 1, trusts_trainer=True))
 
 
 @pytest.mark.parametrize(("mutates", "what"), [
