@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -22,13 +21,13 @@ class DistillationOptions(ClipOptions, GroupRelativeOptions):
 
 
 def teacher_advantages(batch: Batch, options: DistillationOptions, cfg: AlgorithmConfig) -> Tensor:
-    """[N, T] fp32: of each token ``teacher_coef * (log p_teacher - log p_policy)``, with the log-prob that it was
+    """[L] fp32: of each loss token ``teacher_coef * (log p_teacher - log p_policy)``, with the log-prob that it was
     sampled with: the estimate of the negative divergence that the token alone is responsible for (MiniLLM's single-step
     part, arXiv:2306.08543, eq. 3). ``reward_coef`` times the advantage of its sample is added.
 
     With ``teacher_top_k`` the divergence itself is a term of the loss, and only the latter is left here.
     """
-    found = options.reward_coef * batch["advantages"][:, None].expand(batch.samples, batch.width)
+    found = options.reward_coef * batch.to_tokens(batch["advantages"])
     if not cfg.teacher_top_k:
         found = found + cfg.teacher_coef * (batch["teacher_logprobs"] - batch["old_logprobs"])
-    return torch.where(batch["loss_mask"], found, 0.0)
+    return found

@@ -40,70 +40,59 @@ def sample_rewards(rewards: Tensor, _options: Options) -> Tensor:
 
 
 def gae_advantages(batch: Batch, options: PpoOptions, cfg: AlgorithmConfig) -> Tensor:
-    """[N, T] fp32: generalised advantage estimates of the loss tokens (arXiv:1506.02438, eq. 16), 0 elsewhere.
+    """[L] fp32: generalised advantage estimates of the loss tokens (arXiv:1506.02438, eq. 16).
 
     The last loss token of a sample gets the sample's reward (``advantages`` [N], see ``sample_rewards``), but for what
-    of it is of a turn (``turn_rewards`` [N, T]), which the turn's last token gets; with ``ref_logprobs`` in the batch,
+    of it is of a turn (``turn_rewards`` [L]), which the turn's last token gets; with ``ref_logprobs`` in the batch,
     each gets less ``kl_coef`` times the divergence from the reference policy at it (arXiv:2203.02155, eq. 2). A sample
     ends with its last loss token, also one that was cut off at its limit: nothing is expected after it.
     """
-    mask = batch["loss_mask"]
-    rewards = torch.zeros(mask.shape, dtype=torch.float64)
+    counts = batch.loss_counts
+    rewards = torch.zeros(batch.loss_tokens, dtype=torch.float64)
     if "ref_logprobs" in batch:
-        divergence = kl_estimate(batch["old_logprobs"].double(), batch["ref_logprobs"].double(), cfg.estimator)
-        rewards -= cfg.kl_coef * torch.where(mask, divergence, 0.0)
-    rows, last = last_loss_tokens(mask)
+        rewards -= cfg.kl_coef * kl_estimate(
+            batch["old_logprobs"].double(), batch["ref_logprobs"].double(), cfg.estimator)
     at_end = batch["advantages"].double()
     if "turn_rewards" in batch:
         rewards += (of_turns := batch["turn_rewards"].double())
-        at_end = at_end - of_turns.sum(dim=1)
-    rewards[rows, last] += at_end[rows]
-    return estimated(rewards, batch["values"], mask, gamma=options.gamma, lam=options.gae_lambda).to(torch.float32)
+        at_end = at_end - batch.sequence_sum(of_turns)
+    rewards[(counts.cumsum(0) - 1)[counts > 0]] += at_end[counts > 0]
+    return estimated(rewards, batch["values"], counts, gamma=options.gamma, lam=options.gae_lambda).to(torch.float32)
 
 
-def last_loss_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that have a loss token, and the position of the last one of each, of a mask [N, T]."""
-    rows = mask.any(dim=1).nonzero()[:, 0]
-    return rows, mask.shape[1] - 1 - mask[rows].flip(1).int().argmax(dim=1)
+def estimated(rewards: Tensor, values: Tensor, counts: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """[L] float64: ``A_t = d_t + gamma lam A_t'``, ``d_t = r_t + gamma V_t' - V_t``, with t' the next loss token of the
+    same sample, and 0 for what would be after its last one. ``rewards`` and ``values`` are [L], the latter of the
+    states in which the tokens are chosen; ``counts`` [N]: loss tokens of each sample."""
+    order = counts.argsort(descending=True, stable=True)
+    lengths, starts = counts[order], (counts.cumsum(0) - counts)[order]
+    rewards, values, found = rewards.double(), values.double(), torch.zeros(len(rewards), dtype=torch.float64)
+    advantage, next_value = torch.zeros(2, len(counts), dtype=torch.float64)
+    # From the back, a place of all samples at a time: those that have it are the first ones in their order.
+    having = torch.searchsorted(-lengths, -torch.arange(int(lengths[0]) if len(lengths) else 0), right=False)
+    for t in range(len(having) - 1, -1, -1):
+        n = int(having[t])
+        at = starts[:n] + t
+        value = values[at]
+        difference = rewards[at] + gamma * next_value[:n] - value
+        advantage[:n] = difference + gamma * lam * advantage[:n]
+        next_value[:n] = value
+        found[at] = advantage[:n]
+    return found
 
 
-def estimated(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """[N, T] float64: ``A_t = d_t + gamma lam A_t'``, ``d_t = r_t + gamma V_t' - V_t``, with t' the next token of the
-    mask after t, and 0 for what would be after the last one. 0 where the mask is false. All arguments are [N, T];
-    ``values`` at t is of the state in which token t is chosen."""
-    # Tokens of the mask side by side, so that what lies between two of them is no step.
-    place = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    width = int(mask.sum(dim=1).max()) if mask.numel() else 0
-    rows, at = mask.nonzero(as_tuple=True)
-    dense_rewards, dense_values, is_real = (torch.zeros(len(mask), width + 1, dtype=torch.float64) for _ in range(3))
-    where = rows, place[rows, at]
-    dense_rewards[where], dense_values[where] = rewards.double()[rows, at], values.double()[rows, at]
-    is_real[where] = 1.0
-    found = torch.zeros_like(dense_values)
-    for t in range(width - 1, -1, -1):
-        difference = dense_rewards[:, t] + gamma * dense_values[:, t + 1] - dense_values[:, t]
-        found[:, t] = is_real[:, t] * (difference + gamma * lam * found[:, t + 1])
-    out = torch.zeros(mask.shape, dtype=torch.float64)
-    out[rows, at] = found[where]
-    return out
+def whitened(advantages: Tensor) -> Tensor:
+    """[L] of the same dtype: mean 0 and standard deviation 1 over all loss tokens. Without variance they are all 0."""
+    if not len(advantages):
+        return advantages
+    own = advantages.double()
+    return ((own - own.mean()) / (own.std(unbiased=False) + _STD_EPSILON)).to(advantages.dtype)
 
 
-def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[N, T] of the same dtype: mean 0 and standard deviation 1 over the tokens of the mask, 0 elsewhere. Without
-    variance they are all 0."""
-    own = advantages[mask].double()
-    if not len(own):
-        return torch.zeros_like(advantages)
-    centred = (own - own.mean()) / (own.std(unbiased=False) + _STD_EPSILON)
-    out = torch.zeros_like(advantages)
-    out[mask] = centred.to(advantages.dtype)
-    return out
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """How much of the variance of the returns the values explain: 1 for a perfect critic, 0 for a constant one, below 0
-    for one that is worse; 0 without variance. All arguments are [N, T]."""
-    actual, error = returns[mask].double(), (returns - values)[mask].double()
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """How much of the variance of the returns [L] the values [L] explain: 1 for a perfect critic, 0 for a constant one,
+    below 0 for one that is worse; 0 without variance."""
+    actual, error = returns.double(), (returns - values).double()
     variance = float(actual.var(unbiased=False)) if len(actual) else 0.0
     return 1.0 - float(error.var(unbiased=False)) / variance if variance > 0 else 0.0
 

@@ -52,12 +52,12 @@ class TrainerConfig(Section):
     """Activations that the backward pass computes again instead of keeping them (arXiv 2205.05198). ``selective``: the
     scores of the attention, of which fused attention (Transformer Engine, or ``packing``) keeps none anyway. ``full``:
     all but the input of each layer, for about a third more time. Gradients are the same."""
-    max_share_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """Largest share of a batch that a data-parallel replica accepts, in bytes. A share has 13 bytes (9 in the
-    supervised phase, 4 more with log-probs of a reference policy, 4 more with advantages of tokens; a critic's has
-    17) for each of its sequences times the tokens of its longest one, and with ``algorithm.teacher_top_k`` 8 (k + 1)
-    for each trained token; the rank that receives it may hold four in host memory. A larger one is refused, and the job
-    waits until a person changes a setting."""
+    share_piece_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Bytes of one message with samples that a rank takes; the actor sends the share of a replica in pieces of at most
+    half as many, or of a single sample. A share has 5 bytes for each token, and for each one that is trained on 4 for
+    its log-prob (none in the supervised phase), 4 with log-probs of a reference policy, 4 with an advantage of its own,
+    8 for a critic, and 8 (k + 1) with ``algorithm.teacher_top_k``; the rank that receives it may hold four shares in
+    host memory."""
     max_restarts: Positive = 10
     """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,
     with an alert, and is started again after a backoff."""

@@ -1,16 +1,19 @@
 """Samples as tensors, and their wire format (safetensors: nothing is pickled).
 
 A batch is named tensors, each of which the schema describes: the trainer asks for those that its algorithm needs, and
-a new one needs a line in ``SCHEMA`` and nothing else. N is the number of samples, T the width of the batch. Tensors
-[N, T] are aligned with the tokens: what they hold at t is about the token at t, which is predicted from those before.
-L is the number of loss tokens, sample by sample: what takes much room for each is there for no others.
+a new one needs a line in ``SCHEMA`` and nothing else. It is ragged: the samples' tokens lie one sample after the other,
+and nothing is padded to the longest of them. N is the number of samples, V that of their tokens, and L that of the loss
+tokens, which are those of V that the policy is trained on, in the same order: what is only needed for these is there
+for no others. What a tensor [L] holds of a token is about its prediction from the tokens before it.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,20 +33,20 @@ class TensorSpec:
 
 
 SCHEMA: dict[str, TensorSpec] = {
-    "tokens": TensorSpec(torch.int64, ("N", "T")),          # right-padded with 0
-    "lengths": TensorSpec(torch.int64, ("N",)),             # tokens without padding
-    "loss_mask": TensorSpec(torch.bool, ("N", "T")),        # tokens that the policy is trained on
-    "old_logprobs": TensorSpec(torch.float32, ("N", "T")),  # log-probs they were sampled with; 0 elsewhere
-    "trainer_logprobs": TensorSpec(torch.float32, ("N", "T")),  # the trainer's own, before a step's first update
-    "ref_logprobs": TensorSpec(torch.float32, ("N", "T")),  # of the reference policy; 0 elsewhere
-    "teacher_logprobs": TensorSpec(torch.float32, ("N", "T")),  # of the teacher; 0 elsewhere
+    "tokens": TensorSpec(torch.int32, ("V",)),
+    "lengths": TensorSpec(torch.int64, ("N",)),             # tokens of each sample, 1 or more
+    "loss_mask": TensorSpec(torch.bool, ("V",)),            # tokens that the policy is trained on
+    "old_logprobs": TensorSpec(torch.float32, ("L",)),      # log-probs they were sampled with; 0 where none sampled
+    "trainer_logprobs": TensorSpec(torch.float32, ("L",)),  # the trainer's own, before a step's first update
+    "ref_logprobs": TensorSpec(torch.float32, ("L",)),      # of the reference policy
+    "teacher_logprobs": TensorSpec(torch.float32, ("L",)),  # of the teacher
     "teacher_top_ids": TensorSpec(torch.int32, ("L", "K")),  # its most probable ones in a token's place
     "teacher_top_logprobs": TensorSpec(torch.float32, ("L", "K")),
     "advantages": TensorSpec(torch.float32, ("N",)),
-    "token_advantages": TensorSpec(torch.float32, ("N", "T")),  # instead of ``advantages``: one per token
-    "turn_rewards": TensorSpec(torch.float32, ("N", "T")),  # at the last token of each turn; 0 elsewhere
-    "values": TensorSpec(torch.float32, ("N", "T")),        # of the critic, before the step; 0 elsewhere
-    "returns": TensorSpec(torch.float32, ("N", "T")),       # what the values should have been; 0 elsewhere
+    "token_advantages": TensorSpec(torch.float32, ("L",)),  # instead of ``advantages``: one per token
+    "turn_rewards": TensorSpec(torch.float32, ("L",)),      # at the last token of each turn; 0 elsewhere
+    "values": TensorSpec(torch.float32, ("L",)),            # of the critic, before the step
+    "returns": TensorSpec(torch.float32, ("L",)),           # what the values should have been
     "versions": TensorSpec(torch.int64, ("N",)),            # oldest policy version that generated the sample
     "numbers": TensorSpec(torch.int64, ("N",)),             # of the sample in the step's batch, see ``minibatch``
 }
@@ -82,16 +85,13 @@ class Batch:
         for name in _REQUIRED:
             if name not in self.tensors:
                 raise ConfigError(f"a batch needs the tensor {name!r}; it has {sorted(self.tensors)}")
-        sizes = {"L": int(self.tensors["loss_mask"].sum())}
-        self._require_schema(sizes)
         lengths, mask = self["lengths"], self["loss_mask"]
+        self._require_schema({"V": int(lengths.sum()), "L": int(mask.sum())})
         if not self.samples:
             return
-        if int(lengths.min()) < 1 or int(lengths.max()) > sizes["T"]:
-            raise ConfigError(f"lengths must be 1 to {sizes['T']}, not {int(lengths.min())} to {int(lengths.max())}")
-        if bool((mask & (torch.arange(sizes["T"])[None] >= lengths[:, None])).any()):
-            raise ConfigError("the loss mask includes padding")
-        if bool(mask[:, 0].any()):
+        if int(lengths.min()) < 1:
+            raise ConfigError(f"lengths must be 1 or more, not {int(lengths.min())}")
+        if bool(mask[self.starts].any()):
             raise ConfigError("the loss mask includes a first token, which nothing predicts")
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -106,12 +106,17 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        return int(self["tokens"].shape[0])
+        return int(self["lengths"].shape[0])
 
-    @property
-    def width(self) -> int:
-        """T: positions of each row, padding included."""
-        return int(self["tokens"].shape[1])
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """[N] int64: where the tokens of each sample begin in tensors [V]."""
+        return _starts(self["lengths"])
+
+    def by_sample(self, name: str) -> tuple[torch.Tensor, ...]:
+        """A tensor [V, …] or [L, …] as one for each sample, without a copy. Raises ConfigError as ``[]``."""
+        counts = self.loss_counts if SCHEMA[name].dims[0] == "L" else self["lengths"]
+        return self[name].split(counts.tolist()) if self.samples else ()
 
     def require_tokens_below(self, vocab: int) -> None:
         """Raises ConfigError for a token id that a model with this vocabulary does not have."""
@@ -137,31 +142,56 @@ class Batch:
         """Number of tokens that are trained on."""
         return int(self.loss_counts.sum())
 
-    @property
+    @cached_property
     def loss_counts(self) -> torch.Tensor:
         """[N] int64: those of each sample."""
-        return self["loss_mask"].sum(dim=1)
+        if not self.samples:
+            return torch.zeros(0, dtype=torch.int64)
+        mask = self["loss_mask"].numpy().view(np.uint8)
+        return torch.from_numpy(np.add.reduceat(mask, self.starts.numpy(), dtype=np.int64))
 
-    def rows(self, part: slice | torch.Tensor, width: int | None = None) -> Batch:
-        """The samples of a slice, or with these numbers; of rows of ``width`` positions, which none of them exceeds."""
-        return Batch(self._rows(part, width))
+    @cached_property
+    def _loss_starts(self) -> torch.Tensor:
+        """[N] int64: where the loss tokens of each sample begin in tensors [L]."""
+        return _starts(self.loss_counts)
 
-    def _rows(self, part: slice | torch.Tensor, width: int | None) -> dict[str, torch.Tensor]:
-        def of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            dims = SCHEMA[name].dims
-            if dims[0] == "L":
-                return tensor[self._loss_rows(part)]
-            return (tensor[:, :width] if dims == ("N", "T") else tensor)[part]
+    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] sums of values [L]; 0 for a sample without a loss token."""
+        return values.new_zeros(self.samples).index_add(0, self.to_tokens(torch.arange(self.samples)), values)
 
-        return {name: of(name, tensor) for name, tensor in self.tensors.items()}
+    def to_tokens(self, of_samples: torch.Tensor) -> torch.Tensor:
+        """[L] from [N]: the value of each loss token's sample."""
+        return torch.repeat_interleave(of_samples, self.loss_counts)
 
-    def _loss_rows(self, part: slice | torch.Tensor) -> torch.Tensor:
-        """Numbers [l] of the loss tokens of some samples, in the samples' order, in tensors [L, …]."""
-        counts = self.loss_counts
-        first = (counts.cumsum(0) - counts)[part]
-        of_sample = torch.repeat_interleave(torch.arange(len(first)), counts[part])
-        ends = counts[part].cumsum(0)
-        return first[of_sample] + torch.arange(int(counts[part].sum())) - (ends - counts[part])[of_sample]
+    def without_loss(self, rows: torch.Tensor) -> Batch:
+        """The same samples, of which those with these numbers have no loss token."""
+        return Batch(self._without_loss(self.tensors, rows))
+
+    def _without_loss(self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        kept = torch.ones(self.samples, dtype=torch.bool).index_fill(0, rows, False)
+        of_loss = self.to_tokens(kept)
+        found = {name: tensor[of_loss] if SCHEMA[name].dims[0] == "L" else tensor for name, tensor in tensors.items()}
+        return {**found, "loss_mask": tensors["loss_mask"] & torch.repeat_interleave(kept, self["lengths"])}
+
+    def rows(self, part: slice | torch.Tensor) -> Batch:
+        """The samples of a slice, without a copy, or with these numbers."""
+        return Batch(self._rows(part))
+
+    def _rows(self, part: slice | torch.Tensor) -> dict[str, torch.Tensor]:
+        dims = {SCHEMA[name].dims[0] for name in self.tensors}
+        where = {"N": part, **({"V": _spans(self.starts, self["lengths"], part)} if "V" in dims else {}),
+                 **({"L": _spans(self._loss_starts, self.loss_counts, part)} if "L" in dims else {})}
+        return {name: tensor[where[SCHEMA[name].dims[0]]] for name, tensor in self.tensors.items()}
+
+    def loss_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """[l] int64: where the loss tokens of some samples are in tensors [L], in the order of ``rows``."""
+        return spans(self._loss_starts[rows], self.loss_counts[rows])
+
+    @property
+    def sample_bytes(self) -> torch.Tensor:
+        """[N] int64: bytes of each sample in all tensors, those that it does not hold included."""
+        return bytes_of({name: math.prod(tensor.shape[1:]) for name, tensor in self.tensors.items()},
+                        self["lengths"], self.loss_counts)
 
     def share_rows(self, count: int, minibatches: int = 1, cost: Callable[[int], float] = float) -> list[torch.Tensor]:
         """The numbers of the samples of each of ``count`` data-parallel replicas, ascending, with about as much work
@@ -179,7 +209,7 @@ class Batch:
     def minibatch(self, index: int, count: int) -> Batch:
         """The samples of this share that are in one of ``count`` minibatches of the step's batch: every ``count``-th
         one of that, whatever the number of replicas."""
-        return self.share((self["numbers"] % count == index).nonzero().flatten())
+        return self.rows((self["numbers"] % count == index).nonzero().flatten())
 
     def minibatches(self, count: int) -> list[Batch]:
         """The samples of this share by minibatch, of which the step's batch has ``count``: each is in one of them."""
@@ -187,29 +217,32 @@ class Batch:
 
     def shares(self, count: int) -> list[Batch]:
         """Splits the samples over data-parallel replicas, as ``share_rows``."""
-        return [self.share(rows) for rows in self.share_rows(count)]
+        return [self.rows(rows) for rows in self.share_rows(count)]
 
-    def share(self, rows: torch.Tensor) -> Batch:
-        """The samples with these numbers, as wide as the longest of them: one long response does not pad the shares of
-        all replicas."""
-        return self.rows(rows, width=self._longest(rows))
+    def pieces(self, rows: torch.Tensor, limit: int) -> list[torch.Tensor]:
+        """These rows, in order, in pieces of samples with at most ``limit`` bytes, or of a single one. One at least."""
+        sizes = self.sample_bytes[rows].tolist()
+        return [rows[piece.start:piece.stop] for piece in cut_in_pieces(sizes, limit)] or [rows]
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence[Batch]) -> Batch:
+        """The samples of several batches, which have the same tensors, in order. Raises as the constructor."""
+        if len(pieces) == 1:
+            return pieces[0]
+        return cls({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0].tensors})
 
     def joined(self, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[N, T] of this batch from values [n, t] of each ``share`` of these rows; padding is 0 or False.
+        """[L] of this batch from values [l] of each share, which has these ``rows`` of it.
 
         Raises ConfigError for values that are not those of the shares.
         """
-        out = values[0].new_zeros((self.samples, self.width))
+        out = values[0].new_zeros(self.loss_tokens)
         for of_share, own in zip(rows, values, strict=True):
-            expected = [len(of_share), self._longest(of_share)]
-            if list(own.shape) != expected:
-                raise ConfigError(f"the values of a share must be {expected}, not {list(own.shape)}")
-            out[of_share, :expected[1]] = own
+            where = self.loss_rows(of_share)
+            if own.shape != where.shape:
+                raise ConfigError(f"the values of a share must be {list(where.shape)}, not {list(own.shape)}")
+            out[where] = own
         return out
-
-    def _longest(self, rows: torch.Tensor) -> int:
-        """Tokens of the longest of these samples; 0 without any."""
-        return max(self["lengths"][rows].tolist(), default=0)
 
     @property
     def elsewhere_bytes(self) -> int:
@@ -247,41 +280,80 @@ def collate_answers(prompts: Iterable[Prompt]) -> Batch:
 
 
 def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] | None = None) -> Batch:
-    """Right-pads samples to the longest of them. ``advantages``: one per sample, or None for a batch without.
+    """Samples as a batch. ``advantages``: one per sample, or None for a batch without. Without ``old_logprobs`` where
+    no policy sampled.
 
-    Raises ConfigError for a sample without a prompt token, and for a trained token without a log-prob if others have
-    them.
+    Raises ConfigError for a trained token of a policy without a log-prob.
     """
     pairs = list(rows)
-    width = max((len(p.token_ids) + len(s.response_ids) for p, s in pairs), default=0)
-    n = len(pairs)
+    lengths = [len(p.token_ids) + sum(len(s.token_ids) for s in sample.segments) for p, sample in pairs]
     # Filled by numpy: a tensor for each sample would take ten times as long.
-    tokens, mask = np.zeros((n, width), np.int64), np.zeros((n, width), np.bool_)
-    logprobs = np.zeros((n, width), np.float32)
-    lengths, sampled = [], False
-    for i, (prompt, sample) in enumerate(pairs):
-        at = len(prompt.token_ids)
-        tokens[i, :at] = prompt.token_ids
+    tokens, mask = np.zeros(sum(lengths), np.int32), np.zeros(sum(lengths), np.bool_)
+    logprobs: list[np.ndarray] = []
+    at, sampled = 0, False
+    for prompt, sample in pairs:
+        end = at + len(prompt.token_ids)
+        tokens[at:end] = prompt.token_ids
         for segment in sample.segments:
-            end = at + len(segment.token_ids)
-            tokens[i, at:end] = segment.token_ids
-            mask[i, at:end] = segment.loss
-            if segment.logprobs:
-                sampled = True
-                logprobs[i, at:end] = segment.logprobs
-            elif segment.token_ids and segment.loss and segment.version:
+            at, end = end, end + len(segment.token_ids)
+            tokens[at:end] = segment.token_ids
+            mask[at:end] = segment.loss
+            sampled = sampled or bool(segment.logprobs)
+            if not segment.loss:
+                continue
+            if segment.token_ids and segment.version and not segment.logprobs:
                 raise ConfigError("a segment that a policy generated, and that is trained on, has no log-probs")
-            at = end
-        lengths.append(at)
+            logprobs.append(np.asarray(segment.logprobs, np.float32) if segment.logprobs
+                            else np.zeros(end - at, np.float32))
+        at = end
     tensors = {"tokens": torch.from_numpy(tokens), "lengths": torch.tensor(lengths, dtype=torch.int64),
                "loss_mask": torch.from_numpy(mask),
                "versions": torch.tensor([s.oldest_version for _, s in pairs], dtype=torch.int64),
-               "numbers": torch.arange(n)}
+               "numbers": torch.arange(len(pairs))}
     if sampled:
-        tensors["old_logprobs"] = torch.from_numpy(logprobs)
+        tensors["old_logprobs"] = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *logprobs]))
     if advantages is not None:
         tensors["advantages"] = torch.tensor(list(advantages), dtype=torch.float32)
     return Batch(tensors)
+
+
+def spans(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """int64 numbers of ``counts`` [n] consecutive elements from each of ``starts`` [n] on, one span after the other."""
+    return torch.repeat_interleave(starts - _starts(counts), counts) + torch.arange(int(counts.sum()))
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    """[N] int64: where each of N spans begins that have so many elements [N] and lie one after the other."""
+    return counts.cumsum(0) - counts
+
+
+def _spans(starts: torch.Tensor, counts: torch.Tensor, part: slice | torch.Tensor) -> slice | torch.Tensor:
+    """Where the elements of some of N spans are, which lie one after the other."""
+    starts, counts = starts[part], counts[part]
+    if isinstance(part, slice) and part.step in (None, 1):
+        first = int(starts[0]) if len(starts) else 0
+        return slice(first, first + int(counts.sum()))
+    return spans(starts, counts)
+
+
+def bytes_of(columns: Mapping[str, int], lengths: torch.Tensor, loss_counts: torch.Tensor) -> torch.Tensor:
+    """[N] int64: bytes of each sample in tensors of these names, which have so many values for each element of their
+    first dimension."""
+    each = {dim: sum(n * SCHEMA[name].dtype.itemsize for name, n in columns.items() if SCHEMA[name].dims[0] == dim)
+            for dim in ("N", "V", "L")}
+    return each["N"] + each["V"] * lengths + each["L"] * loss_counts
+
+
+def cut_in_pieces(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive numbers whose sizes are at most ``limit`` together, or of a single one."""
+    pieces: list[range] = []
+    start = total = 0
+    for number, size in enumerate(sizes):
+        if number > start and total + size > limit:
+            pieces.append(range(start, number))
+            start, total = number, 0
+        total += size
+    return [*pieces, range(start, len(sizes))] if sizes else []
 
 
 def balanced(costs: Sequence[float], count: int, totals: Sequence[float] = ()) -> list[list[int]]:

@@ -38,6 +38,11 @@ _READ = 16
 _REWARDED = 4
 _LARGE = 512
 """Hidden size from which on a model is not one that was made to be tried out."""
+_TRAINED_TOKEN_BYTES = 29
+"""Most bytes of a trained token in a share, without what a teacher's most probable tokens take."""
+_HELD_TOKEN_BYTES = 90
+"""Bytes of a token in the actor while a step is generated and trained: `bench loop` measures it as actor-bytes."""
+_MUCH_MEMORY = 8 << 30
 _SURE_TOKENS_PER_S = 20.0
 """Speed of one request; an engine on a GPU makes as many for each of hundreds."""
 _NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
@@ -84,6 +89,7 @@ def check(cfg: Config) -> Iterator[JobFinding]:
                          hint="without that they change nothing: leave them out, or set it")
     for source in made:
         yield from _of_requests(cfg, source)
+        yield from _of_memory(cfg, source)
         prompts = _of_prompts(cfg, source)
         yield prompts
         if cfg.uses_engines and cfg.rollout.environment and plays and not prompts.fault:
@@ -154,6 +160,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         if facts is not None or not cfg.model.path:
             model_folder.require_positions(cfg, facts, longest)
         _require_room(cfg, longest)
+        _require_share(cfg, longest)
         if cfg.critic.model and critic_arch is not None:
             model_folder.require_critic_positions(cfg, critic_arch, longest)
         if cfg.algorithm.teacher is not None and cfg.mode == "rl":
@@ -247,6 +254,16 @@ def _require_room(cfg: Config, longest: int) -> None:
                           hint="raise it, to several times the longest sequence, or shorten responses")
 
 
+def _require_share(cfg: Config, longest: int) -> None:
+    """Raises ConfigError for samples of which a rank would refuse a single one. ``longest``: tokens of a prompt and a
+    response."""
+    size = longest * (_TRAINED_TOKEN_BYTES + 8 * (cfg.algorithm.teacher_top_k + 1))
+    if cfg.uses_trainer and size > cfg.trainer.share_piece_bytes:
+        raise ConfigError(f"trainer.share_piece_bytes={cfg.trainer.share_piece_bytes}: a sample of up to {longest} "
+                          f"tokens may have {size} bytes, and a rank takes a sample as one message",
+                          hint="raise it, or shorten responses")
+
+
 def _require_teacher(cfg: Config, pool: PoolSettings, longest: int) -> None:
     """Raises ConfigError for a teacher that cannot score the policy's samples. ``longest``: tokens of a prompt and a
     response."""
@@ -328,6 +345,19 @@ def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[JobFinding]:
             f"{tokens / limit_s:.0f} tokens/s",
             hint="set engine.request_timeout_s by what a request gets while an engine has many: one that takes longer "
                  "is ended and sent again, without end")
+
+
+def _of_memory(cfg: Config, source: CheckedSource) -> Iterator[JobFinding]:
+    """A step that the actor could not hold if all of its responses were as long as they may be."""
+    if cfg.mode != "rl" or cfg.uses_transfer_queue:
+        return
+    samples, longest = (cfg.train.prompts_per_step * cfg.train.group_size,
+                        source.max_prompt_tokens + source.max_response_tokens)
+    if (size := samples * longest * _HELD_TOKEN_BYTES) > _MUCH_MEMORY:
+        yield JobFinding("memory", f"{samples} samples of a step, of up to {longest} tokens each: up to "
+                         f"{size / (1 << 30):.0f} GiB in the actor",
+                         hint="the actor's host needs as much, or set train.schedule=fully_async and train.queue="
+                              "transfer_queue, with which tokens do not stay in the actor")
 
 
 def _of_prompts(cfg: Config, source: CheckedSource) -> JobFinding:

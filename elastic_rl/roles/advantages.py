@@ -28,12 +28,12 @@ class AdvantagesRole(Role):
                              "the rewards").tolist()  # type: ignore[no-any-return]
 
     async def compute_of_tokens(self, raw: bytes) -> np.ndarray:
-        """Advantages [N, T] fp32 of the tokens of a batch, in safetensors. Raises as ``compute``."""
+        """Advantages [L] fp32 of the loss tokens of a batch, in safetensors. Raises as ``compute``."""
         batch, spec, cfg = Batch.from_bytes(raw), algorithm_of(self.ctx.config), self.ctx.config.algorithm
         options, make = options_of(spec, cfg), spec.token_advantages
         assert make is not None
-        return self._checked("token_advantages", lambda: make(batch, options, cfg), batch["tokens"].shape,
-                             "the tokens").numpy()
+        return self._checked("token_advantages", lambda: make(batch, options, cfg), (batch.loss_tokens,),
+                             "the loss tokens").numpy()
 
     def _checked(self, what: str, make: Callable[[], torch.Tensor], shape: tuple[int, ...], like: str) -> torch.Tensor:
         """What a user's function makes, fp32 of this shape."""

@@ -72,15 +72,14 @@ def broadcast_numbers(values: list[int], par: ParallelDims) -> list[int]:
     return tensor.tolist()
 
 
-def share_of_replica(own: bytes | None, par: ParallelDims) -> bytes | None:
-    """The share of a batch that the leader of this replica holds, on each of its ranks. None on every rank of the
-    *group* when any leader has none: no rank may begin a step that another cannot take.
+def share_of_replica(own: list[bytes] | None, par: ParallelDims) -> list[bytes] | None:
+    """The pieces of the share of a batch that the leader of this replica holds, on each of its ranks. None on every
+    rank of the *group* when any leader has none: no rank may begin a step that another cannot take.
 
-    ``own``: on a leader its share, or None if it has none; on others None.
+    ``own``: on a leader the pieces of its share, or None if it has none; on others None.
     """
     if par.world == 1:
         return own
-    size = torch.tensor([len(own) if own is not None else -1], dtype=torch.int64, device=par.device)
     missing = torch.tensor([int(par.is_share_leader and own is None)], dtype=torch.int64, device=par.device)
     dist.all_reduce(missing, op=dist.ReduceOp.MAX)
     if int(missing):
@@ -88,8 +87,12 @@ def share_of_replica(own: bytes | None, par: ParallelDims) -> bytes | None:
     group, leader = par.replica_group, par.share_leader
     if group is None:
         return own
-    dist.broadcast(size, src=leader, group=group)
-    return broadcast_bytes(own, int(size), leader, group, par)
+    count = torch.tensor([len(own or ())], dtype=torch.int64, device=par.device)
+    dist.broadcast(count, src=leader, group=group)
+    sizes = torch.tensor([len(piece) for piece in own or [b""] * int(count)], dtype=torch.int64, device=par.device)
+    dist.broadcast(sizes, src=leader, group=group)
+    return [broadcast_bytes(None if own is None else own[i], size, leader, group, par)
+            for i, size in enumerate(sizes.tolist())]
 
 
 def gather_text(text: str, par: ParallelDims, width: int = 256) -> list[str]:

@@ -32,8 +32,6 @@ class LossTokens:
 
     rows: torch.Tensor
     """[M] row of the sample."""
-    at: torch.Tensor
-    """[M] position of the sample whose logits predict the token."""
     targets: torch.Tensor
     """[m] the tokens that this rank has the logits for: all M, without context parallelism."""
     where: tuple[torch.Tensor, torch.Tensor]
@@ -44,15 +42,17 @@ class LossTokens:
 
     @classmethod
     def of(cls, micro: MicroBatch, par: ParallelDims) -> LossTokens:
-        rows, at = micro.batch["loss_mask"][:, 1:].nonzero(as_tuple=True)
-        flat, width = micro.starts[rows] + at, micro.input.tokens.shape[1]
+        tokens = micro.batch["loss_mask"].nonzero()[:, 0]
+        rows = micro.batch.to_tokens(torch.arange(micro.batch.samples))
+        flat = micro.starts[rows] + tokens - micro.batch.starts[rows] - 1  # of the token before
+        width = micro.input.tokens.shape[1]
         own = torch.arange(len(rows))
         if par.cp > 1:
             found = places(own_positions(micro.input.packed, par.cp, par.cp_rank), width)[flat]
             own = (found >= 0).nonzero()[:, 0]
             flat, width = found[own], width // par.cp
-        targets = micro.batch["tokens"][rows[own], at[own] + 1]
-        return cls(rows.to(par.device), at.to(par.device), targets.to(par.device),
+        targets = micro.batch["tokens"][tokens[own]].long()
+        return cls(rows.to(par.device), targets.to(par.device),
                    ((flat // width).to(par.device), (flat % width).to(par.device)), own.to(par.device), par)
 
     def logits(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -65,10 +65,9 @@ class LossTokens:
         """[M] of this rank's values [m] and of those of the others of its context-parallel group."""
         return values if self.par.cp == 1 else joined(values, self.own, len(self.rows), self.par.cp_group)
 
-    def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[M] from a tensor [N] (one value a sample) or [N, T] (one a token)."""
-        tensor = tensor.to(self.rows.device)
-        return tensor[self.rows] if tensor.ndim == 1 else tensor[self.rows, self.at + 1]
+    def to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[M] from a tensor of the micro-batch with one value a sample."""
+        return tensor.to(self.rows.device)[self.rows]
 
 
 IN_PASSES, WAITING, AFTER_PASSES = "micro-batches", "waiting for the other ranks", "reducing"
@@ -96,13 +95,13 @@ class ForwardPass:
 
     def forward_logprobs(self, share: Batch, phase: str = "rl", *, greedy: bool = True) -> dict[str, torch.Tensor]:
         """Log-probs of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
-        ``logprobs`` [n, T] fp32 of the loss tokens, 0 elsewhere, and ``greedy`` [n, T] bool: whether the token is the
-        most probable one, which needs all logits on each rank. On every rank of the replica."""
+        ``logprobs`` [l] fp32 of its loss tokens, and ``greedy`` [l] bool: whether the token is the most probable one,
+        which needs all logits on each rank. On every rank of the replica."""
         return self._forward(share, 1.0 if phase == "sft" else self.cfg.rollout.temperature, greedy=greedy)
 
     def forward_values(self, share: Batch) -> dict[str, torch.Tensor]:
-        """Values of this rank's share, by a critic: ``values`` [n, T] fp32 of the states in which its loss tokens were
-        chosen, 0 elsewhere. On every rank of the replica."""
+        """Values of this rank's share, by a critic: ``values`` [l] fp32 of the states in which its loss tokens were
+        chosen. On every rank of the replica."""
         return {"values": self._forward(share, 1.0, greedy=False)["logprobs"]}
 
     # -- parts ----------------------------------------------------------------------------------------------------
@@ -115,14 +114,14 @@ class ForwardPass:
     def _forward(self, share: Batch, temperature: float, *, greedy: bool) -> dict[str, torch.Tensor]:
         """Computes what ``forward_logprobs`` returns. Without ``greedy`` that is left out: it needs all logits on each
         rank. Of a critic the log-probs are its values."""
-        logprobs = torch.zeros(share["tokens"].shape, device=self.par.device)
+        logprobs = torch.zeros(share.loss_tokens, device=self.par.device)
         best = torch.zeros_like(logprobs)
         micros = cut(share, self.cfg.trainer, self.cost)
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
             index = LossTokens.of(micros[number], self.par)
             if len(index.rows):
-                where = (micros[number].rows.to(self.par.device)[index.rows], index.at + 1)
+                where = share.loss_rows(micros[number].rows).to(self.par.device)
                 picked = index.logits(logits, temperature)
                 logprobs[where] = index.joined(
                     picked[:, 0] if self._gives_values else token_logprobs(picked, index.targets))

@@ -128,11 +128,11 @@ class GroupWorker(ABC):
 
     def _share(self, command: BatchCommand) -> Batch:
         """The share of this rank's replica."""
-        raw = share_of_replica(self.board.share(command.batch) if self.par.is_share_leader else None, self.par)
-        if raw is None:
+        pieces = share_of_replica(self.board.share(command.batch) if self.par.is_share_leader else None, self.par)
+        if pieces is None:
             raise Refused(Conflict(f"not every rank has its share of batch {command.batch}",
                                    hint="send the shares again, then the command"))
-        return Batch.from_bytes(raw)
+        return Batch.of_pieces([Batch.from_bytes(raw) for raw in pieces])
 
 
 def restarts() -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_rl.config import TrainerConfig
-from elastic_rl.data.batch import Batch
+from elastic_rl.data.batch import Batch, spans
 from elastic_rl.models.flops import SequenceCost
 from elastic_rl.trainer.context_parallel import multiple
 
@@ -61,9 +61,12 @@ class MicroBatch:
     @classmethod
     def padded(cls, rows: torch.Tensor, batch: Batch) -> MicroBatch:
         """Samples in a row each."""
-        tokens = batch["tokens"][:, :max(batch.width - 1, 1)]
-        padding = torch.arange(tokens.shape[1])[None] >= positions(batch)[:, None]
-        return cls(rows, batch, ModelInput(tokens, padding=padding), torch.arange(batch.samples) * tokens.shape[1])
+        own = positions(batch)
+        width = int(own.max())
+        padding = torch.arange(width)[None] >= own[:, None]
+        starts = torch.arange(batch.samples) * width
+        tokens = _placed(batch, own, starts, padding.numel()).view(padding.shape)
+        return cls(rows, batch, ModelInput(tokens, padding=padding), starts)
 
     @classmethod
     def packed(cls, rows: torch.Tensor, batch: Batch, multiple: int = 1) -> MicroBatch:
@@ -71,10 +74,16 @@ class MicroBatch:
         filled up."""
         own = positions(batch)
         lengths = filled_up(own, multiple)
-        given = torch.nn.functional.pad(batch["tokens"], (0, multiple - 1))
-        columns = torch.arange(given.shape[1])[None]
-        tokens = given.masked_fill(columns >= own[:, None], 0)[columns < lengths[:, None]][None]
-        return cls(rows, batch, ModelInput(tokens, tuple(lengths.tolist())), lengths.cumsum(0) - lengths)
+        starts = lengths.cumsum(0) - lengths
+        tokens = _placed(batch, own, starts, int(lengths.sum()))[None]
+        return cls(rows, batch, ModelInput(tokens, tuple(lengths.tolist())), starts)
+
+
+def _placed(batch: Batch, own: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] int64: the first ``own`` [N] tokens of each sample from ``starts`` [N] on; 0 elsewhere."""
+    found = torch.zeros(size, dtype=torch.int64)
+    found[spans(starts, own)] = batch["tokens"][spans(batch.starts, own)].long()
+    return found
 
 
 def positions(batch: Batch) -> torch.Tensor:
@@ -95,7 +104,7 @@ def cut(share: Batch, cfg: TrainerConfig, cost: Callable[[int], float]) -> list[
               else cut_by_length(positions(share).tolist(), budget))
     found = []
     for rows in map(torch.tensor, chosen):
-        batch = share.rows(rows, width=int(share["lengths"][rows].max()))
+        batch = share.rows(rows)
         found.append(MicroBatch.packed(rows, batch, step) if cfg.packing else MicroBatch.padded(rows, batch))
     return found
 

@@ -60,7 +60,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int, address: str) -> None:
         name for name in required_tensors(algorithm_of(ctx.config), ctx.config.algorithm)
         if name != "ref_logprobs" or ctx.config.uses_reference_group]  # else the ranks add these
     needs += ["numbers"] if ctx.config.train.minibatches > 1 else []
-    board = Board(ctx.config.trainer.max_share_bytes)
+    board = Board(ctx.config.trainer.share_piece_bytes)
     # The ranks of a stage and of one replica are consecutive, so the first ranks are those of the first stage.
     trainer = ctx.config.trainer
     stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel

@@ -87,7 +87,7 @@ class TrainStep(ForwardPass):
                 and passes * of > 1 and "trainer_logprobs" not in share):
             # With one update its own forward pass has them.
             own = self._forward(share, self.cfg.rollout.temperature, greedy=False)["logprobs"]
-            share = Batch({**share.tensors, "trainer_logprobs": own})
+            share = share.with_tensors(trainer_logprobs=own)
         metrics = {}
         differences: dict[str, float] = {}
         for minibatch in share.minibatches(of) * passes:
@@ -174,9 +174,10 @@ class TrainStep(ForwardPass):
                 entropies = index.joined(entropies)
             if divergences is not None:
                 divergences = index.joined(divergences)
-            names = (*(name for name in needs if SCHEMA[name].dims[0] == "N"),
+            names = (*(name for name in needs if len(SCHEMA[name].dims) == 1),
                      *(("trainer_logprobs",) if "trainer_logprobs" in part else ()))
-            batch = LossBatch({name: index.values(part[name]) for name in names}, index.rows, part.samples)
+            batch = LossBatch({name: index.to_tokens(part[name]) if SCHEMA[name].dims == ("N",)
+                               else part[name].to(self.par.device) for name in names}, index.rows, part.samples)
             try:
                 return loss.add(logp, batch, entropies, divergences)
             except PluginFailed as e:
@@ -254,12 +255,11 @@ class TrainStep(ForwardPass):
 
 def _sequences(share: Batch) -> int:
     """How many have tokens that are trained on."""
-    return int(share["loss_mask"].any(dim=1).sum())
+    return int(share.loss_counts.count_nonzero())
 
 
 def _advantages(share: Batch) -> torch.Tensor | None:
     """Advantages of the share's samples, or of its tokens where they have their own, float64; None without any."""
     if "advantages" not in share:
         return None
-    return (share["token_advantages"][share["loss_mask"]] if "token_advantages" in share else share["advantages"]
-            ).double()
+    return share["token_advantages" if "token_advantages" in share else "advantages"].double()

@@ -21,8 +21,7 @@ from support.megatron_ranks import gradients, share_of, state, synthetic
 def with_values(cfg: Config, samples: int) -> Batch:
     """With values before the step and returns, both made up."""
     batch, generator = synthetic(cfg, samples), torch.Generator().manual_seed(2)
-    values, returns = (torch.where(batch["loss_mask"], torch.randn(batch["tokens"].shape, generator=generator), 0.0)
-                       for _ in range(2))
+    values, returns = (torch.randn(batch.loss_tokens, generator=generator) for _ in range(2))
     return batch.only("tokens", "lengths", "loss_mask").with_tensors(values=values, returns=returns)
 
 
@@ -50,5 +49,6 @@ def perform(scenario: str, model: Path, state_file: str, cfg: Config, par: paral
     values = train_step.forward_values(share_of(batch, train_step))["values"]
     if par.is_share_leader:
         rows = batch.share_rows(par.dp)[par.dp_rank].tolist()
-        found |= {f"values {row}": values[i, :batch["lengths"][row]].clone() for i, row in enumerate(rows)}
+        found |= {f"values {row}": own.clone() for row, own in zip(
+            rows, values.split(batch.loss_counts[rows].tolist()), strict=True)}
     return found

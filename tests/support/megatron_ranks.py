@@ -232,7 +232,8 @@ def throughput(train_step: TrainStep) -> dict[str, torch.Tensor]:
     policy, par, cfg = train_step.policy, train_step.par, train_step.cfg
     measure = Throughput(policy.arch, cfg.device, par, torch.float32)
     batch = synthetic(cfg, 64)
-    equal = Batch({**batch.tensors, "lengths": torch.full_like(batch["lengths"], batch["tokens"].shape[1])})
+    equal = collate([(Prompt((5,) * (longest - 1)), Sample((Segment((6,), (-1.0,), version=1),)))
+                     for longest in [int(batch["lengths"].max())] * batch.samples], batch["advantages"].tolist())
     out: dict[str, float] = {}
     for name, whole in (("equal", equal), ("uneven", batch)):
         share = share_of(whole, train_step)
@@ -330,7 +331,7 @@ def at_temperature(policy: Policy, adam: Adam, cfg: Config, par: parallel.Parall
     train_step = TrainStep(policy, adam, cooled, par)
     share = share_of(synthetic(cfg, 16), train_step)
     found = {phase: train_step.forward_logprobs(share, phase, greedy=False)["logprobs"] for phase in ("rl", "sft")}
-    found |= {name: share[name] for name in ("tokens", "loss_mask")}
+    found |= {name: share[name] for name in ("tokens", "lengths", "loss_mask")}
     return {f"{name} {par.dp_rank}": t.contiguous() for name, t in found.items()} if par.is_share_leader else {}
 
 
@@ -392,9 +393,9 @@ def of_parts(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims
             found |= reduced_gradients(policy)
             return 0.0
 
-        train_step.accumulate(share_of(batch.share(torch.arange(7)), train_step), 0)
+        train_step.accumulate(share_of(batch.rows(torch.arange(7)), train_step), 0)
         for part, (start, stop) in enumerate(((0, 40), (40, 41), (41, 64))):
-            train_step.accumulate(share_of(batch.share(torch.arange(start, stop)), train_step), part)
+            train_step.accumulate(share_of(batch.rows(torch.arange(start, stop)), train_step), part)
         assert train_step.parts.count == 3
         with mock.patch.object(adam, "reduce_and_step", reduced):
             metrics, passed = train_step.apply(1)
@@ -426,7 +427,8 @@ def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torc
         outputs = train_step.forward_logprobs(share_of(batch, train_step))
         if par.is_share_leader:
             rows = batch.share_rows(par.dp)[par.dp_rank].tolist()
-            found |= {f"logprobs {row}": outputs["logprobs"][i, :batch["lengths"][row]] for i, row in enumerate(rows)}
+            found |= {f"logprobs {row}": own.clone() for row, own in zip(
+                rows, outputs["logprobs"].split(batch.loss_counts[rows].tolist()), strict=True)}
         out |= {f"{name_of_cut}/{name}": tensor for name, tensor in found.items()}
     return out
 
@@ -615,7 +617,7 @@ def frozen(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) 
             logprobs = train_step.forward_logprobs(share, greedy=False)["logprobs"]
         same += [torch.equal(logprobs, began_with),
                  all(torch.equal(a, b) for a, (_, b) in zip(own, policy.parameters(), strict=True))]
-        metrics = train_step.train(Batch({**share.tensors, "ref_logprobs": logprobs}), "rl", step)
+        metrics = train_step.train(share.with_tensors(ref_logprobs=logprobs), "rl", step)
         if par.rank == 0:
             out |= {f"{name} {step}": torch.tensor([v]) for name, v in metrics.items() if name != "train_s"}
     return out | {f"same bits {par.rank}": torch.tensor(same)}
@@ -631,5 +633,5 @@ def drift(kl_coef: float, policy: Policy, adam: Adam, cfg: Config, par: parallel
     for step in range(1, 11):
         with kept.in_place():
             logprobs = train_step.forward_logprobs(share, greedy=False)["logprobs"]
-        metrics = train_step.train(Batch({**share.tensors, "ref_logprobs": logprobs}), "rl", step)
+        metrics = train_step.train(share.with_tensors(ref_logprobs=logprobs), "rl", step)
     return {"kl_reference": torch.tensor([metrics["kl_reference"]])} if par.rank == 0 else {}

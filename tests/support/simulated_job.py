@@ -60,6 +60,11 @@ from support.actor_runs import WAIT_S, ThreadedJob
 STEPS = 6
 
 
+def share_on(board: Board, command: BatchCommand) -> Batch:
+    """The share of a command, which the board must have whole."""
+    return Batch.of_pieces([Batch.from_bytes(piece) for piece in board.share(command.batch) or [b""]])
+
+
 class TrainerWithoutTensors:
     """The trainer group of one rank. ``lose`` ends it; ``form`` forms the next one from the last saved state."""
 
@@ -168,14 +173,14 @@ class TrainerWithoutTensors:
         self.saved_version, self.saved_branch = self.version, self.branch.published(self.version)
 
     def _execute(self, command: Command) -> dict[str, Any]:
-        batch = Batch.from_bytes(self.board.share(command.batch) or b"") if isinstance(command, BatchCommand) else None
+        batch = share_on(self.board, command) if isinstance(command, BatchCommand) else None
         if isinstance(command, ForwardLogprobs | ForwardReference) and batch is not None:
-            mask = batch["loss_mask"]
+            zeros = torch.zeros(batch.loss_tokens)
             if isinstance(command, ForwardReference):
                 self.reference_passes.append(command.step)
-                self.board.put_output(command.id, save({"logprobs": -1.0 * mask}))
+                self.board.put_output(command.id, save({"logprobs": zeros - 1.0}))
                 return {}
-            self.board.put_output(command.id, save({"logprobs": torch.zeros(mask.shape), "greedy": mask.clone()}))
+            self.board.put_output(command.id, save({"logprobs": zeros, "greedy": zeros == 0.0}))
             return {}
         if isinstance(command, Save) and self.rejects_saves.is_set():
             self.board.waits_for = "the trainer to commit its state"

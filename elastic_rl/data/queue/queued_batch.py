@@ -1,10 +1,10 @@
 """A batch whose tokens are in the queue: each replica of a trainer group reads its own there, and whoever makes the
 batch has no more of it than what it computes itself.
 
-It is used as any other. A tensor of the samples that is asked for here, as the loss mask by an algorithm with
+It is used as any other. A tensor of the samples that is asked for here, as the log-probs by an algorithm with
 advantages of tokens, is read in pieces of a million tokens, of which the rest is dropped; the tensor itself is made
-whole, [N, T], and kept for as long as the batch. For each place in it, padding included, ``loss_mask`` takes 1 byte,
-``old_logprobs``, which is read with it, 4, and ``tokens`` 8.
+whole and kept for as long as the batch. For each token ``loss_mask`` takes 1 byte and ``tokens`` 4; for each loss token
+``old_logprobs``, which is read with the mask, takes 4.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from elastic_rl.data.batch import SCHEMA, Batch, collate
+from elastic_rl.data.batch import SCHEMA, Batch, bytes_of, collate, cut_in_pieces
 from elastic_rl.data.queue.step_groups import SampleReader, SampleRef, StepGroups
 from elastic_rl.data.queue.summary import SampleSummary
 from elastic_rl.errors import ConfigError
@@ -46,7 +47,7 @@ class Stored:
     """Tensors that the samples make, and that the batch has and does not hold."""
     reader: SampleReader
     read: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors [N, T] that were asked for, whole; shared by all batches of these samples."""
+    """Tensors that were asked for, whole; shared by all batches of these samples."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class QueuedBatch(Batch):
 
     def _require_valid(self) -> None:
         """Checks the tensors that the batch holds; the rest is checked by whoever reads it."""
-        self._require_schema({"N": len(self.stored.refs), "T": self.width, "L": self.loss_tokens})
+        self._require_schema({"N": len(self.stored.refs), "V": int(self.tensors["lengths"].sum()),
+                              "L": self.loss_tokens})
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Raises ConfigError, which says what the batch has, and as ``SampleReader.read``."""
@@ -85,13 +87,9 @@ class QueuedBatch(Batch):
     def samples(self) -> int:
         return len(self.stored.refs)
 
-    @property
-    def width(self) -> int:
-        return max(self.tensors["lengths"].tolist(), default=0)
-
-    @property
+    @cached_property
     def loss_counts(self) -> torch.Tensor:
-        return self.stored.loss_tokens if "loss_mask" in self.stored.names else super().loss_counts
+        return self.stored.loss_tokens
 
     def with_tensors(self, **tensors: torch.Tensor) -> QueuedBatch:
         return QueuedBatch({**self.tensors, **tensors}, self._having(self.stored.names - tensors.keys()))
@@ -110,15 +108,31 @@ class QueuedBatch(Batch):
     def _having(self, names: frozenset[str]) -> Stored:
         return Stored(self.stored.refs, self.stored.loss_tokens, names, self.stored.reader, self.stored.read)
 
-    def rows(self, part: slice | torch.Tensor, width: int | None = None) -> QueuedBatch:
+    def without_loss(self, rows: torch.Tensor) -> QueuedBatch:
+        held = {name: self[name] for name in self.stored.names & _READ_TOGETHER}
+        read = {name: tensor for name, tensor in self.stored.read.items() if name not in _READ_TOGETHER}
+        return QueuedBatch(self._without_loss({**self.tensors, **held}, rows), replace(
+            self.stored, loss_tokens=self.stored.loss_tokens.index_fill(0, rows, 0),
+            names=self.stored.names - _READ_TOGETHER, read=read))
+
+    def rows(self, part: slice | torch.Tensor) -> QueuedBatch:
         numbers = torch.arange(self.samples)[part]
         stored = Stored(tuple(self.stored.refs[row] for row in numbers.tolist()), self.stored.loss_tokens[part],
                         self.stored.names, self.stored.reader)
-        return QueuedBatch(self._rows(part, width), stored)
+        return QueuedBatch(self._rows(part), stored)
+
+    @property
+    def sample_bytes(self) -> torch.Tensor:
+        return super().sample_bytes + self._elsewhere_bytes
 
     @property
     def elsewhere_bytes(self) -> int:
-        return self.samples * self.width * sum(SCHEMA[name].dtype.itemsize for name in self.stored.names)
+        return int(self._elsewhere_bytes.sum())
+
+    @property
+    def _elsewhere_bytes(self) -> torch.Tensor:
+        """[N] int64."""
+        return bytes_of(dict.fromkeys(self.stored.names, 1), self.tensors["lengths"], self.loss_counts)
 
     @property
     def stored_groups(self) -> tuple[int, ...]:
@@ -159,41 +173,33 @@ def batch_of(groups: StepGroups, advantages: Sequence[float] | None = None) -> B
 
 
 def turn_rewards(groups: StepGroups, batch: Batch) -> torch.Tensor:
-    """[N, T] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
+    """[L] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
     elsewhere. ``batch``: the batch of all samples."""
-    found = torch.zeros((batch.samples, batch.width))
-    for row, sample in enumerate(groups.samples):
-        ends = [sample.prompt_tokens + end for end in sample.turn_ends[:len(sample.turn_rewards)]]
-        found[row, ends] = torch.tensor(sample.turn_rewards, dtype=torch.float32)
-    return torch.where(batch["loss_mask"], found, 0.0)
+    found = torch.zeros(batch.loss_tokens)
+    for own, mask, sample in zip(found.split(batch.loss_counts.tolist()), batch.by_sample("loss_mask"), groups.samples,
+                                 strict=True):
+        if not sample.turn_rewards:
+            continue
+        ends = torch.tensor(sample.turn_ends[:len(sample.turn_rewards)]) + sample.prompt_tokens
+        trained = mask[ends]
+        own[(mask.cumsum(0) - 1)[ends[trained]]] = torch.tensor(sample.turn_rewards, dtype=torch.float32)[trained]
+    return found
 
 
 def _tensors(refs: Sequence[SampleRef], lengths: torch.Tensor, names: Set[str], reader: SampleReader
              ) -> dict[str, torch.Tensor]:
-    """[N, T] each, of the samples that ``refs`` name, whose ``lengths`` [N] are known. Raises as ``SampleReader.read``,
-    and ConfigError for samples of other lengths."""
-    width = max(lengths.tolist(), default=0)
-    made = {name: torch.zeros((len(refs), width), dtype=SCHEMA[name].dtype) for name in names}
-    for piece in _pieces(lengths.tolist()):
+    """The tensors of these names of the samples that ``refs`` name, whose ``lengths`` [N] are known. Raises as
+    ``SampleReader.read``, and ConfigError for samples of other lengths."""
+    made: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for piece in cut_in_pieces(lengths.tolist(), _PIECE_TOKENS):
         found = collate(reader.read([refs[row] for row in piece]))
-        rows = slice(piece.start, piece.stop)
-        if not torch.equal(found["lengths"], lengths[rows]):
+        if not torch.equal(found["lengths"], lengths[piece.start:piece.stop]):
             raise ConfigError("the queue has other samples than those of which this batch is")
-        for name in names & found.tensors.keys():
-            made[name][rows, :found.width] = found[name]
-    return made
-
-
-def _pieces(lengths: Sequence[int]) -> list[range]:
-    """Consecutive samples of at most so many tokens together."""
-    pieces: list[range] = []
-    start = tokens = 0
-    for row, length in enumerate(lengths):
-        if row > start and tokens + length > _PIECE_TOKENS:
-            pieces.append(range(start, row))
-            start, tokens = row, 0
-        tokens += length
-    return [*pieces, range(start, len(lengths))] if lengths else []
+        if "old_logprobs" in names and "old_logprobs" not in found:
+            found = found.with_tensors(old_logprobs=torch.zeros(found.loss_tokens))
+        for name in names:
+            made[name].append(found[name])
+    return {name: torch.cat([torch.zeros(0, dtype=SCHEMA[name].dtype), *pieces]) for name, pieces in made.items()}
 
 
 @dataclass(frozen=True)
@@ -221,9 +227,10 @@ class QueuedShare:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that its samples have as tensors. Raises ConfigError for a share without the length of each."""
-        widest = max(self._lengths().tolist(), default=0)
-        return len(self.refs) * widest * sum(SCHEMA[name].dtype.itemsize for name in self.names & QUEUED)
+        """Bytes that its samples have as tensors, at most. Raises ConfigError for a share without the length of each.
+        """
+        lengths = self._lengths()
+        return int(bytes_of(dict.fromkeys(self.names & QUEUED, 1), lengths, lengths).sum())
 
     def _lengths(self) -> torch.Tensor:
         lengths = self.tensors.get("lengths")

@@ -119,8 +119,9 @@ class TrainerStages(Stages):
         batch = collate_answers(self._prompts.read(self._source.eval, picks, answers=True))
         outputs = self._trainer.groups.forward_logprobs(batch)
         # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
-        accuracy = float((outputs["greedy"] | ~batch["loss_mask"]).all(dim=1).float().mean())
-        eval_loss = -float(outputs["logprobs"][batch["loss_mask"]].double().mean())
+        missed = batch.sequence_sum((~outputs["greedy"]).long())
+        accuracy = float((missed == 0).float().mean())
+        eval_loss = -float(outputs["logprobs"].double().mean())
         last = effect.updates[-1].metrics if effect.updates else {}
         term.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, eval_loss=eval_loss,
                            passes=effect.step * cfg.sft.batch_size / len(self._source.train),

@@ -18,10 +18,10 @@ def sample_divergences(batch: Batch, reference: torch.Tensor, cfg: AlgorithmConf
     """[N] float64: the divergence of each sample from the reference policy, in nats: the sum of the estimates of its
     loss tokens, whose log-probs under the policy are those that they were sampled with (arXiv:2203.02155, eq. 2).
 
-    ``reference`` [N, T] fp32: log-probs of the loss tokens.
+    ``reference`` [L] fp32: log-probs of the loss tokens.
     """
     estimates = kl_estimate(batch["old_logprobs"].double(), reference.double(), cfg.estimator)
-    return torch.where(batch["loss_mask"], estimates, 0.0).sum(dim=1)
+    return batch.sequence_sum(estimates)
 
 
 def penalised(rewards: list[list[float]], divergences: torch.Tensor, cfg: AlgorithmConfig) -> list[list[float]]:

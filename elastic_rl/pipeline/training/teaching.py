@@ -35,22 +35,18 @@ class Teaching:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def taught(self, batch: Batch) -> Batch:
-        """The batch with ``teacher_logprobs``, and with ``teacher_top_ids`` and ``teacher_top_logprobs`` where these
-        are wanted. A sample that the teacher refuses is not trained on, unless it refuses them all. What fails is tried
-        again without end. Raises Fenced."""
-        rows = [row for row in range(batch.samples) if bool(batch["loss_mask"][row].any())]
+    def scores(self, batch: Batch) -> dict[int, TokenScores | None]:
+        """What the teacher says of each row that has loss tokens; None of one that it refuses, unless it refuses them
+        all. What fails is tried again without end. Raises Fenced."""
+        rows = batch.loss_counts.nonzero()[:, 0].tolist()
+        tokens, masks = batch.by_sample("tokens"), batch.by_sample("loss_mask")
+        sequences = [ScoreRequest(tuple(tokens[row].tolist()), int(masks[row].int().argmax())) for row in rows]
         # Those with equally long prompts together: a request has one place from which on it is scored.
-        rows.sort(key=lambda row: int(batch["loss_mask"][row].int().argmax()))
-        sequences = [self._request(batch, row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: sequences[i].first)
+        rows, sequences = [rows[i] for i in order], [sequences[i] for i in order]
         found: dict[int, TokenScores | None] = {}
         self._waits.retry("teacher", lambda: self._attempt(sequences, found))
-        return with_scores(batch, {row: found[i] for i, row in enumerate(rows)}, self._top)
-
-    @staticmethod
-    def _request(batch: Batch, row: int) -> ScoreRequest:
-        return ScoreRequest(tuple(batch["tokens"][row, :int(batch["lengths"][row])].tolist()),
-                            int(batch["loss_mask"][row].int().argmax()))
+        return {row: found[i] for i, row in enumerate(rows)}
 
     def _attempt(self, sequences: Sequence[ScoreRequest], found: dict[int, TokenScores | None]) -> None:
         """Adds the scores of those that have none. After the first request that fails no more is sent; what it raised
@@ -82,27 +78,29 @@ class Teaching:
 
 
 def with_scores(batch: Batch, scores: Mapping[int, TokenScores | None], top: int) -> Batch:
-    """A batch with what a teacher said of its rows; rows without are not trained on. Pure.
+    """A batch with what a teacher said of its rows: ``teacher_logprobs``, and with a ``top`` the tensors that follow.
+    Rows without are not trained on. Pure.
 
     ``teacher_top_ids`` and ``teacher_top_logprobs`` have ``top`` columns and one more, for the token itself where it is
     not among these (else its id is -1): a policy must not be able to hide what it does in the teacher's rest.
     """
-    mask, logprobs = batch["loss_mask"].clone(), torch.zeros((batch.samples, batch.width))
-    ids, tops = [np.zeros((0, top + 1), np.int32)], [np.zeros((0, top + 1), np.float32)]
-    for row in range(batch.samples):
-        own, trained = scores.get(row), mask[row].nonzero()[:, 0]
-        if own is None:
-            mask[row] = False
+    refused = [row for row in range(batch.samples) if scores.get(row) is None]
+    batch = batch.without_loss(torch.tensor(refused, dtype=torch.int64)) if refused else batch
+    logprobs, ids, tops = [np.zeros(0, np.float32)], [np.zeros((0, top + 1), np.int32)], [
+        np.zeros((0, top + 1), np.float32)]
+    for row, (tokens, mask) in enumerate(zip(batch.by_sample("tokens"), batch.by_sample("loss_mask"), strict=True)):
+        if (own := scores.get(row)) is None:
             continue
+        trained = mask.nonzero()[:, 0]
         # Scores begin with the first trained token.
         at = (trained - trained[0]).numpy()
-        logprobs[row, trained] = torch.from_numpy(own.logprobs[at])
-        token, known = batch["tokens"][row, trained].numpy()[:, None], own.top_ids[at]
+        logprobs.append(own.logprobs[at])
+        token, known = tokens[trained].numpy()[:, None], own.top_ids[at]
         is_known = (known == token).any(axis=1, keepdims=True)
         ids.append(np.concatenate([known, np.where(is_known, -1, token)], axis=1).astype(np.int32))
         tops.append(np.concatenate([own.top_logprobs[at], np.where(
             is_known, LEAST_LOGPROB, own.logprobs[at][:, None])], axis=1).astype(np.float32))
-    found = batch.with_tensors(teacher_logprobs=logprobs, loss_mask=mask)
+    found = batch.with_tensors(teacher_logprobs=torch.from_numpy(np.concatenate(logprobs)))
     return found.with_tensors(
         teacher_top_ids=torch.from_numpy(np.concatenate(ids)),
         teacher_top_logprobs=torch.from_numpy(np.concatenate(tops))) if top else found

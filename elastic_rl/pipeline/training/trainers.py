@@ -80,6 +80,7 @@ class Trainers:
         """Phase and step of the policy's last commit while the critic's is missing, and its result."""
         self._clients = {group.name: TrainerClient(
             etcd, keys, security, epoch=epoch, term=term, group=group,
+            share_piece_bytes=cfg.trainer.share_piece_bytes,
             on_wait=lambda what, group=group: self._waiting(group, what))  # type: ignore[misc]
             for group in (ACTOR, *(g for g in cfg.trainer_groups if g is not ACTOR))}
         self._policy, self._critic = self._clients[ACTOR.name], self._clients.get(CRITIC.name)

@@ -22,7 +22,7 @@ from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import GroupsLost
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training import divergence
-from elastic_rl.pipeline.training.teaching import Teaching
+from elastic_rl.pipeline.training.teaching import Teaching, with_scores
 from elastic_rl.pipeline.waits import Waits
 
 
@@ -34,7 +34,7 @@ class ScoringRoles(Protocol):
         """Advantages [groups, samples] of rewards of the same shape."""
 
     def token_advantages(self, batch: bytes) -> np.ndarray:
-        """Advantages [N, T] fp32 of the tokens of a batch in safetensors."""
+        """Advantages [L] fp32 of the loss tokens of a batch in safetensors."""
 
     def score(self, sequences: Sequence[ScoreRequest], top: int) -> Sequence[TokenScores | None]:
         """What the teacher makes of each sequence, with so many of its most probable tokens beside each token; None of
@@ -46,13 +46,13 @@ class ForwardPasses(Protocol):
     and Fenced."""
 
     def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the reference policy of RL step ``step``."""
+        """[L] of the loss tokens, by the reference policy of RL step ``step``."""
 
     def trainer_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the policy before RL step ``step``."""
+        """[L] of the loss tokens, by the policy before RL step ``step``."""
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the critic before RL step ``step``."""
+        """[L] of the loss tokens, by the critic before RL step ``step``."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class TrainingBatches:
         self._passes, self._algorithm = passes, algorithm_of(cfg)
         self._teaching = None if cfg.algorithm.teacher is None else Teaching(
             roles.score, cfg.algorithm.teacher_top_k, waits)
-        self._scored: tuple[StepGroups, dict[str, torch.Tensor]] | None = None
+        self._scores: tuple[StepGroups, Mapping[int, TokenScores | None]] | None = None
+        """What the teacher said of the samples of a step."""
         self._made: tuple[StepGroups, int, MadeBatch] | None = None
 
     def close(self) -> None:
@@ -109,7 +110,7 @@ class TrainingBatches:
 
     def forget(self) -> None:
         """The step was made: its batch is not needed again."""
-        self._made = self._scored = None
+        self._made = self._scores = None
 
     def _make(self, given: StepGroups, step: int, timer: StepTimer) -> MadeBatch:
         groups = replace(given, reader=_Patient(given.reader, self._waits))
@@ -118,14 +119,14 @@ class TrainingBatches:
         with timer.stage("advantage"):
             advantages = [a for row in self._waits.retry("advantages", lambda: self._roles.advantages(rewards))
                           for a in row]
-        batch = batch_of(groups, advantages)
+        batch = batch_of(groups, advantages).with_tensors(**reference)
         if self._algorithm.token_advantages is not None and any(s.turn_rewards for s in groups.samples):
             batch = batch.with_tensors(turn_rewards=turn_rewards(groups, batch))
         if self._teaching is not None:
             batch, taught = self._taught(self._teaching, given, batch, timer)
             metrics |= taught
         if uses_values(self._algorithm):
-            batch = batch.with_tensors(values=self._values(batch, step, timer), **reference)
+            batch = batch.with_tensors(values=self._values(batch, step, timer))
         batch = self._with_token_advantages(batch, timer)
         batch = self._with_forward_passes(batch, step, timer)
         if self._cfg.uses_reference_group:
@@ -134,8 +135,7 @@ class TrainingBatches:
             batch, learned = self._for_critic(batch)
             metrics |= learned
         if "token_advantages" in batch:  # of each sample the mean over its tokens
-            mask = batch["loss_mask"]
-            advantages = (torch.where(mask, batch["token_advantages"], 0.0).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+            advantages = (batch.sequence_sum(batch["token_advantages"]) / batch.loss_counts.clamp(min=1)).tolist()
         return MadeBatch(batch, advantages, metrics)
 
     def _rewards(self, groups: StepGroups, step: int, timer: StepTimer
@@ -177,35 +177,33 @@ class TrainingBatches:
 
     def _for_critic(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The critic's batch with the advantages as the policy's loss gets them, and metrics of the values."""
-        values, returns, mask = batch["values"], batch["returns"], batch["loss_mask"]
+        values, returns = batch["values"], batch["returns"]
         if self._cfg.critic.whiten_advantages:
-            batch = batch.with_tensors(token_advantages=ppo.whitened(batch["token_advantages"], mask))
+            batch = batch.with_tensors(token_advantages=ppo.whitened(batch["token_advantages"]))
         tokens = max(batch.loss_tokens, 1)
-        return batch, {"value_mean": float(values[mask].double().sum()) / tokens,
-                       "return_mean": float(returns[mask].double().sum()) / tokens,
-                       "explained_variance": ppo.explained_variance(values, returns, mask)}
+        return batch, {"value_mean": float(values.double().sum()) / tokens,
+                       "return_mean": float(returns.double().sum()) / tokens,
+                       "explained_variance": ppo.explained_variance(values, returns)}
 
-    def _scores_of(self, teaching: Teaching, groups: StepGroups, batch: Batch) -> dict[str, torch.Tensor]:
-        """Tensors by the teacher. Those of a step that is tried again, since the trainer refused it, are kept."""
-        if self._scored is None or self._scored[0] is not groups:
-            taught = teaching.taught(batch)
-            self._scored = groups, {name: taught[name] for name in (
-                "loss_mask", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs") if name in taught}
-        return self._scored[1]
+    def _scores_of(self, teaching: Teaching, groups: StepGroups, batch: Batch) -> Mapping[int, TokenScores | None]:
+        """The teacher's scores by row. Those of a step that is tried again, since the trainer refused it, are kept."""
+        if self._scores is None or self._scores[0] is not groups:
+            self._scores = groups, teaching.scores(batch)
+        return self._scores[1]
 
     def _taught(self, teaching: Teaching, groups: StepGroups, batch: Batch, timer: StepTimer
                 ) -> tuple[Batch, dict[str, float]]:
         """The batch with the teacher's log-probs, and the estimate of the divergence from it by the sampled tokens."""
         self._waits.stage("teacher")
         with timer.stage("teacher"):
-            tokens, found = batch.loss_tokens, self._scores_of(teaching, groups, batch)
-            batch = batch.with_tensors(**found)
-        gap = torch.where(batch["loss_mask"], batch["old_logprobs"] - batch["teacher_logprobs"], 0.0)
+            tokens, scores = batch.loss_tokens, self._scores_of(teaching, groups, batch)
+            batch = with_scores(batch, scores, self._cfg.algorithm.teacher_top_k)
+        gap = batch["old_logprobs"] - batch["teacher_logprobs"]
         return batch, {"kl_teacher": float(gap.double().sum()) / max(batch.loss_tokens, 1),
                        "teacher_refused": (tokens - batch.loss_tokens) / max(tokens, 1)}
 
     def _token_advantages(self, batch: Batch, spec: AlgorithmSpec) -> torch.Tensor:
-        """[N, T]. Those of a user's own code are made by the role, which it cannot hold up for long."""
+        """[L]. Those of a user's own code are made by the role, which it cannot hold up for long."""
         if ":" not in self._cfg.algorithm.name and spec.token_advantages is not None:
             return spec.token_advantages(batch, options_of(spec, self._cfg.algorithm), self._cfg.algorithm)
         raw = batch.only("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", *spec.inputs,
@@ -223,5 +221,5 @@ class TrainingBatches:
                 found = self._token_advantages(batch, spec)
                 batch = batch.with_tensors(token_advantages=found)
                 if uses_values(spec):  # an advantage is the error of a value
-                    batch = batch.with_tensors(returns=torch.where(batch["loss_mask"], found + batch["values"], 0.0))
+                    batch = batch.with_tensors(returns=found + batch["values"])
         return batch.without("teacher_logprobs", "ref_logprobs", "turn_rewards")

@@ -20,8 +20,8 @@ class Board:
     """State that both sides see. ``submit``, ``put_share`` and the reads are for HTTP threads, the rest for the rank's
     working thread."""
 
-    def __init__(self, max_share_bytes: int) -> None:
-        self.max_share_bytes = max_share_bytes
+    def __init__(self, share_piece_bytes: int) -> None:
+        self.share_piece_bytes = share_piece_bytes
         self.wake = threading.Event()
         """Set when there may be something to do."""
         self.waits_for = ""
@@ -33,7 +33,8 @@ class Board:
         self._executing: Command | None = None
         """The command that was taken last, until it is done."""
         self._results: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._shares: OrderedDict[str, bytes] = OrderedDict()
+        self._shares: OrderedDict[str, list[bytes | None]] = OrderedDict()
+        """The pieces of the share of each batch; None for those that have not come."""
         self._outputs: OrderedDict[str, bytes] = OrderedDict()
         self._status: dict[str, Any] = {"ready": False}
 
@@ -62,9 +63,13 @@ class Board:
                 return None
             return self._results[command_id]
 
-    def put_share(self, batch_id: str, raw: bytes) -> None:
+    def put_share(self, batch_id: str, raw: bytes, piece: int = 0, pieces: int = 1) -> None:
         with self._lock:
-            _keep(self._shares, batch_id, raw, _SHARES)
+            share = self._shares.get(batch_id, [])
+            if len(share) != pieces:
+                share = [None] * pieces
+            share[piece] = raw
+            _keep(self._shares, batch_id, share, _SHARES)
 
     def output(self, command_id: str) -> bytes:
         """What a command computed on this rank's share. Raises KeyError."""
@@ -86,9 +91,12 @@ class Board:
                 return None
             return self._executing
 
-    def share(self, batch_id: str) -> bytes | None:
+    def share(self, batch_id: str) -> list[bytes] | None:
+        """The pieces of a share; None unless all are there."""
         with self._lock:
-            return self._shares.get(batch_id)
+            found = self._shares.get(batch_id, [None])
+            pieces = [piece for piece in found if piece is not None]
+            return pieces if len(pieces) == len(found) else None
 
     def discard_share(self, batch_id: str) -> None:
         with self._lock:

@@ -97,15 +97,28 @@ class TrainerStatus:
                    reference_version=int(raw["reference_version"]), executing=str(raw["executing"]))
 
 
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A piece of the share of a replica."""
+
+    url: str
+    rows: torch.Tensor
+    """[n] rows of the batch."""
+    number: int
+    of: int
+    """Number of pieces of the share."""
+
+
 class TrainerClient(TrainerCalls):
     """Client of one actor: every command carries its fencing token (epoch, term)."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, *, epoch: int, term: int,
-                 group: TrainerGroupSpec = ACTOR, on_wait: Callable[[str], None] = lambda text: None) -> None:
+                 group: TrainerGroupSpec = ACTOR, on_wait: Callable[[str], None] = lambda text: None,
+                 share_piece_bytes: int = 256 << 20) -> None:
         """``on_wait`` is called again and again during a wait, with what is waited for; "" for a trainer that answers.
-        It may raise, which ends the wait."""
+        It may raise, which ends the wait. ``share_piece_bytes``: what a rank takes as one message."""
         self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait
-        self._role = group.name
+        self._role, self._piece_bytes = group.name, share_piece_bytes // 2  # the rest is for what is not tensors
         context = security.client_context
         self._http = http_client.client(
             timeout=_REQUEST_S, verify=context if context is not None else True,
@@ -220,7 +233,10 @@ class TrainerClient(TrainerCalls):
     def _upload(self, batch: Batch, rows: Sequence[torch.Tensor]) -> Uploaded:
         """``rows``: the number of rows of each replica's share."""
         uploaded, began = Uploaded(self._new_id(), self._group), time.monotonic()
-        unsent, retry = dict(zip(self._shares, rows, strict=True)), RetryBackoff(*_UPLOAD_RETRY_S)
+        unsent, retry = list[_Piece](), RetryBackoff(*_UPLOAD_RETRY_S)
+        for url, of_share in zip(self._shares, rows, strict=True):
+            pieces = batch.pieces(of_share, self._piece_bytes)
+            unsent += [_Piece(url, piece, number, len(pieces)) for number, piece in enumerate(pieces)]
         while unsent:
             try:
                 self._send_shares(uploaded.batch, batch, unsent)
@@ -261,22 +277,24 @@ class TrainerClient(TrainerCalls):
         self._on_wait(f"the {self._role} to answer ({_name_of(error)}, {time.monotonic() - began:.0f} s)")
         time.sleep(pause_s)
 
-    def _send_shares(self, batch_id: str, batch: Batch, unsent: dict[str, torch.Tensor]) -> None:
-        """Sends the rows of each URL there, and takes out of ``unsent`` what has arrived, so that another attempt sends
-        only the rest. Raises what the first one met that failed; those that have not begun by then wait for the next
+    def _send_shares(self, batch_id: str, batch: Batch, unsent: list[_Piece]) -> None:
+        """Sends these pieces, and takes out of ``unsent`` what has arrived, so that another attempt sends only the
+        rest. Raises what the first one met that failed; those that have not begun by then wait for the next
         attempt, so that a group that is away is noticed at once."""
-        def put(url: str, rows: torch.Tensor) -> None:
-            share = batch.share(rows)
+        def put(piece: _Piece) -> None:
+            share = batch.rows(piece.rows)
             body = share.to_bytes()  # made here: as many at a time as there are threads
-            answer = self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body, timeout=_REQUEST_S + (
-                len(body) + share.elsewhere_bytes) / _SLOW_BYTES_PER_S + (_QUEUE_S if share.elsewhere_bytes else 0.0))
+            answer = self._http.put(
+                f"{piece.url}/v1/batches/{batch_id}/share", params={"piece": piece.number, "pieces": piece.of},
+                content=body, timeout=_REQUEST_S + (len(body) + share.elsewhere_bytes) / _SLOW_BYTES_PER_S + (
+                    _QUEUE_S if share.elsewhere_bytes else 0.0))
             if answer.status_code == httpx.codes.GONE and (stored := batch.stored_groups):
                 raise _loss(answer, stored)
             if answer.status_code != httpx.codes.CREATED:
                 raise _refusal(answer)
-            del unsent[url]
+            unsent.remove(piece)
 
-        sending = [self._threads.submit(put, url, rows) for url, rows in list(unsent.items())]
+        sending = [self._threads.submit(put, piece) for piece in list(unsent)]
         for late in wait(sending, return_when=FIRST_EXCEPTION).not_done:
             late.cancel()
         wait(sending)

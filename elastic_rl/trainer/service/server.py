@@ -43,8 +43,9 @@ _BACKLOG = 64
 MAX_WAIT_S = 20.0
 """Longest time that one request waits for a result."""
 _MAX_COMMAND_BYTES = 8 << 20
-SMALLER_SHARES = ("start the job again with a larger trainer.max_share_bytes, if the ranks' hosts have the memory, or "
-                   "with shorter responses or more replicas (trainer.data_parallel, and room for them)")
+MAX_PIECES = 4096
+"""Pieces of a share."""
+LARGER_PIECES = "it is a single long sample: start the job again with a larger trainer.share_piece_bytes"
 _START_S = 30.0
 
 TakeShare = Callable[[bytes], bytes]
@@ -97,11 +98,14 @@ def make_app(board: Board, security: Security, take_share: TakeShare) -> FastAPI
         return {}
 
     @app.put("/v1/batches/{batch_id}/share", status_code=201)
-    async def put_share(batch_id: str, request: Request) -> dict[str, Any]:
+    async def put_share(batch_id: str, request: Request, piece: Annotated[int, Query(ge=0, lt=MAX_PIECES)] = 0,
+                        pieces: Annotated[int, Query(ge=1, le=MAX_PIECES)] = 1) -> dict[str, Any]:
         if len(batch_id) > 200:
             raise ConfigError("a batch's name has at most 200 characters")
-        raw = await _body(request, board.max_share_bytes, "share of a batch", SMALLER_SHARES)
-        board.put_share(batch_id, await run_in_threadpool(take_share, raw))
+        if piece >= pieces:
+            raise ConfigError(f"there is no piece {piece} of {pieces}")
+        raw = await _body(request, board.share_piece_bytes, "piece of a share", LARGER_PIECES)
+        board.put_share(batch_id, await run_in_threadpool(take_share, raw), piece, pieces)
         return {}
 
     @app.delete("/v1/batches/{batch_id}/share", status_code=204)

@@ -9,7 +9,7 @@ from elastic_rl.data.batch import Batch
 from elastic_rl.data.queue.queued_batch import QueuedShare
 from elastic_rl.data.queue.row_client import RemoteSamples
 from elastic_rl.errors import ConfigError
-from elastic_rl.trainer.service.server import SMALLER_SHARES
+from elastic_rl.trainer.service.server import LARGER_PIECES
 
 
 class Shares:
@@ -17,13 +17,13 @@ class Shares:
 
     def __init__(self, cfg: Config, *, needs: Sequence[str], vocab: int) -> None:
         """``needs``: tensors that a share for RL must have. ``vocab``: tokens of the model."""
-        self._needs, self._vocab, self._limit = needs, vocab, cfg.trainer.max_share_bytes
+        self._needs, self._vocab, self._limit = needs, vocab, cfg.trainer.share_piece_bytes
         # Imported before the first share comes, which would wait for it.
         self._samples = RemoteSamples(cfg.train.queue_call_timeout_s) if cfg.uses_transfer_queue else None
 
     def take(self, raw: bytes) -> bytes:
-        """A share as safetensors, from itself or from what says where its samples are. Raises ConfigError for what is
-        no share or too large; GroupsLost and QueueUnavailable."""
+        """A piece of a share as safetensors, from itself or from what says where its samples are. Raises ConfigError
+        for what is none or too large; GroupsLost and QueueUnavailable."""
         where = QueuedShare.from_bytes(raw)
         if where is None:
             self._check(Batch.from_bytes(raw))
@@ -31,8 +31,8 @@ class Shares:
         if self._samples is None:
             raise ConfigError("the share is in a queue that this job does not have")
         if where.read_bytes > self._limit:  # before it is read
-            raise ConfigError(f"the share of a batch has {where.read_bytes} bytes at least; the limit is {self._limit}",
-                              hint=SMALLER_SHARES)
+            raise ConfigError(f"a piece of a share has up to {where.read_bytes} bytes; the limit is {self._limit}",
+                              hint=LARGER_PIECES)
         batch = where.read(self._samples.at(where.address))
         self._check(batch)
         return batch.to_bytes()

@@ -137,6 +137,7 @@ def test_episodes_are_trained_exactly_once_and_stale_ones_are_played_again(job: 
     assert sum(m.update["groups_stale"] for m in metrics) >= 1
     assert max(m.staleness for m in metrics) == 1 == max(m.update["staleness_max"] for m in metrics)
     for _, batch in job.trainer.trained:
-        for tokens, mask, first in zip(batch["tokens"], batch["loss_mask"], ("four", "two") * 8, strict=True):
+        for tokens, mask, first in zip(
+                batch.by_sample("tokens"), batch.by_sample("loss_mask"), ("four", "two") * 8, strict=True):
             written = engine.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=False)
             assert written == f"{first}<|end|>so it is<|end|>", "what the environment said is not trained on"

@@ -114,7 +114,7 @@ def test_run_waits_for_an_absent_teacher_and_trains_on_its_tokens(make_job: Make
         assert list(batch["teacher_top_ids"].shape) == [batch.loss_tokens, 3], "two, and the sampled one"
     metrics = StepMetrics.decode(job.etcd.get(job.keys.step_metrics(1)).value)
     _, first = job.trainer.trained[0]  # the teacher says -2 of each token
-    divergence = float(((first["old_logprobs"] + 2.0) * first["loss_mask"]).sum()) / first.loss_tokens
+    divergence = float((first["old_logprobs"] + 2.0).sum()) / first.loss_tokens
     assert metrics.update["kl_teacher"] == pytest.approx(divergence, rel=1e-5)
 
 
@@ -243,7 +243,7 @@ def test_long_responses_lose_reward_before_advantages_are_made_of_it(
     job.start_actor()
     job.finish()
     for _, batch in job.trainer.trained:
-        lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
+        lengths = batch.loss_counts.view(-1, 2)
         expected = (1 - (lengths[:, 0] - lengths[:, 1]) / limit) / 2
         torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
     metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
@@ -267,8 +267,8 @@ def test_divergence_from_the_reference_lowers_rewards_before_advantages_are_made
     assert set(job.trainer.reference_passes) == set(range(1, STEPS + 1))
     found = list[tuple[int, float]]()
     for step, batch in job.trainer.trained:
-        ratios = (batch["old_logprobs"] + 1.0) * batch["loss_mask"]
-        divergences = ratios.sum(dim=1).view(-1, 2)
+        ratios = batch["old_logprobs"] + 1.0
+        divergences = batch.sequence_sum(ratios).view(-1, 2)
         expected = (1 - 0.1 * (divergences[:, 0] - divergences[:, 1])) / 2
         torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
         assert "ref_logprobs" not in batch

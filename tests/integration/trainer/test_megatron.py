@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.batches import in_rows
 from support.megatron_ranks import NOT_IMPORTED, VARIANTS, with_reference
 from support.rank_processes import Scenario, Tensors, assert_reference_is, run_ranks
 from support.tiers import parametrize, selected
@@ -20,6 +21,7 @@ from elastic_rl import config
 from elastic_rl.algorithms.kl import kl_estimate
 from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.config import Config
+from elastic_rl.data.batch import Batch
 from elastic_rl.data.tiny_model import make_model_dir
 
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all groups
@@ -125,14 +127,14 @@ def test_logits_equal_transformers_and_exported_weights_equal_imported_ones(runs
 def test_log_probs_use_the_samplers_temperature_except_in_the_supervised_phase(runs: Runs, split: Sizes) -> None:
     found = runs.results[split]["temperature"]
     for replica in range(split[2]):
-        tokens, mask = found[f"tokens {replica}"], found[f"loss_mask {replica}"]
+        share = Batch({name: found[f"{name} {replica}"] for name in ("tokens", "lengths", "loss_mask")})
+        tokens, mask = in_rows(share, share["tokens"]), in_rows(share, share["loss_mask"])
         with torch.no_grad():
             logits = runs.references[16](tokens).logits[:, :-1]
         for phase, temperature in (("rl", 0.5), ("sft", 1.0)):
             expected = (logits / temperature).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-            logprobs = found[f"{phase} {replica}"]
-            assert mask.any() and not logprobs[~mask].any()
-            torch.testing.assert_close(logprobs[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
+            assert share.loss_tokens
+            torch.testing.assert_close(found[f"{phase} {replica}"], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
 
 
 @ON_SPLIT
@@ -271,10 +273,10 @@ def test_step_that_cannot_be_computed_is_refused_on_every_rank_and_leaves_the_st
 @ON_ALL
 def test_gradient_of_the_divergence_equals_that_of_transformers_in_float64(runs: Runs, sizes: Sizes) -> None:
     batch, model = with_reference(make_config(sizes), 16), copy.deepcopy(runs.references[16]).double()
-    mask, tokens = batch["loss_mask"][:, 1:], batch["tokens"]
+    mask, tokens = in_rows(batch, batch["loss_mask"])[:, 1:], in_rows(batch, batch["tokens"])
     logprobs = model(tokens[:, :-1]).logits.log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)[mask]
     coefficient = VARIANTS["grpo with kl_coef"]["kl_coef"]
-    (coefficient * kl_estimate(logprobs, batch["ref_logprobs"][:, 1:][mask].double(), "k3").mean()).backward()
+    (coefficient * kl_estimate(logprobs, batch["ref_logprobs"].double(), "k3").mean()).backward()
     found = runs.results[sizes]["algorithms"]
     for name, parameter in model.named_parameters():
         difference = found[f"grpo with kl_coef/{name}"].double() - found[f"grpo/{name}"].double()
@@ -287,8 +289,8 @@ def test_gradient_of_the_divergence_equals_that_of_transformers_in_float64(runs:
 def test_gradient_of_the_divergence_from_a_teacher_equals_that_of_transformers_in_float64(runs: Runs, sizes: Sizes
                                                                                           ) -> None:
     batch, model = with_reference(make_config(sizes), 16), copy.deepcopy(runs.references[16]).double()
-    mask, settings = batch["loss_mask"][:, 1:], VARIANTS["grpo with teacher_top_k"]
-    p = model(batch["tokens"][:, :-1]).logits.softmax(dim=-1)[mask]
+    mask, settings = in_rows(batch, batch["loss_mask"])[:, 1:], VARIANTS["grpo with teacher_top_k"]
+    p = model(in_rows(batch, batch["tokens"])[:, :-1]).logits.softmax(dim=-1)[mask]
     ids, log_q = batch["teacher_top_ids"].long(), batch["teacher_top_logprobs"].double()
     top = torch.where(ids >= 0, p.gather(1, ids.clamp(min=0)), 0.0)
     rest, rest_q = 1 - top.sum(1), 1 - torch.where(ids >= 0, log_q.exp(), 0.0).sum(1)

@@ -50,7 +50,7 @@ def parts_of(group: Group) -> list[Batch]:
     rows = [(p, Sample((Segment(p.answer_ids, (-2.0,) * len(p.answer_ids), version=1),)))
             for p in make_source(group.ctx.config).train[:32]]
     batch = collate(rows, [1.0, -1.0] * (len(rows) // 2))
-    return [batch.share(torch.arange(start, stop)) for start, stop in ((0, 15), (15, 16), (16, 32))]
+    return [batch.rows(torch.arange(start, stop)) for start, stop in ((0, 15), (15, 16), (16, 32))]
 
 
 def groups_of(step: int) -> Consumption:

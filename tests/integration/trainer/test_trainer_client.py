@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save
+from support.batches import from_rows
+from support.simulated_job import share_on
 
 from elastic_rl import config
 from elastic_rl.data.batch import Batch
@@ -33,14 +36,19 @@ LENGTHS = [9, 8, 7, 2, 3, 2, 2]
 
 
 def batch() -> Batch:
-    inside = torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]
-    return Batch({"tokens": torch.arange(1, 1 + inside.numel()).view(inside.shape) * inside,
-                  "lengths": torch.tensor(LENGTHS), "loss_mask": inside & (torch.arange(max(LENGTHS)) > 0)})
+    shape = len(LENGTHS), max(LENGTHS)
+    return from_rows(torch.arange(1, 1 + math.prod(shape)).view(shape), torch.tensor(LENGTHS),
+                     (torch.arange(shape[1]) > 0).expand(shape))
+
+
+def trained(of: Batch) -> torch.Tensor:
+    """Its loss tokens."""
+    return of["tokens"][of["loss_mask"]].float()
 
 
 def give_back_tokens(boards: list[Board], shapes: list[tuple[int, ...]], stopping: threading.Event) -> None:
-    """Carries out commands as the ranks do: each replica gives back, as log-probs, the tokens of its share.
-    ``shapes`` gets the tokens and the width of each share."""
+    """Carries out commands as the ranks do: each replica gives back, as log-probs, the loss tokens of its share.
+    ``shapes`` gets the number of tokens and of pieces of each share."""
     while not stopping.is_set():
         command = boards[0].next()
         if command is None:
@@ -48,10 +56,9 @@ def give_back_tokens(boards: list[Board], shapes: list[tuple[int, ...]], stoppin
             boards[0].wake.clear()
             continue
         for board in boards:
-            share = Batch.from_bytes(board.share(command.batch) or b"")
-            shapes.append((int(share["lengths"].sum()), share.width))
-            board.put_output(command.id, save({"logprobs": share["tokens"].float(),
-                                               "greedy": share["loss_mask"].contiguous()}))
+            share = share_on(board, command)
+            shapes.append((int(share["lengths"].sum()), len(board.share(command.batch) or ())))
+            board.put_output(command.id, save({"logprobs": trained(share), "greedy": trained(share) > 20}))
         boards[0].done(command, {})
 
 
@@ -74,7 +81,8 @@ def take_share(raw: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, square: float = 0.0) -> Iterator[TrainerClient]:
+def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, square: float = 0.0,
+              share_piece_bytes: int = 1 << 20) -> Iterator[TrainerClient]:
     """A client of the services of these boards, one a replica. ``square``: as ``SequenceCost`` has it."""
     with contextlib.ExitStack() as stack:
         services = [TrainerService(board, "127.0.0.1", Security("secret"), take_share).start()
@@ -87,7 +95,7 @@ def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, square: floa
                              state_version=0, restarts=0, cursor={}, consumed={}, pair="0/", branch=[0, 0],
                              reference_version=0, share_urls=[service.url for service in services], minibatches=1,
                              cost={"linear": 1.0, "square": square})
-        client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1)
+        client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1, share_piece_bytes=share_piece_bytes)
         stack.callback(client.close)
         yield client
 
@@ -96,9 +104,17 @@ def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: Etcd
     boards = [Board(1 << 20), Board(1 << 20)]
     with client_of(boards, etcd, keys) as client, ranks_of(boards) as shapes:
         found = client.forward_logprobs(batch())
-    assert torch.equal(found["logprobs"], batch()["tokens"].float())
-    assert torch.equal(found["greedy"], batch()["loss_mask"])
-    assert shapes == [(18, 9), (15, 8)], "as many positions in both, one fewer than tokens in each sample"
+    assert torch.equal(found["logprobs"], trained(batch()))
+    assert torch.equal(found["greedy"], trained(batch()) > 20)
+    assert shapes == [(18, 1), (15, 1)], "as many positions in both, one fewer than tokens in each sample"
+
+
+def test_share_is_sent_in_pieces_that_a_rank_takes(etcd: EtcdClient, keys: Keys) -> None:
+    boards = [Board(600), Board(600)]
+    with client_of(boards, etcd, keys, share_piece_bytes=120) as client, ranks_of(boards) as shapes:
+        found = client.forward_logprobs(batch())
+    assert torch.equal(found["logprobs"], trained(batch()))
+    assert [tokens for tokens, _ in shapes] == [18, 15] and all(pieces > 1 for _, pieces in shapes)
 
 
 def test_shares_are_balanced_by_the_work_of_the_groups_model(etcd: EtcdClient, keys: Keys) -> None:
@@ -106,7 +122,7 @@ def test_shares_are_balanced_by_the_work_of_the_groups_model(etcd: EtcdClient, k
     boards = [Board(1 << 20), Board(1 << 20), Board(1 << 20)]
     with client_of(boards, etcd, keys, square=100.0) as client, ranks_of(boards) as shapes:
         client.forward_logprobs(batch())
-    assert shapes == [(9, 9), (8, 8), (16, 7)]
+    assert [tokens for tokens, _ in shapes] == [9, 8, 16]
 
 
 def test_actor_that_takes_over_waits_for_the_step_that_is_being_made(etcd: EtcdClient, keys: Keys) -> None:
@@ -147,37 +163,37 @@ def test_shares_of_a_batch_that_no_command_will_use_are_discarded(etcd: EtcdClie
         assert not any(board.share(uploaded.batch) for board in boards)
 
 
-def test_share_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd: EtcdClient, keys: Keys) -> None:
-    with (client_of([Board(1 << 20), Board(300)], etcd, keys) as client,
-          pytest.raises(ConfigError, match=r"the share of a batch has \d+ bytes; the limit is 300") as raised):
+def test_sample_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd: EtcdClient, keys: Keys) -> None:
+    with (client_of([Board(1 << 20), Board(100)], etcd, keys) as client,
+          pytest.raises(ConfigError, match=r"the piece of a share has \d+ bytes; the limit is 100") as raised):
         client.forward_logprobs(batch())
-    assert "trainer.max_share_bytes" in raised.value.hint
-    assert config.parse({"trainer": {"max_share_bytes": 2 << 30}}).trainer.max_share_bytes == 2 << 30
+    assert "trainer.share_piece_bytes" in raised.value.hint
+    assert config.parse({"trainer": {"share_piece_bytes": 2 << 30}}).trainer.share_piece_bytes == 2 << 30
 
 
 class FailsOnce(Board):
     """Its service has a fault in the first share that it gets."""
 
-    def __init__(self, max_share_bytes: int) -> None:
-        super().__init__(max_share_bytes)
+    def __init__(self, share_piece_bytes: int) -> None:
+        super().__init__(share_piece_bytes)
         self.puts = 0
 
-    def put_share(self, batch_id: str, raw: bytes) -> None:
+    def put_share(self, batch_id: str, raw: bytes, piece: int = 0, pieces: int = 1) -> None:
         self.puts += 1
         if self.puts == 1:
             raise RuntimeError("a fault of the service")
-        super().put_share(batch_id, raw)
+        super().put_share(batch_id, raw, piece, pieces)
 
 
 def test_only_the_share_that_did_not_arrive_is_sent_again(etcd: EtcdClient, keys: Keys) -> None:
     boards = [Board(1 << 20), FailsOnce(1 << 20), Board(1 << 20)]
     arrived = list[str]()
     for board in (boards[0], boards[2]):
-        board.put_share = lambda batch_id, raw, put=board.put_share: (  # type: ignore[method-assign,misc]
-            arrived.append(batch_id), put(batch_id, raw))
+        board.put_share = lambda batch_id, *piece, put=board.put_share: (  # type: ignore[method-assign,misc]
+            arrived.append(batch_id), put(batch_id, *piece))
     with client_of(boards, etcd, keys) as client, ranks_of(boards):
         found = client.forward_logprobs(batch())
-    assert torch.equal(found["logprobs"], batch()["tokens"].float())
+    assert torch.equal(found["logprobs"], trained(batch()))
     assert boards[1].puts == 2 and len(arrived) == 2 and len(set(arrived)) == 1
 
 
@@ -211,7 +227,7 @@ def test_answer_that_is_garbage_is_asked_for_again(etcd: EtcdClient, keys: Keys)
         between.put_before(client)
         found = client.forward_logprobs(batch())
     assert not any(between.answers.values())
-    assert torch.equal(found["logprobs"], batch()["tokens"].float())
+    assert torch.equal(found["logprobs"], trained(batch()))
 
 
 class Elsewhere:

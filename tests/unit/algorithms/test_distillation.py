@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.batches import from_rows
 from support.budget import seeds
 
 from elastic_rl import config
@@ -76,8 +77,7 @@ def test_values_of_loss_tokens_follow_their_samples(masks: list[list[bool]], ord
     mask[:, 0] = False
     count = int(mask.sum())
     ids = torch.arange(count, dtype=torch.int32)[:, None]
-    made = Batch({"tokens": torch.ones(mask.shape, dtype=torch.int64), "lengths": torch.full((len(mask),), 4),
-                  "loss_mask": mask, "teacher_top_ids": ids})
+    made = from_rows(torch.ones(mask.shape), torch.full((len(mask),), 4), mask, teacher_top_ids=ids)
     rows = list(range(len(mask)))
     order.shuffle(rows)
     at = torch.full(mask.shape, -1, dtype=torch.int32)
@@ -89,23 +89,22 @@ def test_values_of_loss_tokens_follow_their_samples(masks: list[list[bool]], ord
 
 
 def batch(**tensors: list[Any]) -> Batch:
-    return Batch({"tokens": torch.ones(2, 3, dtype=torch.int64), "lengths": torch.tensor([3, 2]),
-                  "loss_mask": torch.tensor([[False, True, True], [False, True, False]]),
-                  **{name: torch.tensor(value) for name, value in tensors.items()}})
+    return from_rows(torch.ones(2, 3), torch.tensor([3, 2]), torch.tensor([[0, 1, 1], [0, 1, 0]]),
+                     **{name: torch.tensor(value) for name, value in tensors.items()})
 
 
 def test_advantage_of_a_token_is_what_the_teacher_thinks_of_it() -> None:
     given = batch(advantages=[2.0, -1.0], old_logprobs=[[0.0, -1.0, -2.0], [0.0, -0.5, 0.0]],
                   teacher_logprobs=[[0.0, -1.5, -0.5], [0.0, -0.5, 0.0]])
 
-    def found(reward_coef: float = 0.0, **settings: float) -> list[list[float]]:
+    def found(reward_coef: float = 0.0, **settings: float) -> list[float]:
         cfg = AlgorithmConfig(name="on_policy_distillation", **settings)
         return teacher_advantages(given, DistillationOptions(reward_coef=reward_coef), cfg).tolist()
 
-    assert found() == [[0.0, -0.5, 1.5], [0.0, 0.0, 0.0]]
-    assert found(teacher_coef=2.0) == [[0.0, -1.0, 3.0], [0.0, 0.0, 0.0]]
-    assert found(reward_coef=0.5) == [[0.0, 0.5, 2.5], [0.0, -0.5, 0.0]]
-    assert found(teacher_top_k=4, reward_coef=1.0) == [[0.0, 2.0, 2.0], [0.0, -1.0, 0.0]], "the loss has the divergence"
+    assert found() == [-0.5, 1.5, 0.0]
+    assert found(teacher_coef=2.0) == [-1.0, 3.0, 0.0]
+    assert found(reward_coef=0.5) == [0.5, 2.5, -0.5]
+    assert found(teacher_top_k=4, reward_coef=1.0) == [2.0, 2.0, -1.0], "the loss has the divergence"
 
 
 def test_batch_needs_the_teachers_tokens_only_if_the_loss_reads_them() -> None:

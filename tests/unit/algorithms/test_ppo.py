@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batches import from_rows
 from support.budget import seeds
 
 from elastic_rl import config
@@ -19,7 +20,6 @@ from elastic_rl.algorithms.ppo import (
     estimated,
     explained_variance,
     gae_advantages,
-    last_loss_tokens,
     sample_rewards,
     whitened,
 )
@@ -33,14 +33,12 @@ FACTOR = st.floats(0, 1)
 
 
 @st.composite
-def masked(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values and a mask [N, T], with turns that are not trained on, and perhaps rows without a token."""
-    n, t = draw(st.integers(1, 4)), draw(st.integers(2, 9))
-    mask = torch.tensor(draw(st.lists(st.lists(st.booleans(), min_size=t, max_size=t), min_size=n, max_size=n)))
-    mask[:, 0] = False
-    rewards, values = (torch.tensor(draw(st.lists(st.lists(NUMBER, min_size=t, max_size=t), min_size=n, max_size=n)),
+def drawn_tokens(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards and values [L], and how many loss tokens each of N samples has, perhaps none."""
+    counts = draw(st.lists(st.integers(0, 8), min_size=1, max_size=4))
+    rewards, values = (torch.tensor(draw(st.lists(NUMBER, min_size=sum(counts), max_size=sum(counts))),
                                     dtype=torch.float64) for _ in range(2))
-    return rewards, values, mask
+    return rewards, values, torch.tensor(counts)
 
 
 def reference(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -50,34 +48,31 @@ def reference(rewards: list[float], values: list[float], gamma: float, lam: floa
     return [math.fsum((gamma * lam) ** k * error for k, error in enumerate(errors[i:])) for i in range(len(errors))]
 
 
-@given(masked(), FACTOR, FACTOR)
+@given(drawn_tokens(), FACTOR, FACTOR)
 @settings(max_examples=seeds(40), deadline=None)
-def test_advantages_equal_the_sum_over_the_trained_tokens_alone(
+def test_advantages_equal_the_sum_over_the_trained_tokens_of_a_sample(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float, lam: float) -> None:
-    rewards, values, mask = drawn
-    found = estimated(rewards, values, mask, gamma=gamma, lam=lam)
-    assert not found[~mask].any()
-    for row in range(len(mask)):
-        own = mask[row]
-        expected = reference(rewards[row][own].tolist(), values[row][own].tolist(), gamma, lam)
-        torch.testing.assert_close(found[row][own], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    rewards, values, counts = drawn
+    found = estimated(rewards, values, counts, gamma=gamma, lam=lam)
+    expected = [a for r, v in zip(rewards.split(counts.tolist()), values.split(counts.tolist()), strict=True)
+                for a in reference(r.tolist(), v.tolist(), gamma, lam)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
-@given(masked(), FACTOR)
+@given(drawn_tokens(), FACTOR)
 @settings(max_examples=seeds(40), deadline=None)
 def test_returns_with_lambda_one_are_discounted_rewards_whatever_the_values_are(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float) -> None:
-    rewards, values, mask = drawn
-    returns = torch.where(mask, estimated(rewards, values, mask, gamma=gamma, lam=1.0) + values, 0.0)
-    without = estimated(rewards, torch.zeros_like(values), mask, gamma=gamma, lam=1.0)
+    rewards, values, counts = drawn
+    returns = estimated(rewards, values, counts, gamma=gamma, lam=1.0) + values
+    without = estimated(rewards, torch.zeros_like(values), counts, gamma=gamma, lam=1.0)
     torch.testing.assert_close(returns, without, rtol=1e-9, atol=1e-9)
 
 
 def batch_of(mask: list[list[int]], **tensors: torch.Tensor) -> Batch:
     of_tokens = torch.tensor(mask, dtype=torch.bool)
     n, t = of_tokens.shape
-    return Batch({"tokens": torch.ones(n, t, dtype=torch.int64), "lengths": torch.full((n,), t),
-                  "loss_mask": of_tokens, **tensors})
+    return from_rows(torch.ones(n, t), torch.full((n,), t), of_tokens, **tensors)
 
 
 def test_reward_is_at_the_last_trained_token_and_the_divergence_at_each() -> None:
@@ -90,41 +85,40 @@ def test_reward_is_at_the_last_trained_token_and_the_divergence_at_each() -> Non
     cfg = AlgorithmConfig(name="ppo", kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     divergence = kl_estimate(old.double(), other.double(), "k1")
     found = gae_advantages(batch, PpoOptions(gamma=0.9, gae_lambda=0.8), cfg)
+    expected: list[float] = []
     for row, reward in enumerate((2.0, -1.0)):
-        own = batch["loss_mask"][row]
+        own = torch.tensor(mask[row], dtype=torch.bool)
         rewards = (-0.3 * divergence[row][own]).tolist()
         rewards[-1] += reward
-        expected = reference(rewards, values[row][own].double().tolist(), 0.9, 0.8)
-        torch.testing.assert_close(found[row][own].double(), torch.tensor(expected, dtype=torch.float64))
-    assert found.dtype is torch.float32 and not found[~batch["loss_mask"]].any()
-    rows, last = last_loss_tokens(batch["loss_mask"])
-    assert (rows.tolist(), last.tolist()) == ([0, 1], [4, 2])
+        expected += reference(rewards, values[row][own].double().tolist(), 0.9, 0.8)
+    torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64))
+    assert found.dtype is torch.float32
 
 
 def test_batch_without_a_trained_token_has_no_advantages() -> None:
     batch = batch_of([[0, 0]], advantages=torch.ones(1), old_logprobs=torch.zeros(1, 2), values=torch.ones(1, 2))
-    assert not gae_advantages(batch, PpoOptions(), AlgorithmConfig(name="ppo")).any()
-    assert not whitened(torch.ones(1, 2), batch["loss_mask"]).any()
+    assert not len(gae_advantages(batch, PpoOptions(), AlgorithmConfig(name="ppo")))
+    assert not len(whitened(torch.zeros(0)))
 
 
-@given(masked())
+@given(drawn_tokens())
 @settings(max_examples=seeds(40), deadline=None)
 def test_whitened_advantages_have_mean_zero_and_deviation_one(
         drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    advantages, _, mask = drawn
-    found, own = whitened(advantages, mask), advantages[mask]
-    assert not found[~mask].any()
+    own, _, _ = drawn
+    found = whitened(own)
+    assert found.shape == own.shape
     if len(own) and float(own.std(unbiased=False)) > 1e-3:
-        assert float(found[mask].mean()) == pytest.approx(0, abs=1e-6)
-        assert float(found[mask].std(unbiased=False)) == pytest.approx(1, abs=1e-3)
+        assert float(found.mean()) == pytest.approx(0, abs=1e-6)
+        assert float(found.std(unbiased=False)) == pytest.approx(1, abs=1e-3)
 
 
 def test_explained_variance_is_one_if_perfect_and_zero_if_constant() -> None:
-    returns, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool)
-    assert explained_variance(returns, returns, mask) == 1
-    assert explained_variance(torch.full((1, 3), 7.0), returns, mask) == pytest.approx(0)
-    assert explained_variance(-returns, returns, mask) < 0
-    assert explained_variance(returns, torch.ones(1, 3), mask) == 0, "nothing is to be explained"
+    returns = torch.tensor([1.0, 2.0, 4.0])
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(torch.full((3,), 7.0), returns) == pytest.approx(0)
+    assert explained_variance(-returns, returns) < 0
+    assert explained_variance(returns, torch.ones(3)) == 0, "nothing is to be explained"
 
 
 @given(st.lists(st.tuples(NUMBER, NUMBER, NUMBER), min_size=1, max_size=8), st.one_of(st.none(), st.floats(0.01, 2)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,12 +40,13 @@ def test_batch_has_every_token_with_its_origin(pairs: list[tuple[Prompt, Sample]
         expected = [*((t, False, 0.0) for t in prompt.token_ids), *(
             (t, s.loss, s.logprobs[j] if s.logprobs else 0.0) for s in sample.segments
             for j, t in enumerate(s.token_ids))]
-        n = int(batch["lengths"][i])
-        old = batch["old_logprobs"][i] if "old_logprobs" in batch else torch.zeros(n)
-        assert [(int(batch["tokens"][i, j]), bool(batch["loss_mask"][i, j]), pytest.approx(float(old[j])))
-                for j in range(n)] == expected
-        assert not batch["tokens"][i, n:].any() and not batch["loss_mask"][i, n:].any()
+        assert int(batch["lengths"][i]) == len(expected)
+        assert [*zip(batch.by_sample("tokens")[i].tolist(), batch.by_sample("loss_mask")[i].tolist(), strict=True)] == [
+            (token, loss) for token, loss, _ in expected]
+        if "old_logprobs" in batch:
+            assert batch.by_sample("old_logprobs")[i].tolist() == pytest.approx([p for _, loss, p in expected if loss])
         assert int(batch["versions"][i]) == sample.oldest_version
+    assert int(batch["lengths"].sum()) == len(batch["tokens"]) == len(batch["loss_mask"])
 
 
 @thorough
@@ -53,11 +56,15 @@ def test_shares_of_a_batch_round_trip_through_the_wire(pairs: list[tuple[Prompt,
     parts, order = [Batch.from_bytes(share.to_bytes()) for share in batch.shares(count)], batch.share_rows(count)
     for share in parts:
         assert share.tensors.keys() == batch.tensors.keys()
-        assert share.width == max(share["lengths"].tolist(), default=0), "no row needs that width"
     for name, tensor in batch.tensors.items():
         values = [s[name] for s in parts]
-        expected = batch.joined(order, values) if tensor.ndim == 2 else tensor[torch.cat(order)]
-        assert torch.equal(expected, tensor if tensor.ndim == 2 else torch.cat(values)), name
+        if SCHEMA[name].dims == ("L",):
+            assert torch.equal(batch.joined(order, values), tensor), name
+        elif SCHEMA[name].dims == ("N",):
+            assert torch.equal(tensor[torch.cat(order)], torch.cat(values)), name
+    found = {int(number): row.tolist() for share in parts
+             for number, row in zip(share["numbers"], share.by_sample("tokens"), strict=True)}
+    assert [found[number] for number in range(batch.samples)] == [row.tolist() for row in batch.by_sample("tokens")]
 
 
 @thorough
@@ -67,16 +74,19 @@ def test_bytes_that_are_not_a_batch_raise_config_error(raw: bytes) -> None:
         Batch.from_bytes(raw)
 
 
-GOOD = {"tokens": torch.ones(2, 4, dtype=torch.int64), "lengths": torch.tensor([4, 3]),
-        "loss_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool), "advantages": torch.zeros(2)}
+GOOD = {"tokens": torch.ones(7, dtype=torch.int32), "lengths": torch.tensor([4, 3]),
+        "loss_mask": torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool), "advantages": torch.zeros(2)}
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    ({"lengths": torch.tensor([0, 3])}, "lengths"), ({"lengths": torch.tensor([5, 3])}, "lengths"),
-    ({"lengths": torch.tensor([3, 3])}, "padding"), ({"advantages": torch.zeros(3)}, "advantages"),
-    ({"tokens": torch.zeros(2, 4)}, "int64"), ({"loss_mask": torch.ones(2, 4, dtype=torch.bool)}, "padding"),
-    ({"loss_mask": torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)}, "first token"),
-    ({"rewards": torch.zeros(2)}, "no tensor 'rewards'"), ({"old_logprobs": torch.zeros(2, 5)}, "old_logprobs")])
+    ({"lengths": torch.tensor([0, 7])}, "lengths"), ({"lengths": torch.tensor([5, 3])}, "V is 8"),
+    ({"lengths": torch.tensor([3, 3])}, "V is 6"), ({"advantages": torch.zeros(3)}, "advantages"),
+    ({"lengths": torch.tensor([-1, 8])}, "lengths"),
+    ({"tokens": torch.zeros(7)}, "int32"), ({"loss_mask": torch.ones(2, 4, dtype=torch.bool)}, "loss_mask"),
+    ({"loss_mask": torch.tensor([1, 0, 0, 0, 0, 1, 0], dtype=torch.bool)}, "first token"),
+    ({"loss_mask": torch.tensor([0, 0, 0, 0, 1, 1, 0], dtype=torch.bool)}, "first token"),
+    ({"rewards": torch.zeros(2)}, "no tensor 'rewards'"), ({"old_logprobs": torch.zeros(7)}, "old_logprobs"),
+    ({"values": torch.tensor([0.0, 0.0, 0.0, float("nan")])}, "not finite")])
 def test_inconsistent_batch_raises_config_error(change: dict[str, torch.Tensor], named: str) -> None:
     Batch(GOOD)
     with pytest.raises(ConfigError, match=named):
@@ -101,7 +111,7 @@ def test_generated_token_without_a_log_prob_is_refused() -> None:
 def test_demonstration_is_trained_on_without_log_probs() -> None:
     prompt = Prompt((3, 4), answer_ids=(5, 1))
     batch = collate([(prompt, demonstration(prompt))])
-    assert batch["loss_mask"].tolist() == [[False, False, True, True]] and "old_logprobs" not in batch
+    assert batch["loss_mask"].tolist() == [False, False, True, True] and "old_logprobs" not in batch
     with pytest.raises(ValueError, match="no answer"):
         demonstration(Prompt((3,)))
 
@@ -135,10 +145,46 @@ def test_longest_sequence_left_goes_to_the_replica_with_fewest_tokens() -> None:
 def test_results_of_replicas_are_put_in_the_order_of_the_batch(pairs: list[tuple[Prompt, Sample]], count: int) -> None:
     batch = collate(pairs, [0.5] * len(pairs))
     parts, rows = batch.shares(count), batch.share_rows(count)
-    for name in ("tokens", "loss_mask"):
-        assert torch.equal(batch.joined(rows, [share[name] for share in parts]), batch[name])
+    values = torch.arange(batch.loss_tokens, dtype=torch.float32)
+    own = [share.tensors["values"] for share in batch.with_tensors(values=values).shares(count)]
+    assert torch.equal(batch.joined(rows, own), values)
+    assert [len(v) for v in own] == [share.loss_tokens for share in parts]
     with pytest.raises(ConfigError, match="values of a share must be"):
-        batch.joined(rows, [torch.nn.functional.pad(share["tokens"], (0, 1)) for share in parts])
+        batch.joined(rows, [torch.nn.functional.pad(v, (0, 1)) for v in own])
+
+
+@thorough
+@given(rows, st.integers(1, 400))
+def test_pieces_of_a_batch_are_within_the_limit_and_are_the_batch_again(
+        pairs: list[tuple[Prompt, Sample]], limit: int) -> None:
+    batch = collate(pairs, [0.5] * len(pairs))
+    pieces = [batch.rows(rows) for rows in batch.pieces(torch.arange(batch.samples), limit)]
+    for piece in pieces:
+        held = sum(tensor.numel() * tensor.element_size() for tensor in piece.tensors.values())
+        assert held == int(piece.sample_bytes.sum()) and (held <= limit or piece.samples == 1)
+    assert all(int(one.sample_bytes.sum()) + int(after.sample_bytes[0]) > limit
+               for one, after in pairwise(pieces)), "no more pieces than there must be"
+    again = Batch.of_pieces([Batch.from_bytes(piece.to_bytes()) for piece in pieces])
+    assert again.tensors.keys() == batch.tensors.keys()
+    assert all(torch.equal(again[name], batch[name]) for name in batch.tensors)
+
+
+@thorough
+@given(rows, st.data())
+def test_samples_without_loss_lose_their_loss_tokens_and_nothing_else(
+        pairs: list[tuple[Prompt, Sample]], data: st.DataObject) -> None:
+    batch = collate(pairs)
+    batch = batch.with_tensors(values=torch.arange(batch.loss_tokens, dtype=torch.float32))
+    out = data.draw(st.sets(st.integers(0, batch.samples - 1)))
+    left = batch.without_loss(torch.tensor(sorted(out), dtype=torch.int64))
+    assert torch.equal(left["tokens"], batch["tokens"])
+    for row, values in enumerate(left.by_sample("values")):
+        assert values.tolist() == ([] if row in out else batch.by_sample("values")[row].tolist())
+    sums = batch.sequence_sum(batch["values"])
+    assert left.sequence_sum(left["values"]).tolist() == [
+        0.0 if row in out else s for row, s in enumerate(sums.tolist())]
+    assert torch.equal(left.to_tokens(torch.arange(left.samples)), torch.repeat_interleave(
+        torch.arange(left.samples), left.loss_counts))
 
 
 @thorough
@@ -148,7 +194,7 @@ def test_minibatches_have_the_same_samples_with_any_number_of_replicas(
     batch = collate(pairs, [0.5] * len(pairs))
     order = batch.share_rows(replicas, minibatches)
     assert torch.equal(torch.cat(order).sort().values, torch.arange(len(pairs)))
-    shares = [Batch.from_bytes(batch.share(rows).to_bytes()) for rows in order]
+    shares = [Batch.from_bytes(batch.rows(rows).to_bytes()) for rows in order]
     for i in range(minibatches):
         own = [share.minibatch(i, minibatches) for share in shares]
         assert torch.cat([part["numbers"] for part in own]).sort().values.tolist() == [
@@ -162,7 +208,7 @@ def test_each_sample_is_in_one_minibatch_of_its_share(pairs: list[tuple[Prompt, 
                                                       minibatches: int) -> None:
     """One that is in two of them is trained on twice in a step, and one that is in none never."""
     batch = collate(pairs, [0.5] * len(pairs))
-    for share in [batch.share(own) for own in batch.share_rows(replicas, minibatches)]:
+    for share in [batch.rows(own) for own in batch.share_rows(replicas, minibatches)]:
         cut = share.minibatches(minibatches)
         assert len(cut) == minibatches, "all replicas make as many updates"
         assert sorted(n for part in cut for n in part["numbers"].tolist()) == sorted(share["numbers"].tolist())
@@ -192,18 +238,18 @@ def test_shares_are_balanced_by_work_and_not_by_tokens() -> None:
 def test_work_of_shares_differs_by_one_sequence_of_each_minibatch(lengths: list[int], count: int, minibatches: int
                                                                   ) -> None:
     cost = SequenceCost(linear=100.0, square=1.0)
-    shape = len(lengths), max(lengths)
-    batch = Batch({"tokens": torch.zeros(shape, dtype=torch.int64), "lengths": torch.tensor(lengths),
-                   "loss_mask": torch.zeros(shape, dtype=torch.bool)})
+    batch = Batch({"tokens": torch.zeros(sum(lengths), dtype=torch.int32), "lengths": torch.tensor(lengths),
+                   "loss_mask": torch.zeros(sum(lengths), dtype=torch.bool)})
     rows = batch.share_rows(count, minibatches, cost.of_sample)
     for i in range(minibatches):
         work = [sum(cost.of_sample(lengths[n]) for n in share.tolist() if n % minibatches == i) for share in rows]
         assert max(work) - min(work) <= max((cost.of_sample(n) for n in lengths[i::minibatches]), default=0.0) + 1e-6
 
 
-def test_one_long_sample_widens_its_own_share_only() -> None:
+def test_one_long_sample_takes_room_for_its_own_tokens_only() -> None:
     lengths = [4000, *[10] * 7]
     batch = collate([(Prompt((1,)), Sample((Segment((2,) * (n - 1), (-1.0,) * (n - 1), version=1),)))
                      for n in lengths], [0.5] * 8)
-    wide, *others = (len(share.to_bytes()) for share in batch.shares(4))
-    assert wide > 4000 * 13 and all(size < 3 * 10 * 13 + 2000 for size in others)
+    sizes = [len(share.to_bytes()) for share in batch.shares(4)]
+    assert sum(sizes) < sum(lengths) * 9 + 4 * 1000, "4 bytes for a token, 4 for its log-prob, 1 in the mask"
+    assert sizes[0] > 4000 * 9

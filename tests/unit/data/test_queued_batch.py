@@ -94,18 +94,18 @@ def test_share_that_a_rank_reads_is_the_one_that_would_be_sent(groups: list[Grou
     sent, referred = batch_of(held, advantages), batch_of(elsewhere, advantages)
     assert isinstance(referred, QueuedBatch) and not reader.reads
     if scored:
-        values = torch.where(sent["loss_mask"], torch.rand(sent.samples, sent.width), 0.0)
+        values = torch.rand(sent.loss_tokens)
         sent, referred = sent.with_tensors(values=values), referred.with_tensors(values=values)
-    assert (referred.samples, referred.width, referred.loss_tokens) == (sent.samples, sent.width, sent.loss_tokens)
+    assert (referred.samples, referred.loss_tokens) == (sent.samples, sent.loss_tokens)
+    assert torch.equal(referred.sample_bytes, sent.sample_bytes)
     for rows, own in zip(sent.share_rows(replicas), referred.share_rows(replicas), strict=True):
         assert torch.equal(rows, own)
-        share = QueuedShare.from_bytes(referred.share(rows).to_bytes())
+        share = QueuedShare.from_bytes(referred.rows(rows).to_bytes())
         assert share is not None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(queued_batch, "_PIECE_TOKENS", piece)
-            same(share.read(reader), sent.share(rows))
-    values_of = [batch.share(rows)["lengths"][:, None].expand(-1, batch.share(rows).width) for batch, rows in (
-        (sent, rows) for rows in sent.share_rows(replicas))]
+            same(share.read(reader), sent.rows(rows))
+    values_of = [torch.rand(sent.rows(rows).loss_tokens) for rows in sent.share_rows(replicas)]
     assert torch.equal(referred.joined(sent.share_rows(replicas), values_of),
                        sent.joined(sent.share_rows(replicas), values_of))
 
@@ -113,20 +113,20 @@ def test_share_that_a_rank_reads_is_the_one_that_would_be_sent(groups: list[Grou
 def test_share_has_the_tensors_that_the_batch_has_and_no_others() -> None:
     held, (elsewhere, reader) = StepGroups.from_groups(GROUPS), queued(GROUPS)
     for choose in (lambda b: b.only("tokens", "lengths", "loss_mask"), lambda b: b.without("old_logprobs", "versions"),
-                   lambda b: b.with_tensors(loss_mask=torch.zeros(b.samples, b.width, dtype=torch.bool))):
+                   lambda b: b.without_loss(torch.tensor([1, 3])), lambda b: b.without_loss(torch.arange(4))):
         sent, referred = choose(batch_of(held, [0.0] * 4)), choose(batch_of(elsewhere, [0.0] * 4))
         assert {name for name in SCHEMA if name in referred} == set(sent.tensors)
         rows = torch.arange(4)
-        share = QueuedShare.from_bytes(referred.share(rows).to_bytes())
+        share = QueuedShare.from_bytes(referred.rows(rows).to_bytes())
         assert share is not None
-        same(share.read(reader), sent.share(rows))
+        same(share.read(reader), sent.rows(rows))
         same(referred.loaded(), sent)
     with pytest.raises(ConfigError, match="no tensor 'values'"):
         batch_of(elsewhere).only("values")
     with pytest.raises(ConfigError, match="must be torch.float32"):
-        batch_of(elsewhere).with_tensors(values=torch.zeros(4, 9, dtype=torch.int64))
-    with pytest.raises(ConfigError, match=r"but T is"):
-        batch_of(elsewhere).with_tensors(values=torch.zeros(4, 3))
+        batch_of(elsewhere).with_tensors(values=torch.zeros(11, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"but L is 11"):
+        batch_of(elsewhere).with_tensors(values=torch.zeros(12))
 
 
 class Roles:
@@ -144,7 +144,7 @@ class Roles:
 class Passes:
     def _of(self, batch: Batch, scale: float) -> torch.Tensor:
         read = batch.loaded()  # as the ranks do
-        return torch.where(read["loss_mask"], scale * read["tokens"], 0.0)
+        return (scale * read["tokens"])[read["loss_mask"]]
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
         return self._of(batch, 0.1)
@@ -214,7 +214,7 @@ def test_tensors_are_read_in_pieces_of_so_many_tokens(monkeypatch: pytest.Monkey
 
 def test_other_samples_than_those_of_the_batch_are_refused() -> None:
     elsewhere, reader = queued(GROUPS)
-    share = QueuedShare.from_bytes(batch_of(elsewhere).share(torch.arange(4)).to_bytes())
+    share = QueuedShare.from_bytes(batch_of(elsewhere).rows(torch.arange(4)).to_bytes())
     reader.groups[2] = Group(2, Prompt((1,)), (sample(0.0, (2,)), sample(3.0, (5,))))
     assert share is not None
     with pytest.raises(ConfigError, match="other samples"):
@@ -225,7 +225,7 @@ def test_other_samples_than_those_of_the_batch_are_refused() -> None:
 def test_share_whose_references_are_no_numbers_is_refused(ref: str) -> None:
     elsewhere, _ = queued(GROUPS)
     [row, *_] = elsewhere.refs
-    raw = batch_of(elsewhere).share(torch.arange(4)).to_bytes()
+    raw = batch_of(elsewhere).rows(torch.arange(4)).to_bytes()
     own = f"[[{row[0]}, {row[1]}]".encode()
     size = int.from_bytes(raw[:8], "little")
     header = raw[8:8 + size].replace(own, f"[[{ref}, {row[1]}]".encode(), 1)
@@ -238,7 +238,7 @@ def test_share_whose_references_are_no_numbers_is_refused(ref: str) -> None:
 @given(st.integers(0, 1 << 16), st.binary(max_size=8))
 def test_share_that_is_none_is_refused_with_a_typed_error(at: int, other: bytes) -> None:
     elsewhere, reader = queued(GROUPS)
-    raw = batch_of(elsewhere, [0.0] * 4).share(torch.arange(4)).to_bytes()
+    raw = batch_of(elsewhere, [0.0] * 4).rows(torch.arange(4)).to_bytes()
     at %= len(raw)
     changed = raw[:at] + other + raw[at + len(other):]
     try:

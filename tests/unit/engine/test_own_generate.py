@@ -353,4 +353,4 @@ def test_example_of_two_turns_is_trained_on_what_the_policy_wrote(engine_url: st
     assert [[(s.token_ids, s.logprobs, s.loss, s.version) for s in sample.segments] for sample in samples] == [
         [((1,), (-0.25,), True, 3), ((5,), (), False, 0), ((3,), (-0.25,), True, 3)]] * 2
     batch = collate([(request.prompt, s) for s in samples], [1.0, -1.0])
-    assert torch.equal(batch["loss_mask"][0], torch.tensor([False, True, False, True]))
+    assert torch.equal(batch.by_sample("loss_mask")[0], torch.tensor([False, True, False, True]))

@@ -222,6 +222,19 @@ def test_too_slow_requests_and_too_long_samples_are_pointed_out(tmp_path: Path, 
     assert "engine.max_total_tokens=40" in full.fault and full.hint
 
 
+def test_samples_that_a_rank_would_refuse_are_a_fault_and_a_step_that_needs_much_memory_is_pointed_out(
+        tmp_path: Path, model: Path) -> None:
+    small = text_job(tmp_path, model, ROWS)
+    assert "memory" not in by_part(small) and not by_part(small)["data"].fault
+    few = text_job(tmp_path, model, ROWS, "--trainer.share_piece_bytes=1048576")
+    job_check._require_share(few, 20_000)
+    with pytest.raises(ConfigError, match="trainer.share_piece_bytes=1048576: a sample of up to 40000 tokens"):
+        job_check._require_share(few, 40_000)
+    large = by_part(text_job(tmp_path, model, ROWS, "--train.prompts_per_step=200000", "--train.group_size=64"))
+    assert not large["memory"].fault and "GiB in the actor" in large["memory"].detail
+    assert "transfer_queue" in large["memory"].hint
+
+
 def test_settings_that_a_job_uses_are_not_named() -> None:
     used = config.load(overrides=[
         "--train.schedule=fully_async", "--train.max_staleness=1", "--train.queue=transfer_queue",

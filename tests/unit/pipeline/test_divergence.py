@@ -32,14 +32,12 @@ def make_batch(lengths: list[int], seed: int) -> Batch:
 def test_divergence_of_a_sample_is_the_sum_over_its_own_loss_tokens(lengths: list[int], estimator: KlEstimator,
                                                                     seed: int) -> None:
     batch = make_batch(lengths, seed)
-    # Whatever stands beside the loss tokens does not count.
-    reference = -torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(seed + 1)) - 0.1
+    reference = -torch.rand(batch.loss_tokens, generator=torch.Generator().manual_seed(seed + 1)) - 0.1
     cfg = AlgorithmConfig(kl_coef=0.5, kl_in="reward", kl_estimator=estimator)
     found = sample_divergences(batch, reference, cfg)
     assert found.dtype == torch.float64
-    for i, n in enumerate(lengths):
-        tokens = slice(2, 2 + n)
-        expected = kl_estimate(batch["old_logprobs"][i, tokens].double(), reference[i, tokens].double(), estimator)
+    for i, own in enumerate(reference.split(lengths)):
+        expected = kl_estimate(batch.by_sample("old_logprobs")[i].double(), own.double(), estimator)
         assert float(found[i]) == pytest.approx(float(expected.sum()), abs=1e-12)
 
 

@@ -59,7 +59,7 @@ class Trainer:
         self._ahead -= not checked
         if self._ahead >= 0 and not checked:
             raise StepRefused("there is no memory")
-        if self._poison & {*batch["tokens"][:, 0].tolist()}:
+        if self._poison & {int(tokens[0]) for tokens in batch.by_sample("tokens")}:
             raise StepRefused("the norm of the gradient is nan")
 
     def check(self, step: int, batch: Batch) -> None:

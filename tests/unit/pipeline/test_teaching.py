@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.batches import from_rows
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.engine.scoring import LEAST_LOGPROB, ScoreRequest, TokenScores
@@ -18,9 +19,8 @@ from elastic_rl.pipeline.training import teaching
 from elastic_rl.pipeline.training.teaching import Teaching, parts, with_scores
 from elastic_rl.pipeline.waits import Waits
 
-BATCH = Batch({"tokens": torch.tensor([[1, 2, 3, 4, 5], [1, 9, 9, 0, 0], [7, 8, 0, 0, 0]]),
-               "lengths": torch.tensor([5, 3, 2]),
-               "loss_mask": torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()})
+BATCH = from_rows(torch.tensor([[1, 2, 3, 4, 5], [1, 9, 9, 0, 0], [7, 8, 0, 0, 0]]), torch.tensor([5, 3, 2]),
+                  torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]))
 """The last sample has nothing that is trained on; the first one has a token of somebody else."""
 
 
@@ -31,6 +31,10 @@ def scores(sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores]:
                         np.zeros((len(s.token_ids) - s.first, top), np.float32)) for s in sequences]
 
 
+def taught(teaching: Teaching, top: int = 0) -> Batch:
+    return with_scores(BATCH, teaching.scores(BATCH), top)
+
+
 def test_scores_stand_at_their_tokens() -> None:
     asked: list[ScoreRequest] = []
 
@@ -39,12 +43,12 @@ def test_scores_stand_at_their_tokens() -> None:
         return scores(sequences, top)
 
     made = Teaching(score, 2, Waits(lambda *_: None, threading.Event()))
-    found = made.taught(BATCH)
+    found = taught(made, 2)
     made.close()
     assert sorted((s.token_ids, s.first) for s in asked) == [((1, 2, 3, 4, 5), 2), ((1, 9, 9), 1)]
-    assert found["teacher_logprobs"].tolist() == [[0, 0, -3, 0, -5], [0, -9, -9, 0, 0], [0] * 5]
+    assert found["teacher_logprobs"].tolist() == [-3, -5, -9, -9]
     assert found["teacher_top_ids"].tolist() == [[3, 3, -1], [5, 5, -1], [9, 9, -1], [9, 9, -1]], "of the loss tokens"
-    assert "teacher_top_ids" not in Teaching(scores, 0, Waits(lambda *_: None, threading.Event())).taught(BATCH)
+    assert "teacher_top_ids" not in taught(Teaching(scores, 0, Waits(lambda *_: None, threading.Event())))
 
 
 def test_only_what_has_no_scores_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +64,10 @@ def test_only_what_has_no_scores_yet_is_asked_for_again(monkeypatch: pytest.Monk
         return scores(sequences, top)
 
     made = Teaching(score, 0, Waits(lambda stage, kind, what: shown.append((kind, what)), threading.Event()))
-    found = made.taught(BATCH)
+    found = taught(made)
     made.close()
     assert sorted(asked) == [(1, 2, 3, 4, 5), *[(1, 9, 9)] * 3]
-    assert found["teacher_logprobs"][1].tolist() == [0, -9, -9, 0, 0]
+    assert found.by_sample("teacher_logprobs")[1].tolist() == [-9, -9]
     assert ("teacher", "teacher: the teacher is away") in shown
 
 
@@ -72,9 +76,9 @@ def test_refused_sample_is_not_trained_on_unless_all_are_refused() -> None:
         return [None if s.token_ids == (1, 9, 9) else one for s, one in zip(sequences, scores(sequences, top),
                                                                             strict=True)]
 
-    found = Teaching(score, 0, Waits(lambda *_: None, threading.Event())).taught(BATCH)
-    assert found["loss_mask"].tolist() == [BATCH["loss_mask"][0].tolist(), [False] * 5, [False] * 5]
-    assert found["teacher_logprobs"][1].tolist() == [0] * 5
+    found = taught(Teaching(score, 0, Waits(lambda *_: None, threading.Event())))
+    assert found["loss_mask"].tolist() == [*BATCH.by_sample("loss_mask")[0].tolist(), *[False] * 5]
+    assert found["teacher_logprobs"].tolist() == [-3, -5]
 
     stopping, shown = threading.Event(), list[str]()
 
@@ -83,7 +87,7 @@ def test_refused_sample_is_not_trained_on_unless_all_are_refused() -> None:
         stopping.set()
 
     with pytest.raises(Fenced):
-        Teaching(lambda sequences, top: [None for _ in sequences], 0, Waits(report, stopping)).taught(BATCH)
+        Teaching(lambda sequences, top: [None for _ in sequences], 0, Waits(report, stopping)).scores(BATCH)
     assert shown[0].startswith("plugin: the teacher's engines refuse every sample")
 
 
@@ -96,7 +100,7 @@ def test_wait_for_a_teacher_ends_with_the_run() -> None:
 
     made = Teaching(score, 0, Waits(lambda *_: None, stopping))
     with pytest.raises(Fenced):
-        made.taught(BATCH)
+        made.scores(BATCH)
     made.close()
 
 
@@ -127,5 +131,5 @@ def test_no_request_is_sent_after_one_has_failed(monkeypatch: pytest.MonkeyPatch
         raise EngineFailed("the teacher is away")
 
     with pytest.raises(Fenced):
-        Teaching(score, 0, Waits(lambda stage, kind, what: stopping.set(), stopping)).taught(BATCH)
+        Teaching(score, 0, Waits(lambda stage, kind, what: stopping.set(), stopping)).scores(BATCH)
     assert asked == [1], "of two"

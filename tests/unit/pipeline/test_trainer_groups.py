@@ -92,7 +92,7 @@ class TrainerGroup:
         self._called(f"forward {step} {at_least}")
         while self.away:
             self.on_wait("it to answer")
-        return {"step": self.step, "version": self.version}, {"logprobs": batch["tokens"].float()}
+        return {"step": self.step, "version": self.version}, {"logprobs": batch["tokens"][batch["loss_mask"]].float()}
 
     def save(self, phase: str, step: int, **_: Any) -> dict[str, Any]:
         self._called("save")
@@ -140,7 +140,7 @@ def _policy(number: int, step: int) -> Version:
 
 def _batch() -> Batch:
     batch = collate([(Prompt((1,)), Sample((Segment((2, 3), (-0.1, -0.1), version=1),)))], [0.0])
-    return batch.with_tensors(values=torch.zeros(batch["tokens"].shape), returns=torch.zeros(batch["tokens"].shape))
+    return batch.with_tensors(values=torch.zeros(2), returns=torch.zeros(2))
 
 
 def test_batch_that_one_group_does_not_take_is_trained_on_by_neither(pair: Pair) -> None:
@@ -284,7 +284,7 @@ def test_lost_group_without_state_is_asked_again_without_a_rewind(forward: Forwa
     forward.reference.refusals["forward 4 5"] = [Conflict("no version after RL step 4 is committed"),
                                                  *[TrainerFailed("re-formed")] * 3]
     batch = _batch()
-    assert torch.equal(forward.trainers.reference_logprobs(batch, 8), batch["tokens"].float())
+    assert torch.equal(forward.trainers.reference_logprobs(batch, 8), torch.tensor([2.0, 3.0]))
     assert forward.recovered == ["reference"] and not forward.policy.calls
     assert {kind for kind, what in forward.shown if "re-formed" in what} == {"reference"}
     forward.trainers.reference_logprobs(batch, 8)
@@ -307,7 +307,7 @@ def test_version_that_nobody_has_any_more_is_published_again_and_computed_with(
     forward.trainers._publish_again = publish_again
     forward.reference.refusals["forward 4 5"] = [VersionNotFound("no node has its chunks")] * lost
     batch = _batch()
-    assert torch.equal(forward.trainers.reference_logprobs(batch, 8), batch["tokens"].float())
+    assert torch.equal(forward.trainers.reference_logprobs(batch, 8), torch.tensor([2.0, 3.0]))
     assert [step for step, _ in asked] == [4] * (1 if lost == 1 else 3) and asked[0] == (4, 5)
     assert any("no node has its chunks" in what for kind, what in forward.shown if kind == "reference")
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support.batches import in_rows
 
 from elastic_rl import config
 from elastic_rl.algorithms.ppo import estimated, whitened
@@ -43,8 +44,8 @@ class Passes:
     def _of(self, what: str, batch: Batch, step: int, scale: float) -> torch.Tensor:
         assert {name for name in SCHEMA if name in batch} == {"tokens", "lengths", "loss_mask"}
         self.asked.append((what, step))
-        places = torch.arange(batch.width)[None].expand(batch.samples, batch.width)
-        return torch.where(batch["loss_mask"], scale * (batch["tokens"] + 0.1 * places), 0.0)
+        places = torch.cat([torch.arange(n) for n in batch["lengths"].tolist()])
+        return (scale * (batch["tokens"] + 0.1 * places))[batch["loss_mask"]]
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
         return self._of("values", batch, step, 0.1)
@@ -73,18 +74,17 @@ def made(passes: Passes, groups: StepGroups = HELD, *, gae_lambda: float = 0.7,
 def test_critic_learns_returns_and_the_policy_whitened_advantages() -> None:
     passes = Passes()
     plain, found = made(passes, whiten_advantages=False), made(passes)
-    batch, mask = plain.batch, plain.batch["loss_mask"]
-    rewards = torch.zeros(mask.shape)
-    for row, reward in enumerate((1.0, 0.0, 0.0, 3.0)):
-        rewards[row, int(mask[row].nonzero()[-1])] = reward
-    expected = estimated(rewards, batch["values"], mask, gamma=0.9, lam=0.7).float()
+    batch = plain.batch
+    rewards = torch.zeros(batch.loss_tokens)
+    rewards[batch.loss_counts.cumsum(0) - 1] = torch.tensor([1.0, 0.0, 0.0, 3.0])
+    expected = estimated(rewards, batch["values"], batch.loss_counts, gamma=0.9, lam=0.7).float()
     torch.testing.assert_close(batch["token_advantages"], expected)
-    torch.testing.assert_close(batch["returns"], torch.where(mask, expected + batch["values"], 0.0))
-    torch.testing.assert_close(found.batch["token_advantages"], whitened(expected, mask))
+    torch.testing.assert_close(batch["returns"], expected + batch["values"])
+    torch.testing.assert_close(found.batch["token_advantages"], whitened(expected))
     assert torch.equal(found.batch["returns"], batch["returns"]), "what the critic learns from is not whitened"
     assert passes.asked == [("values", 5)] * 2
-    assert found.metrics["value_mean"] == pytest.approx(float(batch["values"][mask].mean()))
-    assert found.metrics["return_mean"] == pytest.approx(float(batch["returns"][mask].mean()), rel=1e-5)
+    assert found.metrics["value_mean"] == pytest.approx(float(batch["values"].mean()))
+    assert found.metrics["return_mean"] == pytest.approx(float(batch["returns"].mean()), rel=1e-5)
     assert found.metrics["explained_variance"] <= 1
 
 
@@ -92,13 +92,13 @@ def test_each_turn_is_credited_with_its_own_reward() -> None:
     of_turns = [group if group.ordinal == 0 else Group(1, group.prompt, (
         group.samples[0].rewarded(0.0, {}, [2.0]), group.samples[1].rewarded(3.0, {}, [1.5, 0.5]))) for group in GROUPS]
     found = made(Passes(), StepGroups.from_groups(of_turns), whiten_advantages=False).batch
-    mask = found["loss_mask"]
+    mask = in_rows(found, found["loss_mask"])
     rewards = torch.zeros(mask.shape)
     for row, places in enumerate(({7: 1.0}, {3: 0.0}, {3: 2.0 - 2.0}, {2: 1.5, 6: 0.5 + 1.0})):
         for place, reward in places.items():
             assert bool(mask[row, place])
             rewards[row, place] = reward
-    expected = estimated(rewards, found["values"], mask, gamma=0.9, lam=0.7).float()
+    expected = estimated(rewards[mask], found["values"], found.loss_counts, gamma=0.9, lam=0.7).float()
     torch.testing.assert_close(found["token_advantages"], expected)
     assert "turn_rewards" not in found, "the loss has no use for it"
 
@@ -114,13 +114,13 @@ def test_each_token_bears_its_own_divergence_from_the_reference() -> None:
     passes = Passes()
     with_kl = made(passes, whiten_advantages=False, kl_coef=0.5, kl_in="reward", kl_estimator="k1", gae_lambda=0.0)
     without = made(Passes(), whiten_advantages=False, gae_lambda=0.0)
-    batch, mask = with_kl.batch, with_kl.batch["loss_mask"]
+    batch = with_kl.batch
     reference = Passes().reference_logprobs(batch.only("tokens", "lengths", "loss_mask"), 5)
-    divergence = torch.where(mask, batch["old_logprobs"] - reference, 0.0)
+    divergence = batch["old_logprobs"] - reference
     torch.testing.assert_close(batch["token_advantages"], without.batch["token_advantages"] - 0.5 * divergence)
     assert passes.asked == [("reference", 5), ("values", 5)]
     assert "ref_logprobs" not in batch, "the loss has no use for it"
-    assert with_kl.metrics["kl_reference"] == pytest.approx(float(divergence[mask].mean()), rel=1e-5)
+    assert with_kl.metrics["kl_reference"] == pytest.approx(float(divergence.mean()), rel=1e-5)
 
 
 def test_batch_of_a_step_that_is_tried_again_is_made_once() -> None:
@@ -148,6 +148,4 @@ def test_what_groups_of_their_own_have_computed_is_in_the_batch() -> None:
     found = batches.make(HELD, 5, StepTimer())
     assert passes.asked == [("trainer", 5), ("reference", 5)] and found.metrics["reference_step"] == 4
     for name, scale in (("trainer_logprobs", -0.3), ("ref_logprobs", -0.2)):
-        mask = found.batch["loss_mask"]
-        assert torch.equal(found.batch[name] != 0, mask)
-        assert bool((found.batch[name][mask] <= scale * 2).all())
+        assert len(found.batch[name]) == found.batch.loss_tokens and bool((found.batch[name] <= scale * 2).all())

@@ -31,8 +31,8 @@ from elastic_rl.trainer.service.commands import (
 from elastic_rl.trainer.service.dispatch import executed_by, executes
 from elastic_rl.trainer.worker import TrainerWorker
 
-BATCH = Batch({"tokens": torch.ones(1, 2, dtype=torch.int64), "lengths": torch.tensor([2]),
-               "loss_mask": torch.tensor([[False, True]])})
+BATCH = Batch({"tokens": torch.ones(2, dtype=torch.int32), "lengths": torch.tensor([2]),
+               "loss_mask": torch.tensor([False, True])})
 LOAD = Load(id="l-1", epoch=1, term=2, group="g", step=4, version=7)
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
@@ -90,7 +90,7 @@ class Recorded(TrainerCalls):
     def execute(self, make: Callable[..., Command], batch: Batch | Uploaded | None = None) -> Executed:
         self.command = make(id="c", epoch=1, term=1, group="g", **({} if batch is None else {"batch": "b"}))
         self.batch = batch
-        return Executed({"version": 7}, {"logprobs": torch.zeros(1, 2), "values": torch.ones(1, 2)})
+        return Executed({"version": 7}, {"logprobs": torch.zeros(1), "values": torch.ones(1)})
 
 
 CALLS: tuple[Callable[[TrainerCalls], object], ...] = (
@@ -114,7 +114,7 @@ def test_every_command_has_one_call_and_one_method_of_the_ranks() -> None:
 
 def test_call_carries_what_its_arguments_say() -> None:
     calls = Recorded()
-    assert torch.equal(calls.forward_reference(BATCH, 4), torch.zeros(1, 2))
+    assert torch.equal(calls.forward_reference(BATCH, 4), torch.zeros(1))
     assert calls.command == ForwardReference(id="c", epoch=1, term=1, group="g", batch="b", step=4)
     assert calls.batch is BATCH
     assert calls.load(7, "rl", 4) == {"version": 7}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.batches import from_rows
 
-from elastic_rl.data.batch import Batch
 from elastic_rl.trainer.context_parallel import multiple, own_positions
 from elastic_rl.trainer.forward import LossTokens
 from elastic_rl.trainer.megatron.parallel import ParallelDims
@@ -31,16 +31,16 @@ def test_values_of_loss_tokens_belong_to_their_sample_and_position(
     logits = torch.randn(n, width - 1, vocab, generator=g)
     # As short as the mask allows: packed rows differ in length.
     lengths = [max((t + 2 for t, trained in enumerate(row) if trained), default=1) for row in rows]
-    batch = Batch({"tokens": tokens, "lengths": torch.tensor(lengths),
-                   "loss_mask": torch.tensor([[False, *row] for row in rows])})
+    mask = torch.tensor([[False, *row] for row in rows])
+    batch = from_rows(tokens, torch.tensor(lengths), mask, values=per_token)
     micro = (MicroBatch.packed if packed else MicroBatch.padded)(torch.arange(n), batch)
     index = LossTokens.of(micro, of_context(1, 0))
     # The mask of a row begins with its second token: nothing predicts the first.
     expected = [(i, t + 1) for i, row in enumerate(rows) for t, trained in enumerate(row) if trained]
     assert index.rows.tolist() == [i for i, _ in expected]
     assert index.targets.tolist() == [int(tokens[i, t]) for i, t in expected]
-    assert index.values(per_token).tolist() == [float(per_token[i, t]) for i, t in expected]
-    assert index.values(per_sample).tolist() == [float(per_sample[i]) for i, _ in expected]
+    assert micro.batch["values"].tolist() == [float(per_token[i, t]) for i, t in expected], "in the same order"
+    assert index.to_tokens(per_sample).tolist() == [float(per_sample[i]) for i, _ in expected]
     inside = torch.arange(width - 1) < (torch.tensor(lengths) - 1).clamp(min=1)[:, None]
     picked = index.logits(logits[inside][None] if packed else logits, temperature)
     assert picked.shape == (len(expected), vocab)
@@ -53,8 +53,8 @@ def test_loss_token_is_found_only_at_its_positions_rank(lengths: list[int], cp: 
     width = max(lengths)
     inside = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
     tokens = torch.arange(1, len(lengths) * width + 1).view(-1, width) * inside
-    batch = Batch({"tokens": tokens, "lengths": torch.tensor(lengths),
-                   "loss_mask": inside & (torch.arange(width) > 0)})
+    mask = inside & (torch.arange(width) > 0)
+    batch = from_rows(tokens, torch.tensor(lengths), mask)
     micro = MicroBatch.packed(torch.arange(len(lengths)), batch, multiple(cp))
     found: dict[int, int] = {}
     for rank in range(cp):
@@ -65,4 +65,4 @@ def test_loss_token_is_found_only_at_its_positions_rank(lengths: list[int], cp: 
         assert predicted.tolist() == index.targets.tolist()
         assert not found.keys() & set(index.own.tolist())
         found |= dict(zip(index.own.tolist(), index.targets.tolist(), strict=True))
-    assert [found[i] for i in range(len(found))] == tokens[batch["loss_mask"]].tolist()
+    assert [found[i] for i in range(len(found))] == tokens[mask].tolist()

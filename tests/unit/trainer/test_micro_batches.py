@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batches import from_rows
 from support.budget import seeds
 
 from elastic_rl.config import TrainerConfig
@@ -35,9 +36,8 @@ def batch_of(lengths: list[int]) -> Batch:
     """Of sequences of distinct tokens, all of them trained on but for the first of each."""
     width, n = max(lengths, default=1), len(lengths)
     inside = torch.arange(width)[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
-    return Batch({"tokens": torch.arange(1, n * width + 1).view(n, width) * inside,
-                  "lengths": torch.tensor(lengths, dtype=torch.int64),
-                  "loss_mask": inside & (torch.arange(width) > 0), "advantages": torch.arange(n) * 1.0})
+    return from_rows(torch.arange(1, n * width + 1).view(n, width), torch.tensor(lengths, dtype=torch.int64),
+                     inside & (torch.arange(width) > 0), advantages=torch.arange(n) * 1.0)
 
 
 @both
@@ -149,13 +149,13 @@ def test_what_goes_through_the_model_is_each_sequence_without_its_last_token(
         assert sum(micro.input.packed) in (0, len(flat))
         for i, row in enumerate(micro.rows.tolist()):
             start, taken = int(micro.starts[i]), max(lengths[row] - 1, 1)
-            assert flat[start:start + taken].tolist() == share["tokens"][row, :taken].tolist()
+            assert flat[start:start + taken].tolist() == share.by_sample("tokens")[row][:taken].tolist()
             if micro.input.packed:
                 chunks = 4 if "context_parallel" in given_settings else 1
                 assert micro.input.packed[i] == -(-taken // chunks) * chunks
                 assert not flat[start + taken:start + micro.input.packed[i]].any()
             assert float(micro.batch["advantages"][i]) == row
-            assert micro.batch["tokens"][i, :lengths[row]].tolist() == share["tokens"][row, :lengths[row]].tolist()
+            assert torch.equal(micro.batch.by_sample("tokens")[i], share.by_sample("tokens")[row])
 
 
 def test_packed_rows_have_no_padding_and_rows_of_like_lengths_little() -> None:

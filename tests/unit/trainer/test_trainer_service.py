@@ -20,8 +20,8 @@ from elastic_rl.trainer.service.commands import ForwardLogprobs, Save, Update, W
 from elastic_rl.trainer.service.server import TrainerService
 
 TOKEN = {"Authorization": "Bearer secret"}
-SHARE = Batch({"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3]),
-               "loss_mask": torch.tensor([[False, True, True]])}).to_bytes()
+SHARE = Batch({"tokens": torch.ones(3, dtype=torch.int32), "lengths": torch.tensor([3]),
+               "loss_mask": torch.tensor([False, True, True])}).to_bytes()
 
 
 def take_share(raw: bytes) -> bytes:
@@ -31,7 +31,7 @@ def take_share(raw: bytes) -> bytes:
 
 @pytest.fixture
 def board() -> Board:
-    board = Board(max_share_bytes=1 << 16)
+    board = Board(share_piece_bytes=1 << 16)
     board.set_status(ready=True)
     return board
 
@@ -108,9 +108,9 @@ def test_trainer_that_is_not_ready_takes_no_command(board: Board) -> None:
 
 def test_share_is_checked_when_it_arrives(board: Board, url: str) -> None:
     put = lambda raw: httpx.put(f"{url}/v1/batches/b/share", content=raw, headers=TOKEN)  # noqa: E731
-    assert put(SHARE).status_code == 201 and board.share("b") == SHARE
+    assert put(SHARE).status_code == 201 and board.share("b") == [SHARE]
     assert put(b"not a batch").status_code == 400 and put(b"x" * (1 << 17)).status_code == 400
-    assert board.share("b") == SHARE
+    assert board.share("b") == [SHARE]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"{}", b'{"id": 3}', b"\xff", b'"text"',
