@@ -61,8 +61,8 @@ class RowName(NamedTuple):
     """Number of the attempt to put the group; the queue gives none twice."""
     ordinal: int
     """The group of the sample."""
-    index: int
-    """The place of the sample in its group."""
+    sample: int
+    """The index of the sample in its group."""
 
     @property
     def key(self) -> str:

@@ -227,7 +227,8 @@ def test_put_drops_what_failed_and_replaced_attempts_have_left_first(queue: Tran
     """Tries of one group would add up otherwise, for as long as no step ends."""
     for ordinal in (0, 0, 1):
         queue.put(group(ordinal))
-    rows: Rows = queue._actors.rows  # type: ignore[union-attr]
+    actors: Any = queue._actors
+    rows = actors.rows
     assert len(rows.data) == 4, "the group that was replaced is gone"
     put, written = rows.put, list[int]()
 
@@ -236,12 +237,12 @@ def test_put_drops_what_failed_and_replaced_attempts_have_left_first(queue: Tran
         written.append(len(rows.data))
         raise OSError("no answer")
 
-    rows.put = fails  # type: ignore[method-assign]
+    rows.put = fails
     for _ in range(2):
         with pytest.raises(QueueUnavailable, match="no answer"):
             queue.put(group(2))
     assert written == [6, 6]
-    rows.put, rows.failing = put, 1  # type: ignore[method-assign]
+    rows.put, rows.failing = put, 1
     with pytest.raises(QueueUnavailable, match="busy"):
         queue.put(group(2))
     queue.put(group(2))
