@@ -100,7 +100,7 @@ class EngineConfig(Section):
     follow_timeout_s: Seconds = 15.0
     """Seconds for which the run waits for engines that lack a version once ``follow_quorum`` serves it, or as long as
     the slowest of those took to get it, if that is longer. An engine that was given up for the last version is not
-    waited for again until it has followed one in time."""
+    waited for again until it has got one within that time."""
     catch_up_timeout_s: Seconds = 600.0
     """Seconds within which an engine that was given up must catch up; then it is replaced."""
     seeded_sampling: Literal["auto", "on", "off"] = "auto"

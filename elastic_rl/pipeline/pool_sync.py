@@ -19,6 +19,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine
 from elastic_rl.pipeline.rollout_pool import PoolWatch, behind, describe, in_sync, missing, serves
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
 from elastic_rl.runtime.backoff import doubled_s
 
 log = logging.getLogger(__name__)
@@ -84,11 +85,13 @@ class PoolSync:
     def __init__(self, etcd: EtcdClient, keys: Keys, waits: Waits, publish_again: Callable[[int], None], *,
                  is_lost: Callable[[], bool], needs: OnNeeds, first_pull_s: float, limits: FollowLimits) -> None:
         """``publish_again``: called with a version that nobody has any more. ``is_lost``: whether that is so of the
-        newest one; it may take seconds. ``needs``: is told which version is waited for, again and again.
-        ``first_pull_s``: see ``Republish``. ``limits``: how long engines that serve the version wait for others that do
-        not get so far."""
+        newest one; it may take seconds, and is called in a thread of its own, one call at a time. ``needs``: is told
+        which version is waited for, again and again. ``first_pull_s``: see ``Republish``. ``limits``: how long engines
+        that serve the version wait for others that do not get so far."""
         self.etcd, self.keys, self.waits = etcd, keys, waits
         self.publish_again, self.is_lost, self.needs = publish_again, is_lost, needs
+        self.looks = AbandonableCalls("lost-version", 1)
+        """The calls of ``is_lost``."""
         self.first_pull_s, self.limits = first_pull_s, limits
         self.engines: list[Engine] = []
         """The pool's engines, as they were at the last wait."""
@@ -119,6 +122,8 @@ class VersionWait:
     def __init__(self, sync: PoolSync, version: int, enough: Enough) -> None:
         self._sync, self._version, self._enough = sync, version, enough
         self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
+        self._look: AbandonableCall[bool] | None = None
+        """The look whether the version is lost, which goes on beside the wait."""
         self._served_since: float | None = None
         """Monotonic time since which a quorum serves the version, and every engine that takes requests, while others
         still lack it; None before."""
@@ -135,14 +140,25 @@ class VersionWait:
             sync.waits.works()
             return True
         sync.needs(self._version, at_once=now - self._began >= _SAID_AFTER_S)
-        if self._republish.is_due(now, behind(sync.engines, self._version)):
-            lost = sync.is_lost()
-            self._republish.looked(time.monotonic(), lost=lost)
-            if lost:
-                sync.publish_again(self._version)
+        if self._is_lost(now):
+            sync.publish_again(self._version)
         sync.waits.waits("engines", describe(sync.engines, self._version))
         self._timeout_s = _LOOK_S
         return False
+
+    def _is_lost(self, now: float) -> bool:
+        """Whether a look has found that the version is lost; begins one when it is time."""
+        if self._republish.is_due(now, behind(self._sync.engines, self._version)) and self._look is None:
+            try:
+                self._look = self._sync.looks.begin(self._sync.is_lost)
+            except CallRefused:  # one that an earlier wait began has not ended
+                self._republish.looked(now, lost=False)
+        if self._look is None or not self._look.future.done():
+            return False
+        look, self._look = self._look, None
+        lost = look.future.result()
+        self._republish.looked(time.monotonic(), lost=lost)
+        return lost
 
     def _others_take_too_long(self, now: float) -> bool:
         """One that hangs in an update, or that no router takes, must not hold up the run: no request reaches it before
@@ -160,4 +176,6 @@ class VersionWait:
         return True
 
     def close(self) -> None:
+        if self._look is not None:
+            self._look.abandon()
         self._pool.close()

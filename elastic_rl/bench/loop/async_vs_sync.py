@@ -216,7 +216,7 @@ def _through(queue: GroupQueue) -> list[float]:
                 wait_until(took_first, timeout_s=_START_S, what="the queue")
             began = time.perf_counter()
             queue.put(group)
-            queue.read([(ordinal, index) for index in range(_SAMPLES)])
+            queue.reader(queue.get([ordinal]).values()).read([(ordinal, index) for index in range(_SAMPLES)])
             queue.drop([ordinal])
             seconds.append(time.perf_counter() - began)
     finally:

@@ -10,9 +10,12 @@ version that the run needs. Where only a few serve it (one engine of many, or th
 not they who are slow, and the run waits for all and says so. The quorum is of all engines that have served a version,
 those that are out included: else one after the other would leave, and the last one be a quorum of itself.
 
-An engine that was given up is not waited for again before it has followed a version in time. Without that one that
-always needs longer than the others would cost each step the whole limit: it comes back in each, and is behind in the
-next. It is raised to each version that the run needs meanwhile, so that it does not come back with an old one.
+An engine that was given up is not waited for again before it has followed a version in time: it leaves at once when a
+quorum serves the next one. Without that one that always needs longer than the others would cost each step the whole
+limit: it comes back in each, and is behind in the next. In time is within the limit for which others are waited for,
+whether it was out of the router meanwhile or not: one that is merely slower than the quorum, or was late only once, is
+out for a moment in one more step, and is waited for as any other then. It is raised to each version that the run needs
+meanwhile, so that it does not come back with an old one.
 
 An engine that is starting has served nothing and holds up nobody. Where engines take turns to update
 (``engine.max_unavailable``), those that lack a version are given the time of all the turns that are left.
@@ -129,7 +132,8 @@ class Following:
                 continue
             # One that was given up for the version before is not waited for, but has its turn.
             limit_s = wait_s if engine.straggler is None else limits.turns_s(lacking, serving)
-            _judge(engine, needs, now, now - since >= limit_s, verdicts)
+            _judge(engine, needs, now, verdicts, is_over=now - since >= limit_s, is_late=now - since > wait_s,
+                   wait_s=wait_s)
             known = verdicts.changed.get(engine.id, engine.straggler)
             if engine.is_behind and known is not None and not engine.external:  # nobody could start that again
                 out_s = now - max(known.since, excused)
@@ -139,13 +143,17 @@ class Following:
         return Following(needs, since, None, excused), verdicts
 
 
-def _judge(engine: Engine, needs: int, now: float, is_over: bool, verdicts: Verdicts) -> None:
+def _judge(engine: Engine, needs: int, now: float, verdicts: Verdicts, *, is_over: bool, is_late: bool,
+           wait_s: float) -> None:
     """Adds what the record of an engine is to have, if that changes. ``is_over``: whether the time is over for which
-    one that lacks the version is waited for."""
+    this one is waited for, if it lacks the version. ``is_late``: whether that for which others are is over, ``wait_s``.
+    """
     known = engine.straggler
     if engine.version >= needs:
-        if known is not None and not engine.is_behind and engine.state is EngineState.READY and needs > known.missed:
-            verdicts.changed[engine.id] = None  # it has followed a later version in time
+        # A new leader does not know since when a quorum has served the version, but when this one was given up for it.
+        if (known is not None and not engine.is_behind and engine.state is EngineState.READY and not is_late
+                and (needs > known.missed or now - known.since <= wait_s)):
+            verdicts.changed[engine.id] = None  # it has followed in time
     elif engine.is_behind and known is not None:
         if engine.version > known.version:  # it is slow, and not stuck
             known = known.replace(since=now, version=engine.version)

@@ -2,6 +2,13 @@
 
 The actor writes and reads them, and the ranks of trainer groups read their own. The package's wire is pickle in part;
 what this module writes is bytes in which nothing is pickled (``group_codec``), and it unpickles nothing of a sample.
+
+A row is named by the attempt to put its group, too. So what an earlier attempt writes or drops late, when its call has
+long been given up, is none of a later one's rows, and who asks for one attempt gets no samples of another. The package
+keeps rows by a number, which it gives to another row when one was dropped: a call that it carries out after that may
+still take away or replace the row that has the number then. So each row says in itself which one it is, and such a row
+counts as gone. All rows of a queue are in a partition of the package that only this queue names, since a later one may
+have the ports of an earlier one.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -29,9 +36,9 @@ from elastic_rl.runtime.backoff import RetryBackoff
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PARTITION, _FIELD = "groups", "group"
-_ROW = struct.Struct("<QQ")
-"""Ordinal and index, before the sample: the package gives rows without a name, and leaves out those that it lacks."""
+_FIELD = "group"
+_ROW = struct.Struct("<QQQ")
+"""The name of a row, before the sample: the package gives rows without a name, and leaves out those that it lacks."""
 LOOK_EVERY_S = 2.0
 """Interval at which the caller looks for a reason while a call is not answered."""
 _RETRY_S = (0.5, 10.0)
@@ -47,6 +54,30 @@ _CANCEL_S = 5.0
 """Time within which the calls of a client that is closed must have ended."""
 
 
+class RowName(NamedTuple):
+    """What names the row of a sample."""
+
+    attempt: int
+    """Number of the attempt to put the group; the queue gives none twice."""
+    ordinal: int
+    """The group of the sample."""
+    sample: int
+    """The index of the sample in its group."""
+
+    @property
+    def key(self) -> str:
+        """The name that the package knows."""
+        return "/".join(map(str, self))
+
+    @classmethod
+    def from_key(cls, key: str) -> RowName:
+        """Raises ValueError for anything but a ``key``."""
+        try:
+            return cls(*map(int, key.split("/")))
+        except TypeError as e:
+            raise ValueError(f"not the name of a row: {key[:80]!r}") from e
+
+
 def set_package_options(call_s: float) -> None:
     """Sets what the package reads from the environment when it is imported. ``call_s``: the limit of one call, in which
     it may give up."""
@@ -60,35 +91,55 @@ def import_package(call_s: float) -> None:
     import transfer_queue  # noqa: F401
 
 
-def encode_rows(group: Group) -> dict[SampleRef, bytes]:
-    """Encodes each sample as a group of its own, after what names it. Raises PluginFailed for metadata that JSON does
-    not have."""
-    return {(group.ordinal, index): _ROW.pack(group.ordinal, index) + encode_group(
-        Group(group.ordinal, group.prompt, (sample,), group.failed)) for index, sample in enumerate(group.samples)}
+def encode_rows(group: Group, attempt: int) -> dict[RowName, bytes]:
+    """Encodes each sample as a group of its own, after what names it. ``attempt``: see ``RowName``. Raises PluginFailed
+    for metadata that JSON does not have."""
+    names = [RowName(attempt, group.ordinal, index) for index in range(len(group.samples))]
+    return {name: _ROW.pack(*name) + encode_group(Group(group.ordinal, group.prompt, (sample,), group.failed))
+            for name, sample in zip(names, group.samples, strict=True)}
 
 
-def decode_row(raw: bytes) -> tuple[SampleRef, Prompt, Sample]:
+def decode_row(raw: bytes) -> tuple[RowName, Prompt, Sample]:
     """Raises ValueError for anything but a row of ``encode_rows``."""
     try:
-        ordinal, index = _ROW.unpack_from(raw)
+        name = RowName(*_ROW.unpack_from(raw))
     except struct.error as e:
         raise ValueError(f"not a sample: {e}") from e
     group = decode_group(raw[_ROW.size:])
-    if group.ordinal != ordinal or len(group.samples) != 1:
+    if group.ordinal != name.ordinal or len(group.samples) != 1:
         raise ValueError("not a sample: it is of another group, or not alone")
-    return (ordinal, index), group.prompt, group.samples[0]
+    return name, group.prompt, group.samples[0]
 
 
-def address_of(controller: Any, units: Mapping[str, Any]) -> dict[str, Any]:
+def address_of(controller: Any, units: Mapping[str, Any], partition: str) -> dict[str, Any]:
     """JSON by which clients reach a queue. ``controller``, ``units``: the package's ``ZMQServerInfo``, units by name.
-    """
+    ``partition``: names the rows of this queue; no other queue has it."""
     def told(info: Any) -> dict[str, Any]:
         return {"id": info.id, "ip": info.ip, "ports": dict(info.ports)}
 
-    return {"controller": told(controller), "units": {key: told(info) for key, info in units.items()}}
+    return {"controller": told(controller), "units": {key: told(info) for key, info in units.items()},
+            "partition": partition}
 
 
-def _servers(address: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+_ATTEMPTS = "attempts"
+
+
+def with_attempts(address: Mapping[str, Any], attempts: Mapping[int, int]) -> dict[str, Any]:
+    """JSON by which another process reads the samples of these attempts. ``address``: an ``address_of``. ``attempts``:
+    ordinal of a group → the attempt that brought its samples."""
+    return {**address, _ATTEMPTS: {str(ordinal): attempt for ordinal, attempt in attempts.items()}}
+
+
+def without_attempts(address: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
+    """What ``with_attempts`` was made of. Raises ConfigError."""
+    try:
+        attempts = {int(ordinal): int(attempt) for ordinal, attempt in address[_ATTEMPTS].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise ConfigError(f"not the address of samples in a queue: {type(e).__name__}: {e}") from e
+    return {key: value for key, value in address.items() if key != _ATTEMPTS}, attempts
+
+
+def _servers(address: Mapping[str, Any]) -> tuple[Any, dict[str, Any], str]:
     """What ``address_of`` was made of. Raises ConfigError."""
     from transfer_queue.utils.enum_utils import Role
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -99,7 +150,7 @@ def _servers(address: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     try:
         return info(Role.CONTROLLER, address["controller"]), {
-            str(key): info(Role.STORAGE, told) for key, told in address["units"].items()}
+            str(key): info(Role.STORAGE, told) for key, told in address["units"].items()}, str(address["partition"])
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ConfigError(f"not the address of a queue: {type(e).__name__}: {e}") from e
 
@@ -111,7 +162,7 @@ class RowClient:
         """Raises ConfigError for anything but an ``address_of``, and whatever the package raises."""
         from transfer_queue import TransferQueueClient
 
-        controller, units = _servers(address)
+        controller, units, self._partition = _servers(address)
         self._client: Any = TransferQueueClient(name, controller)
         try:
             self._client.initialize_storage_manager("SimpleStorage", {
@@ -120,8 +171,8 @@ class RowClient:
             self.close()  # it has threads and sockets by now
             raise
 
-    def put(self, rows: Mapping[SampleRef, bytes]) -> None:
-        """Replaces rows of the same names: a put whose end nobody knows may be repeated."""
+    def put(self, rows: Mapping[RowName, bytes]) -> None:
+        """Writes rows, whose attempt nobody has put before."""
         from tensordict import TensorDict
 
         tensors = [torch.frombuffer(bytearray(raw), dtype=torch.uint8) for raw in rows.values()]
@@ -129,37 +180,42 @@ class RowClient:
             tensors, layout=torch.jagged)
         self._client.put(TensorDict({_FIELD: field}, batch_size=[len(tensors)]), self._meta(rows, create=True))
 
-    def get(self, refs: Sequence[SampleRef]) -> dict[SampleRef, tuple[Prompt, Sample]]:
+    def get(self, names: Sequence[RowName]) -> dict[RowName, tuple[Prompt, Sample]]:
         """The samples that the queue has, as they were written. The package gives none of a call's rows where one has a
         key and no data, since its put or drop was cut off: halves are asked for then, until such a row is alone."""
         from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 
-        meta = self._meta(refs)
+        meta = self._meta(names)
         if not meta.size:
             return {}
         found: Any = {}
         with contextlib.suppress(StorageKeyNotFoundError):
             found = self._client.get_data(meta)
         if _FIELD not in found.keys():  # noqa: SIM118  # a TensorDict has no `in` of its own
-            half = len(refs) // 2
-            return {**self.get(refs[:half]), **self.get(refs[half:])} if half else {}
-        rows: dict[SampleRef, tuple[Prompt, Sample]] = {}
+            half = len(names) // 2
+            return {**self.get(names[:half]), **self.get(names[half:])} if half else {}
+        rows: dict[RowName, tuple[Prompt, Sample]] = {}
         for row in found[_FIELD].unbind():
             try:
-                ref, prompt, sample = decode_row(row.numpy().tobytes())
+                name, prompt, sample = decode_row(row.numpy().tobytes())
             except ValueError as e:
                 log.warning("a sample in TransferQueue cannot be read: %s", e)
                 continue
-            rows[ref] = prompt, sample
+            rows[name] = prompt, sample
         return rows
 
-    def drop(self, refs: Iterable[SampleRef]) -> None:
-        meta = self._meta(refs)
+    def names(self) -> list[RowName]:
+        """The names of all rows of the queue, also of those whose data is not there (yet)."""
+        return [RowName.from_key(key) for key in self._client.kv_list(self._partition).get(self._partition, ())]
+
+    def drop(self, names: Iterable[RowName]) -> None:
+        """Drops rows, as far as they are there."""
+        meta = self._meta(names)
         if meta.size:
             self._client.clear_samples(meta)
 
-    def _meta(self, refs: Iterable[SampleRef], *, create: bool = False) -> Any:
-        return self._client.kv_retrieve_meta([f"{ordinal}/{index}" for ordinal, index in refs], _PARTITION, create)
+    def _meta(self, names: Iterable[RowName], *, create: bool = False) -> Any:
+        return self._client.kv_retrieve_meta([name.key for name in names], self._partition, create)
 
     def close(self) -> None:
         """Ends its calls, which raise. A thread does it, since the package waits for its own threads."""
@@ -180,9 +236,9 @@ async def _cancel_others() -> None:
         await asyncio.wait(others)
 
 
-def require_found(refs: Sequence[SampleRef], found: Callable[[SampleRef], bool]) -> None:
-    """Raises GroupsLost for samples that are not found."""
-    if lost := sorted({ref[0] for ref in refs if not found(ref)}):
+def require_none_lost(groups: Iterable[int]) -> None:
+    """Raises GroupsLost for these groups, if there are any."""
+    if lost := sorted({*groups}):
         shown = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")
         raise GroupsLost(f"the queue has lost samples of {len(lost)} groups ({shown})", lost)
 
@@ -286,18 +342,21 @@ class RemoteSamples:
         self._connection: Connection | None = None
 
     def at(self, address: Mapping[str, Any]) -> SamplesAt:
+        """``address``: a ``with_attempts``."""
         return SamplesAt(self, address)
 
     def read(self, address: Mapping[str, Any], refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
-        """See ``SampleReader.read``. Raises ConfigError for what is no address."""
+        """See ``SampleReader.read``. ``address``: a ``with_attempts``. Raises ConfigError for anything else."""
+        queue, attempts = without_attempts(address)
+        names = {ref: RowName(attempts[ref[0]], *ref) for ref in refs if ref[0] in attempts}
         try:
-            found = self._connection_to(address).run(lambda client: client.get(refs))
+            found = self._connection_to(queue).run(lambda client: client.get([*names.values()]))
         except (ConfigError, QueueUnavailable):
             raise
         except Exception as e:  # of the package: whatever it raises for an actor that is gone
             raise QueueUnavailable(f"TransferQueue failed: {type(e).__name__}: {e}") from e
-        require_found(refs, found.__contains__)
-        return [found[ref] for ref in refs]
+        require_none_lost(ref[0] for ref in refs if names.get(ref) not in found)
+        return [found[names[ref]] for ref in refs]
 
     def _connection_to(self, address: Mapping[str, Any]) -> Connection:
         with self._lock:

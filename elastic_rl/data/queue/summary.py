@@ -51,11 +51,14 @@ class GroupSummary:
     samples: tuple[SampleSummary, ...]
     versions: tuple[int, ...] = ()
     """See ``Group``."""
+    attempt: int = 0
+    """Number of the attempt to put the group into a queue that brought these samples; 0 where the queue holds at most
+    one attempt at a group."""
 
     @classmethod
-    def from_group(cls, group: Group) -> GroupSummary:
+    def from_group(cls, group: Group, attempt: int = 0) -> GroupSummary:
         return cls(group.ordinal, tuple(SampleSummary.from_sample(group.prompt, s) for s in group.samples),
-                   group.versions)
+                   group.versions, attempt)
 
     @property
     def rewards(self) -> list[float]:

@@ -24,7 +24,7 @@ _LOOKS = 4
 
 
 class HeadHolders:
-    """Looks for the chunks of the head of a stream, for one thread."""
+    """Looks for the chunks of the head of a stream; not in two threads at once."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, stream: str) -> None:
         self._etcd, self._keys, self._client, self._stream = etcd, keys, client, stream

@@ -27,7 +27,7 @@ class QueueLoss:
     """The reason, for people."""
 
 
-class GroupQueue(StepReader, Protocol):
+class GroupQueue(Protocol):
     """Finished groups by ordinal. Used by two threads, one of which puts. Every call is bounded in time."""
 
     def put(self, group: Group) -> None:
@@ -37,6 +37,9 @@ class GroupQueue(StepReader, Protocol):
     def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
         """The groups of ``ordinals`` that the queue still has, as far as it knows without looking. They stay in it
         until they are dropped."""
+
+    def reader(self, groups: Collection[GroupSummary]) -> StepReader:
+        """Reads the samples of these groups, which ``get`` gave, and no samples that have replaced them since."""
 
     def drop(self, ordinals: Collection[int]) -> None:
         """Drops groups whose data is not needed any more. Raises nothing: what is not dropped now is dropped later."""
@@ -48,7 +51,8 @@ class GroupQueue(StepReader, Protocol):
 
 
 class EmbeddedQueue:
-    """Holds groups in the memory of the actor, and ends with it."""
+    """Holds groups in the memory of the actor, and ends with it. A ``StepReader`` too: a group is replaced only after
+    the thread that reads it has given it up."""
 
     is_local = True
     address = None
@@ -67,6 +71,9 @@ class EmbeddedQueue:
 
     def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
         return {ordinal: self._summaries[ordinal] for ordinal in ordinals if ordinal in self._summaries}
+
+    def reader(self, groups: Collection[GroupSummary]) -> StepReader:
+        return self
 
     def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
         return HeldSamples(self._groups).read(refs)

@@ -167,7 +167,8 @@ class SharedFlow:
                 return Taken(self._step_groups(groups, chosen.ordinals), chosen, self._metrics(chosen), accumulated)
 
     def _step_groups(self, groups: Mapping[int, GroupSummary], ordinals: Sequence[int]) -> StepGroups:
-        return StepGroups(tuple(groups[ordinal] for ordinal in ordinals), self._queue)
+        chosen = tuple(groups[ordinal] for ordinal in ordinals)
+        return StepGroups(chosen, self._queue.reader(chosen))
 
     def lost(self, chosen: Collection[int], on_loss: Callable[[QueueLoss], None]) -> None:
         """The queue has no data any more of some of the groups that were chosen: the step is chosen again. ``on_loss``:

@@ -4,8 +4,9 @@ Its controller knows which group is where, and its storage units hold the bytes.
 what an actor held is gone with it, and a client that asks a dead one waits for minutes. So every call has a time limit
 here, a failed one asks Ray whether all actors live, and if one does not, all are replaced, with an empty queue: groups
 are lost, which the flow has generated again. While they live, only the client is made again, and whoever called tries
-again: all that repeats is safe, since a row is written and dropped by its key. Its own ``init`` is not used, since it
-names the actors for the whole cluster and keeps one queue in each process.
+again: that is safe, since each attempt writes and drops rows of its own (``row_attempts``). The rows that a failed call
+leaves behind, whenever it writes them, are dropped with those of the next groups that are not needed. The package's own
+``init`` is not used, since it names the actors for the whole cluster and keeps one queue in each process.
 
 Trust: its sockets take pickles from whoever connects, without a password. They are bound to the loopback address of the
 host of the run; where its ranks may be on others (``coordinator.insecure_network``), to the host's address in the
@@ -18,6 +19,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,16 +30,19 @@ from typing import Any, TypeVar
 from elastic_rl.data.queue.row_client import (
     Connection,
     RowClient,
+    RowName,
     address_of,
     encode_rows,
     import_package,
-    require_found,
+    require_none_lost,
+    with_attempts,
 )
-from elastic_rl.data.queue.step_groups import SampleRef
+from elastic_rl.data.queue.step_groups import SampleRef, StepReader
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.flow.group_queue import QueueLoss
+from elastic_rl.pipeline.flow.row_attempts import RowAttempts
 from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
 from elastic_rl.runtime.process import SOME_CPU
 
@@ -64,8 +69,6 @@ hold cannot be reached."""
 class TransferQueueQueue:
     """A queue with actors of its own, which end with it or with the process that made it. Thread-safe."""
 
-    is_local = False
-
     def __init__(self, capacity: int, *, units: int, call_s: float, host: str) -> None:
         """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. ``host``: the address that
         all actors bind. Nothing is started before the first group. Raises ConfigError where the package is missing."""
@@ -80,90 +83,114 @@ class TransferQueueQueue:
         self._starting: AbandonableCall[None] | None = None
         self._started_at = 0.0
         self._generation = 0
-        self._held: dict[int, GroupSummary] = {}
+        self._attempts = RowAttempts()
         self._loss: QueueLoss | None = None
         self._timeouts = 0
         """Calls that took too long since one succeeded."""
-        self._undropped: dict[int, int] = {}
-        """Groups that are not needed → the number of their samples, which the storage units may still have: dropped
-        with the next ones."""
-        self._dropping: set[int] = set()
-        """Groups of a call in progress."""
+        self._has_dead = False
+        """Whether the storage units may have rows that are of no use."""
+        self._cleaning = False
+        """Whether a thread drops such rows. Two would be in each other's way: the package drops by numbers, which it
+        gives to other rows afterwards."""
         self._closed = False
         self._looked_at = 0.0
 
     def put(self, group: Group) -> None:
         """Raises QueueUnavailable; IllegalTransition beyond the capacity; PluginFailed for metadata that is no JSON."""
-        rows = encode_rows(group)  # here, since what is wrong with a group is no fault of the actors
         with self._lock:
-            if len(self._held) >= self._capacity and group.ordinal not in self._held:
+            held = self._attempts.held
+            if len(held) >= self._capacity and group.ordinal not in held:
                 raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
-            if group.ordinal in self._dropping:  # it would go with what it replaces
-                raise QueueUnavailable(f"the queue drops earlier samples of group {group.ordinal} now")
-            self._undropped.pop(group.ordinal, None)
-        generation, actors = self._started()
-        self._call(generation, actors, lambda client: client.put(rows))
-        with self._lock:
-            if generation != self._generation:
-                raise QueueUnavailable("the queue was replaced while a group was put into it")
-            self._held[group.ordinal] = GroupSummary.from_group(group)
+            attempt = self._attempts.begin()
+        try:
+            rows = encode_rows(group, attempt)  # here, since what is wrong with a group is no fault of the actors
+            generation, actors = self._started()
+            self._clean()  # of what failed attempts have left: tries of one group must not add up
+            self._call(generation, actors, lambda client: client.put(rows))
+            with self._lock:
+                if generation != self._generation:
+                    raise QueueUnavailable("the queue was replaced while a group was put into it")
+                self._has_dead |= group.ordinal in self._attempts.held
+                self._attempts.arrived(GroupSummary.from_group(group, attempt))
+        except BaseException:
+            with self._lock:
+                self._attempts.end(attempt)
+                self._has_dead = True
+            raise
 
     def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
         with self._lock:
-            return {ordinal: self._held[ordinal] for ordinal in ordinals if ordinal in self._held}
+            held = self._attempts.held
+            return {ordinal: held[ordinal] for ordinal in ordinals if ordinal in held}
 
-    @property
+    def reader(self, groups: Collection[GroupSummary]) -> StepReader:
+        return _AttemptReader(self, {group.ordinal: group.attempt for group in groups})
+
     def address(self) -> Mapping[str, Any] | None:
+        """The address by which other processes reach the queue; None while its actors start."""
         with self._lock:
             return None if self._actors is None else self._actors.address
 
-    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
-        """Raises QueueUnavailable and GroupsLost."""
+    def read(self, names: Sequence[RowName]) -> list[tuple[Prompt, Sample]]:
+        """The samples of these rows, in order. Raises QueueUnavailable and GroupsLost."""
         with self._lock:
             generation, actors = self._generation, self._actors
-        self._require_held(refs)
+        self._require_held(names)
         if actors is None:
             raise QueueUnavailable("the actors of TransferQueue start")
-        found = self._call(generation, actors, lambda client: client.get(refs))
+        found = self._call(generation, actors, lambda client: client.get(names))
         try:
-            require_found(refs, found.__contains__)
+            require_none_lost(name.ordinal for name in names if name not in found)
         except GroupsLost as e:
             log.warning("although the actors of TransferQueue live, %s", e)
             with self._lock:
-                for ordinal in e.ordinals if generation == self._generation else ():
-                    self._held.pop(ordinal, None)
+                self._attempts.lose(name for name in names if name not in found)
+                self._has_dead = True
             raise
-        return [found[ref] for ref in refs]
+        return [found[name] for name in names]
 
-    def require(self, refs: Sequence[SampleRef]) -> None:
+    def require(self, names: Sequence[RowName]) -> None:
+        """Raises GroupsLost for rows that are known to be gone."""
         self._look_for_dead()
-        self._require_held(refs)
+        self._require_held(names)
 
-    def _require_held(self, refs: Sequence[SampleRef]) -> None:
+    def _require_held(self, names: Sequence[RowName]) -> None:
         with self._lock:
-            require_found(refs, lambda ref: ref[0] in self._held)
+            require_none_lost(name.ordinal for name in names if not self._attempts.holds(name))
 
     def drop(self, ordinals: Collection[int]) -> None:
         with self._lock:
-            self._undropped |= {ordinal: len(self._held.pop(ordinal).samples)
-                                for ordinal in ordinals if ordinal in self._held}
-            gone = {ordinal: n for ordinal, n in sorted(self._undropped.items()) if ordinal not in self._dropping}
-            for ordinal in gone:
-                del self._undropped[ordinal]
-            self._dropping.update(gone)
-            generation, actors = self._generation, self._actors
-        dropped = actors is None or not gone
-        try:
-            if actors is not None and gone:
-                refs = [(ordinal, index) for ordinal, n in gone.items() for index in range(n)]
-                with contextlib.suppress(QueueUnavailable):
-                    self._call(generation, actors, lambda client: client.drop(refs))
-                    dropped = True
-        finally:
-            with self._lock:
-                self._dropping.difference_update(gone)
-                if not dropped and generation == self._generation:  # else it has gone with its actors
-                    self._undropped |= gone
+            self._has_dead |= not self._attempts.held.keys().isdisjoint(ordinals)
+            self._attempts.drop(ordinals)
+        with contextlib.suppress(QueueUnavailable):
+            self._clean()
+
+    def _clean(self) -> None:
+        """Drops the rows that are of no use, if there may be any; a thread that is at it does so for others too. Raises
+        QueueUnavailable: they are dropped later then."""
+        while (found := self._begin_clean()) is not None:
+            is_clean = False
+            try:
+                self._call(*found, self._drop_dead)
+                is_clean = True
+            finally:
+                with self._lock:
+                    self._cleaning = False
+                    self._has_dead |= not is_clean
+
+    def _begin_clean(self) -> tuple[int, _Actors] | None:
+        with self._lock:
+            if self._cleaning or not self._has_dead or self._actors is None:
+                return None
+            self._cleaning, self._has_dead = True, False
+            return self._generation, self._actors
+
+    def _drop_dead(self, client: RowClient) -> None:
+        names = client.names()
+        with self._lock:  # afterwards: what is listed and dead now stays so
+            dead = self._attempts.dead(names)
+        if dead:
+            client.drop(dead)
 
     def take_loss(self) -> QueueLoss | None:
         self._look_for_dead()
@@ -183,9 +210,9 @@ class TransferQueueQueue:
 
     def close(self) -> None:
         with self._lock:
-            actors, self._actors, self._held = self._actors, None, {}
+            actors, self._actors = self._actors, None
+            self._attempts.lose_all()
             self._closed = True
-            self._undropped.clear()
             self._generation += 1
         if actors is not None:
             actors.close()
@@ -266,14 +293,38 @@ class TransferQueueQueue:
         with self._lock:
             if generation != self._generation or self._actors is None:
                 return
-            actors, lost = self._actors, sorted(self._held)
-            self._actors, self._held = None, {}
-            self._undropped.clear()
+            actors, lost = self._actors, self._attempts.lose_all()
+            self._actors = None
             self._timeouts = 0
             self._generation += 1
             self._loss = QueueLoss((*(self._loss.groups if self._loss else ()), *lost), why)
         log.warning("TransferQueue is replaced, and %d groups are lost with it: %s", len(lost), why)
         actors.close()
+
+
+class _AttemptReader:
+    """Reads the samples that certain attempts have brought. A ``StepReader``."""
+
+    is_local = False
+
+    def __init__(self, queue: TransferQueueQueue, attempts: Mapping[int, int]) -> None:
+        """``attempts``: ordinal of a group → the attempt that brought its samples."""
+        self._queue, self._attempts = queue, attempts
+
+    @property
+    def address(self) -> Mapping[str, Any] | None:
+        address = self._queue.address()
+        return None if address is None else with_attempts(address, self._attempts)
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        """Raises QueueUnavailable and GroupsLost."""
+        return self._queue.read(self._names(refs))
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        self._queue.require(self._names(refs))
+
+    def _names(self, refs: Sequence[SampleRef]) -> list[RowName]:
+        return [RowName(self._attempts[ordinal], ordinal, index) for ordinal, index in refs]
 
 
 def _bound(actor_class: Any, host: str) -> Any:
@@ -315,7 +366,8 @@ class _Actors:
         except BaseException:
             self._kill()
             raise
-        self.address = address_of(controller, {str(i): info for i, info in enumerate(storage)})
+        self.address = address_of(controller, {str(i): info for i, info in enumerate(storage)},
+                                  f"groups-{secrets.token_hex(8)}")
         self._connection = Connection(f"elastic-rl-{os.getpid()}", self.address, call_s)
 
     def _all(self) -> list[Any]:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from support.simulated_job import SimulatedJob
 from support.tiers import parametrize
 from support.waiting import wait_until
 
-from elastic_rl.data.queue.row_client import RemoteSamples
+from elastic_rl.data.queue.row_client import RemoteSamples, RowName, encode_rows, with_attempts
+from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
@@ -61,7 +62,7 @@ def shared_queue(ray_cluster: None) -> Iterator[TransferQueueQueue]:
 
 @pytest.fixture
 def empty_queue(shared_queue: TransferQueueQueue) -> TransferQueueQueue:
-    shared_queue.drop(list(shared_queue._held))
+    shared_queue.drop(list(shared_queue._attempts.held))
     shared_queue.take_loss()
     return shared_queue
 
@@ -78,6 +79,18 @@ def _group(ordinal: int, tokens: int = 3) -> Group:
     return Group(ordinal, Prompt((1, 2), "text", (3,), {"a": [1]}), (Sample(segments, reward=0.5),) * 2)
 
 
+def _read(queue: TransferQueueQueue, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+    return queue.reader(queue.get([ordinal for ordinal, _ in refs]).values()).read(refs)
+
+
+def _row(queue: TransferQueueQueue, ordinal: int, index: int) -> RowName:
+    return RowName(queue.get([ordinal])[ordinal].attempt, ordinal, index)
+
+
+def _address(queue: TransferQueueQueue, *ordinals: int) -> Mapping[str, Any]:
+    return queue.reader(queue.get(ordinals).values()).address or {}
+
+
 def _kill(queue: TransferQueueQueue, number: int) -> None:
     """0: the controller; others: storage units."""
     actors = queue._actors
@@ -89,9 +102,10 @@ def test_groups_of_any_length_come_back_as_they_were_until_they_are_dropped(queu
     groups = [_group(0), _group(1, tokens=5000), _group(2, tokens=1)]
     for group in groups:
         queue.put(group)
-    assert queue.get([2, 0, 1, 9]) == {group.ordinal: GroupSummary.from_group(group) for group in groups}
+    found = queue.get([2, 0, 1, 9])
+    assert found == {group.ordinal: GroupSummary.from_group(group, found[group.ordinal].attempt) for group in groups}
     refs = [(2, 1), (0, 0), (1, 1), (0, 1)]
-    assert queue.read(refs) == [(groups[ordinal].prompt, groups[ordinal].samples[n]) for ordinal, n in refs]
+    assert _read(queue, refs) == [(groups[ordinal].prompt, groups[ordinal].samples[n]) for ordinal, n in refs]
     queue.drop([0, 2])
     assert list(queue.get([0, 1, 2])) == [1] and queue.take_loss() is None
     for ordinal in (3, 4, 5):
@@ -104,10 +118,11 @@ def test_group_that_is_gone_while_all_actors_live_counts_as_lost(queue: Transfer
     queue.put(_group(0))
     queue.put(_group(1))
     assert queue._actors is not None
-    queue._actors.run(lambda client: client.drop([(0, 1)]))
-    assert queue.read([(0, 0)]) == [(_group(0).prompt, _group(0).samples[0])]
+    gone = _row(queue, 0, 1)
+    queue._actors.run(lambda client: client.drop([gone]))
+    assert _read(queue, [(0, 0)]) == [(_group(0).prompt, _group(0).samples[0])]
     with pytest.raises(GroupsLost) as lost:
-        queue.read([(0, 0), (0, 1), (1, 0)])
+        _read(queue, [(0, 0), (0, 1), (1, 0)])
     assert lost.value.ordinals == (0,) and list(queue.get([0, 1])) == [1]
 
 
@@ -115,23 +130,48 @@ def test_row_without_data_is_lost_alone(queue: TransferQueueQueue) -> None:
     for ordinal in range(3):
         queue.put(_group(ordinal))
     refs = [(ordinal, index) for ordinal in range(3) for index in range(2)]
+    names, cut_off, gone = [_row(queue, *ref) for ref in refs], RowName(1 << 40, 3, 0), _row(queue, 1, 0)
     assert queue._actors is not None
 
     def lose(client: Any) -> None:
         """What a put leaves that ended before the data was stored, and a drop that ended behind it."""
-        client._meta([(3, 0)], create=True)
+        client._meta([cut_off], create=True)
         package = client._client
-        package._run_coroutine(package.storage_manager.clear_data(client._meta([(1, 0)])))
+        package._run_coroutine(package.storage_manager.clear_data(client._meta([gone])))
 
     queue._actors.run(lose)
-    found = queue._actors.run(lambda client: client.get([(3, 0), *refs, (3, 1)]))
-    assert set(found) == {*refs} - {(1, 0)}
+    found = queue._actors.run(lambda client: client.get([cut_off, *names, RowName(1 << 40, 3, 1)]))
+    assert set(found) == {*names} - {gone}
     with pytest.raises(GroupsLost) as lost:
-        queue.read(refs)
+        _read(queue, refs)
     assert lost.value.ordinals == (1,) and list(queue.get(range(3))) == [0, 2]
     queue.put(_group(1))
-    assert len(queue.read(refs)) == 6
-    queue._actors.run(lambda client: client.drop([(3, 0)]))
+    assert len(_read(queue, refs)) == 6
+    assert len(queue._actors.run(lambda client: client.names())) == 6, "the put has dropped what was left"
+
+
+def test_late_put_and_drop_of_an_earlier_attempt_touch_no_row_of_the_later_one(queue: TransferQueueQueue) -> None:
+    """As of a call that was given up, and that the actors carry out after all."""
+    queue.put(_group(0, tokens=4))
+    actors, earlier = queue._actors, queue.reader(queue.get([0]).values())
+    assert actors is not None
+    late = encode_rows(_group(0, tokens=4), queue.get([0])[0].attempt)
+    queue.drop([0])
+    queue.put(_group(0, tokens=9))
+    refs, samples = [(0, 0), (0, 1)], [(_group(0, tokens=9).prompt, _group(0, tokens=9).samples[0])] * 2
+    actors.run(lambda client: client.put(late))
+    assert _read(queue, refs) == samples
+    rank = RemoteSamples(WAIT_S)
+    assert rank.at(_address(queue, 0)).read(refs) == samples
+    actors.run(lambda client: client.drop([*late]))
+    assert _read(queue, refs) == samples
+    for reader in (earlier, rank.at(earlier.address or {})):
+        with pytest.raises(GroupsLost):  # and not the samples of the later one
+            reader.read(refs)
+    actors.run(lambda client: client.put(late))
+    queue.drop([0])
+    assert actors.run(lambda client: client.names()) == []
+    assert sum(_of_units(actors, lambda unit: unit.storage_data.active_key_count)) == 0
 
 
 def test_client_that_cannot_be_made_leaves_no_threads_and_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +185,8 @@ def test_client_that_cannot_be_made_leaves_no_threads_and_sockets(monkeypatch: p
                         lambda self, *how: (made.append(self), initialize(self, *how)))
     nobody = {"id": "nobody", "ip": "127.0.0.1", "ports": {"handshake_socket": 1, "request_handle_socket": 1}}
     with pytest.raises(QueueUnavailable, match="Handshake"):
-        RemoteSamples(WAIT_S).at({"controller": nobody, "units": {"0": nobody}}).read([(0, 0)])
+        RemoteSamples(WAIT_S).at(with_attempts({"controller": nobody, "units": {"0": nobody}, "partition": "groups"},
+                                               {0: 1})).read([(0, 0)])
     wait_until(lambda: made[0].zmq_context.closed and not made[0]._thread.is_alive(),
                what="the end of the client")
 
@@ -175,7 +216,7 @@ def test_slow_call_costs_a_client_and_no_group(queue: TransferQueueQueue, monkey
     wait_until(taken, what="the group")
     assert queue._actors is actors and actors._connection._client is not client and queue.take_loss() is None
     refs = [(0, 0), (1, 0), (1, 1)]
-    assert queue.read(refs) == [(_group(ordinal).prompt, _group(ordinal).samples[n]) for ordinal, n in refs]
+    assert _read(queue, refs) == [(_group(ordinal).prompt, _group(ordinal).samples[n]) for ordinal, n in refs]
     assert sum(_of_units(actors, lambda unit: unit.storage_data.active_key_count)) == sum(stored) + 2, "put twice"
     queue.drop([1])
     assert _of_units(actors, lambda unit: unit.storage_data.active_key_count) == stored
@@ -206,7 +247,7 @@ def test_another_process_reads_samples_by_the_address_of_the_queue(queue: Transf
     program = ("import json, sys; from elastic_rl.data.queue.row_client import RemoteSamples; import ray; "
                "at, refs = json.loads(sys.argv[1]); found = RemoteSamples(20.0).at(at).read(list(map(tuple, refs))); "
                "print(ray.is_initialized(), [(p.token_ids, s.response_ids, s.versions) for p, s in found])")
-    answer = subprocess.run([sys.executable, "-c", program, json.dumps([queue.address, [(1, 1), (0, 0)]])],
+    answer = subprocess.run([sys.executable, "-c", program, json.dumps([_address(queue, 0, 1), [(1, 1), (0, 0)]])],
                             capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert answer.stdout.splitlines()[-1] == f"False {[((1, 2), (0, 1, 2, 1, 2), (7,))] * 2}"
 
@@ -230,12 +271,13 @@ def test_actors_listen_at_the_address_of_the_queue_only(queue: TransferQueueQueu
 def test_queue_whose_actor_died_reports_what_it_lost_and_continues(queue: TransferQueueQueue, killed: int) -> None:
     for ordinal in range(3):
         queue.put(_group(ordinal))
+    reader = queue.reader(queue.get(range(3)).values())
     _kill(queue, killed)
     found: list[QueueLoss] = []
 
     def says_so() -> bool:
         with contextlib.suppress(QueueUnavailable, GroupsLost):
-            queue.read([(0, 0), (1, 0), (2, 0)])
+            reader.read([(0, 0), (1, 0), (2, 0)])
         found.extend(loss for loss in [queue.take_loss()] if loss is not None)
         return bool(found)
 
@@ -271,7 +313,7 @@ def test_groups_lost_with_an_actor_are_trained_exactly_once(
         job.start_actor()
         job.wait_for(1)
         job.trainer.frozen.set()  # so that groups wait in the queue
-        wait_until(lambda: len(queue._held) >= 12, what="groups in the queue")
+        wait_until(lambda: len(queue._attempts.held) >= 12, what="groups in the queue")
         _kill(queue, killed)
         job.trainer.frozen.clear()
         job.finish()
@@ -287,7 +329,7 @@ def test_groups_lost_with_an_actor_are_trained_exactly_once(
 
 def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue: TransferQueueQueue) -> None:
     queue.put(_group(0))
-    samples = RemoteSamples(3.0).at(queue.address or {})
+    samples = RemoteSamples(3.0).at(with_attempts(_address(queue, 0), {0: queue.get([0])[0].attempt, 7: 1}))
     assert len(samples.read([(0, 0)])) == 1
     with pytest.raises(GroupsLost):
         samples.read([(0, 0), (7, 0)])

@@ -85,6 +85,31 @@ def test_engine_that_was_given_up_for_the_last_version_is_not_waited_for_again()
     assert not looks(late, 6, [0.0, 1e6])[1].changed, "that it has caught up is not that it follows"
 
 
+def test_engine_that_was_late_once_is_waited_for_again_after_it_got_a_version_within_the_limit() -> None:
+    """It has left at once, since nobody knew how late it would be: that it is slower than the quorum is no fault."""
+    others = [engine("a", 6), engine("b", 6)]
+    known, verdicts = looks([*others, engine("once", 5, missed=5)], 6, [100.0])
+    assert verdicts.changed["once"] == Straggler(needs=6, missed=6, since=100.0, version=5)
+    back = engine("once", 6, missed=6, since=100.0)
+    assert known.look([*others, back.replace(state=SYNCING)], 6, 101.0, LIMITS)[1].changed == {}, "not routable yet"
+    assert known.look([*others, back], 6, 115.1, LIMITS)[1].changed == {}
+    known, verdicts = known.look([*others, back], 6, 115.0, LIMITS)
+    assert verdicts.changed == {"once": None}
+    pool = [engine("a", 7), engine("b", 7), engine("once", 6)]
+    assert not looks(pool, 7, [200.0, 214.9], known)[1].changed
+
+
+def test_engine_that_caught_up_late_with_a_version_has_not_followed_it() -> None:
+    others = [engine("a", 7), engine("b", 7)]
+    out = engine("out", 4, SYNCING, needs=5, missed=5)
+    known, _ = looks([*others, out], 7, [100.0])  # the run needs a later version than that for which it was given up
+    back = engine("out", 7, missed=5)
+    assert not known.look([*others, back], 7, 115.1, LIMITS)[1].changed
+    assert known.look([*others, back], 7, 103.0, LIMITS)[1].changed == {"out": None}
+    given_up = engine("out", 7, missed=7, since=100.0)
+    assert not looks([*others, given_up], 7, [130.0, 131.0])[1].changed, "a new leader knows that it was late"
+
+
 def test_engine_that_is_out_comes_back_with_what_the_run_needs_then() -> None:
     pool = [engine("a", 7), engine("b", 7), engine("out", 4, SYNCING, needs=5, missed=5, since=3.0)]
     assert looks(pool, 7, [10.0])[1].changed == {"out": Straggler(needs=7, missed=5, since=3.0, version=4)}
@@ -246,3 +271,33 @@ def test_run_waits_for_no_straggler_longer_than_the_limit_and_only_once(size, da
                 pool.joins(n)
         pool.now += 60.0
     assert waited[0] <= LIMITS.timeout_s + 2 and all(w <= 2 for w in waited[1:])
+
+
+@given(st.integers(0, 40), st.booleans())
+def test_engine_that_always_takes_as_long_is_waited_for_if_that_is_within_the_limit_and_once_if_not(
+        takes_s: int, was_late: bool) -> None:
+    """``takes_s``: seconds after the others. ``was_late``: whether it was given up before, for another reason."""
+    first = {n: engine(n, 1, missed=int(was_late and n == "slower")) for n in ("a", "b", "slower")}
+    pool = Pool(dict(first), dict(first))
+    waited = []
+    for version in range(2, 7):
+        pool.run_needs, began, lasted = version, pool.now, None
+        for n in ("a", "b"):
+            pool.pulls(n, version)
+            pool.joins(n)
+        while pool.now < began + 60:
+            if pool.now >= began + takes_s:
+                pool.pulls("slower", version)
+                pool.joins("slower")
+            pool.leader(other=False)
+            pool.driver()
+            if lasted is None and not any(r.state is READY and r.version < version for r in pool.records.values()):
+                lasted = pool.now - began
+            pool.now += 1.0
+        waited.append(lasted)
+        if takes_s < LIMITS.timeout_s:
+            assert pool.records["slower"].straggler is None
+    if takes_s > LIMITS.timeout_s + 1:
+        assert sum(waited) <= LIMITS.timeout_s + 1
+    elif takes_s < LIMITS.timeout_s:
+        assert waited[1:] == [takes_s] * 4, "it has its time, as any other"

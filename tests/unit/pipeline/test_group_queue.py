@@ -156,7 +156,7 @@ def test_embedded_queue_keeps_groups_until_dropped_within_its_capacity() -> None
     queue.put(second)
     queue.put(second)
     assert set(queue.get([7, 4, 5])) == {7, 4} and queue.get([4])[4] == GroupSummary.from_group(first)
-    assert queue.read([(7, 0)]) == [(second.prompt, second.samples[0])]
+    assert queue.reader([]).read([(7, 0)]) == [(second.prompt, second.samples[0])]
     with pytest.raises(IllegalTransition, match="full"):
         queue.put(Group(8, Prompt((1,)), ()))
     queue.drop([4, 5])

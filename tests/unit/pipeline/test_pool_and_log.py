@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import wait_until
 
 from elastic_rl.coordinator.stragglers.rule import FollowLimits
 from elastic_rl.etcd.records import Engine, EngineState, Straggler
@@ -49,14 +50,22 @@ def test_engine_that_loads_weights_keeps_the_pool_out_of_sync():
 class Watched:
     """A pool whose engines the test sets, and a wait for version 5 of it."""
 
-    def __init__(self, monkeypatch, engines, *, timeout_s=1000.0, first_pull_s=1000.0, enough=in_sync, lost=False):
+    def __init__(self, monkeypatch, engines, *, timeout_s=1000.0, first_pull_s=1000.0, enough=in_sync, look=None):
         monkeypatch.setattr(pool_sync, "PoolWatch", lambda *_: self)
-        self.found, self.shown, self.published, self.needed, self.is_lost = engines, [], [], [], lost
-        sync = PoolSync(None, None, Waits(lambda *what: self.shown.append(what), threading.Event()),
-                        self.published.append, is_lost=lambda: self.is_lost,
+        self.found, self.shown, self.published, self.needed, self.is_lost = engines, [], [], [], False
+        self.look, self.looks = look or (lambda: self.is_lost), 0
+        self.sync = PoolSync(None, None, Waits(lambda *what: self.shown.append(what), threading.Event()),
+                        self.published.append, is_lost=self._look,
                         needs=lambda version, at_once: self.needed.append((version, at_once)),
                         first_pull_s=first_pull_s, limits=FollowLimits("50%", timeout_s))
-        self.wait = sync.begin(5, enough)
+        self.wait = self.sync.begin(5, enough)
+
+    def close(self):
+        """As of ``PoolWatch``."""
+
+    def _look(self):
+        self.looks += 1
+        return self.look()
 
     def engines(self, _timeout_s):
         return self.found
@@ -105,9 +114,35 @@ def test_version_is_published_again_when_it_is_lost_and_not_when_an_engine_is_sl
     monkeypatch.setattr(pool_sync, "FIRST_S", 0.0)
     pool = Watched(monkeypatch, [engine(version=5), engine(version=4)])
     assert not any(pool.wait.poll() for _ in range(50)) and not pool.published
+    wait_until(lambda: not pool.wait.poll() and pool.looks > 1, what="a look that found nothing lost")
+    assert not pool.published
     pool.is_lost = True
-    pool.wait.poll()
-    assert pool.published == [5]
+    wait_until(lambda: not pool.wait.poll() and pool.published, what="the publish")
+    assert pool.published[0] == 5
+
+
+def test_wait_goes_on_beside_a_look_whether_the_version_is_lost_and_begins_no_second_one(monkeypatch):
+    """A look asks nodes that may not answer: the loop would serve nobody meanwhile, and not end its wait."""
+    monkeypatch.setattr(pool_sync, "FIRST_S", 0.0)
+    begun, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def look():
+        begun.set()
+        over.wait(20)
+        ended.set()
+        return True
+
+    pool = Watched(monkeypatch, [engine(version=4)], look=look)
+    assert not any(pool.wait.poll() for _ in range(20)) and begun.wait(20)
+    pool.found = [engine(version=5)]
+    assert pool.wait.poll() and not ended.is_set(), "the wait was blocked by the look"
+    pool.wait.close()
+    pool.found = [engine(version=4)]
+    again = pool.sync.begin(5)
+    assert not any(again.poll() for _ in range(20)) and pool.looks == 1 and not pool.published
+    over.set()
+    wait_until(lambda: not again.poll() and pool.published, what="a look of the later wait")
+    assert pool.looks == 2
 
 
 @given(st.integers(0, 9))

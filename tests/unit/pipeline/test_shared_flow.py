@@ -11,7 +11,7 @@ import pytest
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.queue.queued_batch import QueuedBatch, batch_of
-from elastic_rl.data.queue.row_client import decode_row
+from elastic_rl.data.queue.row_client import RowName, decode_row
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
@@ -125,22 +125,25 @@ class Rows:
     """The rows of TransferQueue's storage, whose next drops fail."""
 
     def __init__(self) -> None:
-        self.data: dict[SampleRef, bytes] = {}
+        self.data: dict[RowName, bytes] = {}
         self.failing = 0
 
-    def put(self, rows: Mapping[SampleRef, bytes]) -> None:
+    def put(self, rows: Mapping[RowName, bytes]) -> None:
         self.data |= rows
 
-    def get(self, refs: Sequence[SampleRef]) -> dict[SampleRef, tuple[Prompt, Sample]]:
-        return {ref: (prompt, sample) for ref, prompt, sample in (
-            decode_row(self.data[ref]) for ref in refs if ref in self.data)}
+    def get(self, names: Sequence[RowName]) -> dict[RowName, tuple[Prompt, Sample]]:
+        return {name: (prompt, sample) for name, prompt, sample in (
+            decode_row(self.data[name]) for name in names if name in self.data)}
 
-    def drop(self, refs: Collection[SampleRef]) -> None:
+    def names(self) -> list[RowName]:
+        return [*self.data]
+
+    def drop(self, names: Collection[RowName]) -> None:
         if self.failing:
             self.failing -= 1
             raise OSError("busy")
-        for ref in refs:
-            del self.data[ref]
+        for name in names:
+            del self.data[name]
 
 
 class Actors:
@@ -163,6 +166,10 @@ class Actors:
         pass
 
 
+def read(queue: TransferQueueQueue, *refs: SampleRef) -> list[tuple[Prompt, Sample]]:
+    return queue.reader(queue.get([ordinal for ordinal, _ in refs]).values()).read(refs)
+
+
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> TransferQueueQueue:
     Actors.made = 0
@@ -178,31 +185,68 @@ def test_data_that_could_not_be_dropped_is_dropped_with_the_next(queue: Transfer
     actors: Any = queue._actors
     actors.rows.failing = 1
     queue.drop([0, 1])
-    assert {ref[0] for ref in actors.rows.data} == {0, 1, 2} and set(queue.get([0, 1, 2])) == {2}
+    assert {name.ordinal for name in actors.rows.data} == {0, 1, 2} and set(queue.get([0, 1, 2])) == {2}
     queue.put(group(1, version=5))
+    assert {name.ordinal for name in actors.rows.data} == {1, 2} and len(actors.rows.data) == 4
     queue.drop([2])
-    assert set(actors.rows.data) == {(1, 0), (1, 1)}, "the new samples stay"
-    assert [sample.oldest_version for _, sample in queue.read([(1, 0), (1, 1)])] == [5, 5]
+    assert [name[1:] for name in actors.rows.data] == [(1, 0), (1, 1)], "the new samples stay"
+    assert [sample.oldest_version for _, sample in read(queue, (1, 0), (1, 1))] == [5, 5]
 
 
-def test_group_is_not_put_while_its_earlier_samples_are_dropped(queue: TransferQueueQueue) -> None:
+def test_group_is_put_while_its_earlier_samples_are_dropped(queue: TransferQueueQueue) -> None:
     queue.put(group(0))
     actors: Any = queue._actors
-    found: list[BaseException] = []
     drop = actors.rows.drop
 
-    def slow(refs: Collection[SampleRef]) -> None:
-        try:
-            queue.put(group(0, version=5))
-        except QueueUnavailable as e:
-            found.append(e)
-        drop(refs)
+    def slow(names: Collection[RowName]) -> None:
+        actors.rows.drop = drop
+        queue.put(group(0, version=5))
+        drop(names)
 
     actors.rows.drop = slow
     queue.drop([0])
-    assert len(found) == 1
-    queue.put(group(0, version=5))
-    assert queue.get([0])[0].oldest_version == 5
+    assert [sample.oldest_version for _, sample in read(queue, (0, 0), (0, 1))] == [5, 5]
+    assert len(actors.rows.data) == 2
+
+
+def test_rows_of_a_put_in_progress_are_not_dropped_with_others(queue: TransferQueueQueue) -> None:
+    queue.put(group(0))
+    actors: Any = queue._actors
+    put = actors.rows.put
+
+    def slow(rows: Mapping[RowName, bytes]) -> None:
+        put(rows)
+        queue.drop([0])
+
+    actors.rows.put = slow
+    queue.put(group(1))
+    assert len(read(queue, (1, 0), (1, 1))) == len(actors.rows.data) == 2
+
+
+def test_put_drops_what_failed_and_replaced_attempts_have_left_first(queue: TransferQueueQueue) -> None:
+    """Tries of one group would add up otherwise, for as long as no step ends."""
+    for ordinal in (0, 0, 1):
+        queue.put(group(ordinal))
+    actors: Any = queue._actors
+    rows = actors.rows
+    assert len(rows.data) == 4, "the group that was replaced is gone"
+    put, written = rows.put, list[int]()
+
+    def fails(new: Mapping[RowName, bytes]) -> None:
+        put(new)
+        written.append(len(rows.data))
+        raise OSError("no answer")
+
+    rows.put = fails
+    for _ in range(2):
+        with pytest.raises(QueueUnavailable, match="no answer"):
+            queue.put(group(2))
+    assert written == [6, 6]
+    rows.put, rows.failing = put, 1
+    with pytest.raises(QueueUnavailable, match="busy"):
+        queue.put(group(2))
+    queue.put(group(2))
+    assert len(rows.data) == 6
 
 
 def test_queue_says_that_its_actors_start_and_takes_groups_once_they_have(
@@ -275,7 +319,7 @@ def test_queue_is_replaced_after_several_slow_calls_in_a_row(
             with pytest.raises(QueueUnavailable, match="too long"):
                 queue.put(group(1))
         slow[0] = False
-        assert len(queue.read([(0, 0)])) == 1
+        assert len(read(queue, (0, 0))) == 1
     assert queue.take_loss() is None and Actors.made == 1
     slow[0] = True
     for _ in range(transfer_queue._MAX_TIMEOUTS):
@@ -311,7 +355,7 @@ def test_group_that_is_gone_when_it_is_read_is_generated_again(queue: TransferQu
         flow.finished(group(ordinal), "", waits)
     taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, before: before)
     actors: Any = queue._actors
-    del actors.rows.data[1, 1]
+    del actors.rows.data[RowName(taken.groups.groups[1].attempt, 1, 1)]
     with pytest.raises(GroupsLost) as lost:
         taken.groups.reader.read(taken.groups.refs)
     assert lost.value.ordinals == (1,)
