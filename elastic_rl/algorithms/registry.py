@@ -58,8 +58,8 @@ class AlgorithmSpec:
     """Whether the advantages of a group depend on no other group of the step, so that a part of the step may be
     trained on before the others are there (``train.prompts_per_part``)."""
     token_advantages: Callable[[Batch, Any, AlgorithmConfig], Tensor] | None = None
-    """``(a step's batch, options, the section algorithm) -> [L]``: an advantage for each loss token, which the loss gets
-    in the place of one for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``, and
+    """``(a step's batch, options, the section algorithm) -> [L]``: an advantage for each loss token, which the loss
+    gets in the place of one for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``, and
     ``turn_rewards`` where the rewards of samples say what of them is of each turn. The loss ``needs``
     "token_advantages" then."""
     inputs: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ SUITE = Suite(__name__, {
     "steps": ("samples-per-s", "step-s", *(f"step-s-{stage}" for stage in _STAGES), "publish-stall-s", "pull-apply-s",
               *(f"idle-s-{stage}" for stage in _IDLE_STAGES)),
     "overhead": ("overhead", "overhead-s", "overhead-tokens"),
+    "actor_bytes": ("actor-bytes", "actor-bytes-wire", "actor-bytes-step"),
     "step_cost": ("cpu-a-step", "etcd-a-step", "sync-small"),
     "async_vs_sync": ("async-vs-sync", "async-step-s", "async-tokens",
                       *(f"async-idle-s-{part}" for part in _ASYNC_IDLE), "async-staleness",

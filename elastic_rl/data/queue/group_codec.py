@@ -2,7 +2,7 @@
 written. A step may have hundreds of groups of a million tokens each: as JSON their numbers would take a hundred times
 as long.
 
-    lengths of the three parts, 3 x uint64 | JSON | token ids, int32 each | log-probs, float64 each
+    lengths of the three parts, 3 x uint64 | JSON | token ids, int32 each | log-probs, float32 each
 
 In JSON an array is its length; the arrays follow one another in the order of the JSON. Byte order is little-endian.
 """
@@ -22,11 +22,12 @@ from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins.user_code import describe
 
 _LENGTHS = struct.Struct("<3Q")
-_TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f8")
+_TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
 def encode_group(group: Group) -> bytes:
-    """Floats keep every bit, and tuples within metadata return as lists. Raises PluginFailed for metadata that JSON
+    """Log-probs are rounded to float32, as they are trained on; other floats keep every bit, and tuples within metadata
+    return as lists. Raises PluginFailed for metadata that JSON
     does not have."""
     prompt = group.prompt
     segments = [segment for sample in group.samples for segment in sample.segments]

@@ -77,7 +77,8 @@ class QueuedBatch(Batch):
     def __getitem__(self, name: str) -> torch.Tensor:
         """Raises ConfigError, which says what the batch has, and as ``SampleReader.read``."""
         if name in self.stored.names:
-            return self._read(name)
+            self._read(self.stored.names & _READ_TOGETHER if name in _READ_TOGETHER else {name})
+            return self.stored.read[name]
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
@@ -143,14 +144,14 @@ class QueuedBatch(Batch):
 
     def loaded(self) -> Batch:
         """Raises as ``SampleReader.read``."""
+        self._read(self.stored.names)
         return Batch({**self.tensors, **{name: self[name] for name in self.stored.names}})
 
-    def _read(self, wanted: str) -> torch.Tensor:
-        read, stored = self.stored.read, self.stored
-        if wanted not in read:
-            names = {wanted} | (_READ_TOGETHER & stored.names if wanted in _READ_TOGETHER else set())
-            read.update(_tensors(stored.refs, self.tensors["lengths"], names, stored.reader))
-        return read[wanted]
+    def _read(self, names: Set[str]) -> None:
+        """Reads those of these tensors that were not read before."""
+        stored = self.stored
+        if unread := names - stored.read.keys():
+            stored.read.update(_tensors(stored.refs, self.tensors["lengths"], unread, stored.reader))
 
     def to_bytes(self) -> bytes:
         """The batch as safetensors, with what says where the rest is. Raises GroupsLost, and ConfigError where no other
@@ -167,9 +168,8 @@ class QueuedBatch(Batch):
 def batch_of(groups: StepGroups, advantages: Sequence[float] | None = None) -> Batch:
     """All samples of a step as a batch, of which another process has them if they are not in the memory of this one.
     ``advantages``: one per sample, or None for a batch without. Raises as ``collate`` and ``SampleReader.read``."""
-    if groups.reader.is_local:
-        return collate(groups.reader.read(groups.refs), advantages)
-    return QueuedBatch.of(groups.refs, groups.samples, groups.reader, advantages)
+    batch = QueuedBatch.of(groups.refs, groups.samples, groups.reader, advantages)
+    return batch.loaded() if groups.reader.is_local else batch
 
 
 def turn_rewards(groups: StepGroups, batch: Batch) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_rl.data.queue.packed_group import PackedGroup
 from elastic_rl.data.queue.step_groups import HeldSamples, SampleRef, StepReader
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample
@@ -60,14 +61,15 @@ class EmbeddedQueue:
     def __init__(self, capacity: int) -> None:
         """``capacity``: in groups."""
         self._capacity = capacity
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PackedGroup] = {}
         self._summaries: dict[int, GroupSummary] = {}
 
     def put(self, group: Group) -> None:
         """Raises IllegalTransition beyond the capacity, which the flow never uses up."""
         if len(self._groups) >= self._capacity and group.ordinal not in self._groups:
             raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
-        self._groups[group.ordinal], self._summaries[group.ordinal] = group, GroupSummary.from_group(group)
+        self._groups[group.ordinal] = PackedGroup.of(group)
+        self._summaries[group.ordinal] = GroupSummary.from_group(group)
 
     def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
         return {ordinal: self._summaries[ordinal] for ordinal in ordinals if ordinal in self._summaries}
@@ -76,7 +78,8 @@ class EmbeddedQueue:
         return self
 
     def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
-        return HeldSamples(self._groups).read(refs)
+        groups = {ordinal: self._groups[ordinal].group() for ordinal in {ordinal for ordinal, _ in refs}}
+        return HeldSamples(groups).read(refs)
 
     def require(self, refs: Sequence[SampleRef]) -> None:
         """Raises nothing: all samples are in the memory of this process."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.data.queue.group_codec import decode_group, encode_group
+from elastic_rl.data.queue.packed_group import PackedGroup
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import IllegalTransition, PluginFailed, QueueUnavailable
@@ -29,12 +31,13 @@ from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
 
 _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+_LOGPROBS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 @st.composite
 def _segments(draw: st.DrawFn) -> Segment:
     tokens = draw(_TOKENS)
-    logprobs = draw(st.just(()) | st.lists(_FLOATS, min_size=len(tokens), max_size=len(tokens)).map(tuple))
+    logprobs = draw(st.just(()) | st.lists(_LOGPROBS, min_size=len(tokens), max_size=len(tokens)).map(tuple))
     return Segment(tokens, logprobs, draw(st.booleans()), draw(st.integers(0, 2**63 - 1)))
 
 
@@ -95,11 +98,26 @@ def test_bytes_with_others_in_them_are_refused_or_a_group(group: Group, at: int,
         assert decode_group(encode_group(found)) == found
 
 
-def test_numbers_of_a_large_group_take_twelve_bytes_a_token() -> None:
+@given(_GROUPS)
+def test_group_that_was_packed_is_the_same(group: Group) -> None:
+    packed = PackedGroup.of(group)
+    assert packed.group() == group
+    assert not any(s.token_ids or s.logprobs for sample in packed.bare.samples for s in sample.segments)
+
+
+def test_numbers_of_a_large_group_take_eight_bytes_a_token() -> None:
     tokens = tuple(range(8192))
-    group = Group(1, Prompt((1, 2)), (Sample((Segment(tokens, (-0.123456789,) * 8192, version=3),)),) * 16)
-    raw = encode_group(group)
-    assert decode_group(raw) == group and len(raw) < 16 * 8192 * 12 + 4000
+    group = Group(1, Prompt((1, 2)), (Sample((Segment(tokens, (-0.125,) * 8192, version=3),)),) * 16)
+    raw, packed = encode_group(group), PackedGroup.of(group)
+    assert decode_group(raw) == group == packed.group() and len(raw) < 16 * 8192 * 8 + 4000
+    assert packed.tokens.nbytes + packed.logprobs.nbytes == 16 * 8192 * 8
+
+
+def test_log_probs_are_held_as_they_are_trained_on() -> None:
+    group = Group(1, Prompt((1,)), (Sample((Segment((1,), (-0.1,), version=3),)),))
+    rounded = float(np.float32(-0.1))
+    for held in (decode_group(encode_group(group)), PackedGroup.of(group).group()):
+        assert held.samples[0].segments[0].logprobs == (rounded,)
 
 
 @given(st.sampled_from(list(_places(_taken_apart(encode_group(_GROUP))[0]))),
