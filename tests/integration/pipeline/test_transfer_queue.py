@@ -75,7 +75,7 @@ def queue(empty_queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> T
 
 
 def _group(ordinal: int, tokens: int = 3) -> Group:
-    segments = (Segment(tuple(range(tokens)), (-0.1,) * tokens, version=7), Segment((1, 2), loss=False))
+    segments = (Segment(tuple(range(tokens)), (-0.125,) * tokens, version=7), Segment((1, 2), loss=False))
     return Group(ordinal, Prompt((1, 2), "text", (3,), {"a": [1]}), (Sample(segments, reward=0.5),) * 2)
 
 
