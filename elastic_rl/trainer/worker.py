@@ -71,8 +71,10 @@ _PUBLISH_AGAIN_S = 1.0
 """First pause after a publish that was not committed and must be; ranks that are idle say so no less often than the
 longest one."""
 _ATTEMPTS = 2
-"""Attempts to make a step that is refused after an update of it, before steps are held. The actor makes so many before
-it looks for the samples that are to blame."""
+"""How often a step may fail after an update of it before steps are held. The actor looks each time for the samples that
+are to blame."""
+GATHERING = "publishing"
+"""Phase of a rank that gathers, and copies, what is to be published."""
 _NEXT_PART_S = 30.0
 """A publish that was dropped is not repeated, which discards the parts of a step, until no part has come for so long:
 then they may wait for samples of the very version."""
@@ -242,12 +244,14 @@ class TrainerWorker(GroupWorker):
 
     def _publish(self, payload: bytes) -> None:
         order = json.loads(payload)
-        self._report("waiting for the publish")  # of an earlier version, and then of this one
+        self._report("waiting for the publish")  # of an earlier version
         self.board.waits_for = "the trainer to publish: an earlier version is not committed yet"
         self.train_step.discard_parts()  # a publish may gather in the buffers of the gradients
-        published = self.checkpoints.publish(order["numbers"], self.progress.step,
+        published = self.checkpoints.publish(order["numbers"], self.progress.step, self._on_gather,
                                              has_reference=self.progress.reference is not None)
-        self.board.waits_for = "the trainer to commit its state" if order["join"] else ""
+        if order["join"]:
+            self._report("waiting for the publish")
+            self.board.waits_for = "the trainer to commit its state"
         committed = self.checkpoints.join() if order["join"] else None
         self.board.waits_for = ""
         wanted, self._wanted = self._wanted, None
@@ -268,6 +272,11 @@ class TrainerWorker(GroupWorker):
                 "publish_wait_s": published.waited_s, "policy_version": published.policy,
                 "state_version": published.state, "committed": committed,
                 "reference_version": self.progress.reference_version})
+
+    def _on_gather(self) -> None:
+        """The ranks gather what they publish, which is no wait: one that stays behind holds the others up."""
+        self.board.waits_for = ""
+        self.member.progress(self.progress.step, GATHERING)
 
     def _report(self, phase: str = "", work: StatedWork | None = None, *, ready: bool = False) -> None:
         p = self.progress

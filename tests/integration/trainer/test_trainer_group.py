@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from support.tiers import full
 from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
+from elastic_rl.coordinator.membership.hang_detection import is_idle
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
@@ -45,6 +47,7 @@ from elastic_rl.host.processes import stop
 from elastic_rl.runtime.process import runs
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
+from elastic_rl.trainer.worker import GATHERING
 
 STATE_EVERY = 2
 
@@ -236,6 +239,25 @@ def test_group_that_shares_devices_computes_in_its_phases_only_and_re_forms_in_o
     group.client.offload()
     group.client.onload()
     assert torch.equal(group.client.forward_logprobs(batch)["logprobs"], logprobs)
+
+
+def test_rank_whose_gather_is_stuck_is_not_idle(group: Group) -> None:
+    """The leader finds hangs by phases: the groups of Megatron would wait for a rank for a day."""
+    before = group.client.wait_ready()
+
+    def phase() -> str:
+        return next(m.phase for m in members(group.etcd, group.keys, "trainer") if m.id == "rank-0")
+
+    with ThreadPoolExecutor(1) as thread:
+        os.kill(group.node.pid, signal.SIGSTOP)
+        try:
+            saving = thread.submit(group.client.save, before.phase, before.step)
+            wait_until(lambda: phase() == GATHERING, what="that rank 0 copies what it gathers")
+        finally:
+            os.kill(group.node.pid, signal.SIGCONT)
+        assert not is_idle(GATHERING)
+        assert saving.result()["committed"]
+    wait_until(lambda: is_idle(phase()), what="the end of the gather")
 
 
 def test_command_that_does_not_fit_is_refused_and_changes_nothing(group: Group) -> None:
