@@ -25,6 +25,7 @@ from elastic_rl.errors import (
     Fenced,
     PluginFailed,
     StepRefused,
+    StepsHeld,
     TrainerFailed,
 )
 from elastic_rl.etcd import event_kinds
@@ -412,27 +413,25 @@ class TrainerWorker(GroupWorker):
             return None  # when the publish has begun
         return metrics
 
-    def _go_back_from(self, command: Update, error: PluginFailed | StepRefused) -> PluginFailed | StepRefused:
-        """The group goes, after failed updates of a step, back to its last committed state. It makes no step then until
-        a person has corrected what failed, but for samples that it cannot compute with, which the actor looks for: then
-        only once the actor has found none. Returns what the actor is told, and tells the operator."""
+    def _go_back_from(self, command: Update, error: PluginFailed | StepRefused) -> StepRefused | StepsHeld:
+        """The group goes, after an update of a step failed that was not its first, back to its last committed state.
+        The actor looks for the samples that are to blame; once it has found none, and the same step fails again, the
+        group makes no step until a person has corrected what failed. Returns what the actor is told, and tells the
+        operator."""
         self._rewound = command.step, 1 + (self._rewound[1] if self._rewound[0] == command.step else 0)
-        is_held = isinstance(error, PluginFailed) or self._rewound[1] > _ATTEMPTS
         self._join_before_restore("its last state")
         self._restore()
         self.board.waits_for = ""
         name = self.ctx.group.name
-        held = command.held(error, name, self.progress.step) if is_held else StepRefused(
-            f"{error.message}; step {command.step} had made an update by then, so the {name} is back at step "
-            f"{self.progress.step}", hint=error.hint)
+        told = command.went_back(error, name, self.progress.step, held=self._rewound[1] > _ATTEMPTS)
         if self.par.rank == 0:
-            if isinstance(held, PluginFailed):
-                self.gate.hold(held)
+            if isinstance(told, StepsHeld):
+                self.gate.hold(told)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
                 self.ctx.writer_of_group(self._etcd).emit(
-                    event_kinds.TRAINER_GROUP_EVENTS[name].rewound, name, str(held), severity=Severity.ERROR,
+                    event_kinds.TRAINER_GROUP_EVENTS[name].rewound, name, str(told), severity=Severity.ERROR,
                     step=command.step, to_step=self.progress.step)
-        return held
+        return told
 
     def _join_before_restore(self, state: str) -> None:
         self.board.waits_for = f"the trainer to commit what is being published, and to go back to {state}"

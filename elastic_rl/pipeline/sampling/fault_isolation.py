@@ -191,9 +191,11 @@ class FaultIsolation(Generic[T]):
         self.reset()
 
     @classmethod
-    def of(cls, cfg: Config, retry_s: tuple[float, float], *, halves: bool = False) -> FaultIsolation[T]:
-        """The rules as the section ``rollout`` has them."""
-        return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves, limit=DropLimit.of(cfg))
+    def of(cls, cfg: Config, retry_s: tuple[float, float], *, halves: bool = False, limit: DropLimit | None = None
+           ) -> FaultIsolation[T]:
+        """The rules as the section ``rollout`` has them. ``limit``: one that outlives this; None for a new one."""
+        return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves,
+                   limit=DropLimit.of(cfg) if limit is None else limit)
 
     def reset(self) -> None:
         """Forgets all groups that are not done; the limit still knows of the last groups, and probes of the one that

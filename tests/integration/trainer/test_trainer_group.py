@@ -34,7 +34,16 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, StaleSamples, TrainerFailed
+from elastic_rl.errors import (
+    ConfigError,
+    Conflict,
+    Fenced,
+    PluginFailed,
+    StaleSamples,
+    StepRefused,
+    StepsHeld,
+    TrainerFailed,
+)
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_phase import Side
@@ -315,16 +324,21 @@ def test_group_restores_its_state_when_the_loss_fails_after_an_update(group: Gro
     before, ranks = group.client.wait_ready(), group.ranks()
     assert before.step == step
     logprobs = group.client.forward_logprobs(batch)["logprobs"]
-    with pytest.raises(PluginFailed, match=rf"after an update.*is back at step {before.step} and makes no step"):
-        train(group, before.step + 1, with_advantage(batch, FAILS_AFTER_AN_UPDATE))
-    after = group.client.wait_ready()
-    assert (after.group, after.step, after.consumed) == (before.group, before.step, before.consumed)
-    assert group.ranks() == ranks
-    assert torch.equal(group.client.forward_logprobs(batch)["logprobs"], logprobs), "an update was kept"
-    with pytest.raises(PluginFailed, match="after an update"):  # nothing is trained again before somebody has looked
-        train(group, before.step + 1)
-    [event] = [e for e in events.recent(group.etcd, group.keys) if e.kind == "trainer.rewound"]
-    assert "after an update" in event.message and event.severity is Severity.ERROR
+    for _ in range(2):  # the actor looks for the samples that are to blame each time
+        with pytest.raises(StepRefused, match=rf"after an update.*is back at step {before.step}") as refused:
+            train(group, before.step + 1, with_advantage(batch, FAILS_AFTER_AN_UPDATE))
+        assert refused.value.went_back
+        after = group.client.wait_ready()
+        assert (after.group, after.step, after.consumed) == (before.group, before.step, before.consumed)
+        assert group.ranks() == ranks
+        assert torch.equal(group.client.forward_logprobs(batch)["logprobs"], logprobs), "an update was kept"
+        assert "loss" in group.client.check(before.step + 1, batch), "its samples can be tried"
+    for failing in (with_advantage(batch, FAILS_AFTER_AN_UPDATE), batch):  # and then somebody has to look
+        with pytest.raises(StepsHeld, match="after an update.*and makes no step"):
+            train(group, before.step + 1, failing)
+    found = [e for e in events.recent(group.etcd, group.keys) if e.kind == "trainer.rewound"]
+    assert len(found) == 3 and {e.severity for e in found} == {Severity.ERROR}
+    assert all("after an update" in e.message for e in found)
     term = fencing.begin_term(group.etcd, group.keys, group.ctx.epoch, "a restarted actor")
     group.client.close()
     group.client = TrainerClient(group.etcd, group.keys, dcs_security(group.ctx.config), epoch=group.ctx.epoch,
