@@ -105,7 +105,7 @@ class Verdict(enum.Enum):
 
     def reason(self, why: str, correct: str) -> str:
         """``why``, and why the group is not dropped. ``correct``: what the user is to correct."""
-        return f"{why} (more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: " \
+        return f"{why} (more of the last groups failed than rollout.max_failed_groups allows, so none is dropped: " \
                f"correct {correct})" if self is Verdict.LIMIT else why
 
 
@@ -153,7 +153,7 @@ class DropLimit:
     @classmethod
     def of(cls, cfg: Config) -> DropLimit:
         """The limit as the section ``rollout`` has it."""
-        return cls(cfg.rollout.max_failed_rewards, max(cfg.train.prompts_per_step, cfg.groups_per_request))
+        return cls(cfg.rollout.max_failed_groups, max(cfg.train.prompts_per_step, cfg.groups_per_request))
 
     def copy(self) -> DropLimit:
         """A limit of the same size, of which nothing is used up."""

@@ -78,7 +78,7 @@ def test_more_groups_than_the_share_allows_are_not_dropped() -> None:
     world = World(range(SIZE - 1), most=2000)
     with pytest.raises(Fenced):
         world.failed(range(SIZE))
-    assert any("rollout.max_failed_rewards" in what for _, what in world.shown)
+    assert any("rollout.max_failed_groups" in what for _, what in world.shown)
 
 
 def test_loss_of_the_user_that_fails_for_every_group_waits_for_the_user() -> None:
@@ -131,6 +131,6 @@ def test_one_of_the_groups_that_fail_together_only_is_dropped_after_some_trials(
 
 
 def test_no_group_is_dropped_for_its_company_where_the_share_is_zero() -> None:
-    none = CFG.model_copy(update={"rollout": CFG.rollout.model_copy(update={"max_failed_rewards": 0.0})})
+    none = CFG.model_copy(update={"rollout": CFG.rollout.model_copy(update={"max_failed_groups": 0.0})})
     world = World([], together=[1, 2], cfg=none)
     assert [world.failed(range(4)) for _ in range(10)] == [{}] * 10
