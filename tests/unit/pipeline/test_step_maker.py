@@ -163,8 +163,11 @@ def no_pause(backoff: Any, *_: float) -> Any:
 @pytest.mark.usefixtures("no_pauses")
 def test_step_that_is_refused_is_tried_once_more_before_its_groups_are() -> None:
     trainer = Trainer(ahead=1)
-    metrics, _ = _made(_maker(trainer, in_parts=False), _groups(1, 2), Accumulated())
+    maker = _maker(trainer, in_parts=False)
+    metrics, _ = _made(maker, _groups(1, 2), Accumulated())
     assert trainer.log == [("update", 0), ("update", 0)] and metrics["loss"] == 2.0
+    _made(maker, _groups(1, 2), Accumulated())  # as after a rewind
+    assert [kind for kind, _ in trainer.log] == ["update"] * 3, "it was made then, so they are above suspicion"
 
 
 @pytest.mark.usefixtures("no_pauses")
@@ -225,6 +228,9 @@ def test_groups_of_a_step_that_the_trainer_went_back_from_are_tried_before_it_is
     with pytest.raises(GroupsFailed) as failed:
         _made(maker, _groups(4, 5, 6), Accumulated())
     assert failed.value.ordinals == (5,) and {kind for kind, _ in trainer.log} == {"check"}
+    del trainer.log[:]
+    _made(maker, _groups(4, 6, 7), Accumulated())
+    assert [kind for kind, _ in trainer.log] == ["update"], "the others are above suspicion"
 
 
 @pytest.mark.usefixtures("no_pauses")

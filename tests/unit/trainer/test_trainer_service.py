@@ -111,6 +111,21 @@ def test_commands_that_wait_are_bounded_and_so_is_what_is_remembered(board: Boar
     assert len(board._results) < 50 and len(board._shares) < 10 and len(board._outputs) < 10
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_step_is_executing_from_when_it_is_taken_until_it_has_an_outcome(board: Board, *, refused: bool) -> None:
+    board.submit(command())
+    assert board.status()["executing"] == ""
+    taken = board.next() or command(2)
+    assert board.status()["executing"] == "update of rl step 1"
+    board.done(command(3), {})
+    assert board.status()["executing"] == "update of rl step 1", "the outcome is of another one"
+    if refused:
+        board.refused(taken, Conflict("step 1 does not follow"))
+    else:
+        board.done(taken, {})
+    assert board.status()["executing"] == ""
+
+
 def test_trainer_that_is_not_ready_takes_no_command(board: Board) -> None:
     board.set_status(ready=False)
     with pytest.raises(Conflict, match="starting"):
