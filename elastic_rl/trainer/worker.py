@@ -371,7 +371,7 @@ class TrainerWorker(GroupWorker):
     @executes(Check)
     def _check(self, command: Check, share: Batch) -> dict[str, Any]:
         try:
-            return dict(self.train_step.check(self._with_reference(command, share)))
+            return dict(self.train_step.check(self._with_reference(command, share), command.phase))
         except PluginFailed as e:  # on every rank
             raise Refused(e) from e
 

@@ -217,10 +217,10 @@ class Trainers:
         return self._stepped(step, cursor, self._policy.apply(step, parts, versions=versions, consumption=consumption,
                                                               cursor=cursor))
 
-    def check(self, step: int, batch: Batch) -> None:
-        """Calls ``TrainerClient.check`` of the policy's group, and of the critic's, which is to make the same step."""
-        if self._critic is None:
-            self._policy.check(step, batch)
+    def check(self, step: int, batch: Batch, phase: Phase = "rl") -> None:
+        """Calls ``TrainerClient.check`` of the policy's group, and of the critic's if it is to make the same step."""
+        if self._critic is None or phase == "sft":
+            self._policy.check(step, batch, phase)
             return
         self._policy.check(step, batch.without(*_OF_CRITIC))
         with _of(CRITIC):

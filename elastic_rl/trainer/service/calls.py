@@ -112,11 +112,11 @@ class TrainerCalls(ABC):
         return self.execute(partial(Apply, step=step, parts=parts, sample_versions=tuple(versions),
                                     consumption=consumption, cursor=dict(cursor or {}))).result
 
-    def check(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Computes what RL step ``step`` (the trainer's step + 1) would with a batch, and updates nothing; the metrics
-        of that. Parts that were accumulated are discarded. Raises PluginFailed and StepRefused where ``update`` would
-        in its first update."""
-        return self.execute(partial(Check, step=step), batch).result
+    def check(self, step: int, batch: Batch, phase: Phase = "rl") -> dict[str, Any]:
+        """Computes what step ``step`` of a phase (the trainer's step + 1) would with a batch, and updates nothing; the
+        metrics of that. Parts that were accumulated are discarded. Raises PluginFailed and StepRefused where ``update``
+        would in its first update."""
+        return self.execute(partial(Check, phase=phase, step=step), batch).result
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Log-probs by the policy: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N,

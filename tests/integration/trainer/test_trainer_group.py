@@ -119,6 +119,7 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     first = group.client.wait_ready()
     assert (first.phase, first.step, first.restarts) == ("sft", 0, 0)
     demonstrations = collate((p, demonstration(p)) for p in make_source(group.ctx.config).train[:64])
+    assert group.client.check(1, demonstrations, "sft")["tokens"] == demonstrations.loss_tokens
     losses = [group.client.update("sft", step, demonstrations)["loss"] for step in range(1, 21)]
     assert losses[-1] < losses[0]
     assert group.client.save("sft", 20, begin_rl=True, cursor={"sft": 20})["committed"]

@@ -80,7 +80,7 @@ class TrainerGroup:
         self.step, self.step_id = step, step_id
         return {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-6, "value_clip_fraction": 0.0}
 
-    def check(self, step: int, batch: Batch) -> dict[str, Any]:
+    def check(self, step: int, batch: Batch, phase: str = "rl") -> dict[str, Any]:
         self._called("check")
         self.checked.append(sorted(batch.tensors))
         return {}
