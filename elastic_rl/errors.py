@@ -158,9 +158,20 @@ class PluginFailed(ElasticRLError):
     """A function that the user's settings name raised, or returned something else than it must."""
 
 
+class StepsHeld(PluginFailed):
+    """A trainer group makes no step any more, since one has failed after an update of it, again and again: a person is
+    to correct what failed. It says nothing about the samples that it was given."""
+
+
 class StepRefused(ElasticRLError):
     """A trainer group cannot compute with the samples that it was given: their gradient is not finite, or a pass needs
-    more memory than a rank has. All its ranks have refused them together, and nothing of its state has changed."""
+    more memory than a rank has. All its ranks have refused them together."""
+
+    def __init__(self, message: str, *, hint: str = "", went_back: bool = False) -> None:
+        """``went_back``: an update of the step had been made by then, so that the group is back at an earlier state, or
+        is to go back to one. Else nothing of its state has changed."""
+        super().__init__(message, hint=hint)
+        self.went_back = went_back
 
 
 class GroupsFailed(ElasticRLError):

@@ -46,9 +46,10 @@ class CoordinatorConfig(Section):
     hang_min_s: Seconds = 30.0
     """A member never counts as hung before its work made no progress for this many seconds."""
     hang_max_s: Seconds = 600.0
-    """A member always counts as hung once its work made no progress for this many seconds. This is the only limit of a
-    phase that was seen fewer than three times. Set it above every timeout of the work itself. On a machine with more
-    work than cores each limit for a hang is up to four times as long."""
+    """A member always counts as hung once its work made no progress for this many seconds, unless it has said that the
+    work takes longer: then at most ``hang_factor`` times this many seconds after its expected end. This is the only
+    limit of a phase that was seen fewer than three times. Set it above every timeout of the work itself. On a machine
+    with more work than cores each limit for a hang is up to four times as long."""
     reconcile_interval_s: Seconds = 0.5
     """Longest pause, in seconds, between two passes in which the leader compares the desired with the actual state. A
     change in etcd starts a pass at once."""

@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     """How samples are generated where there is no ``environment``: ``single_turn`` (one response to the prompt), or
     your own ``GenerateFn`` as ``package.module:name``. A prompt group for which that, or the environment, fails is
     tried ``reward_attempts`` times and then dropped, with the reason ``generate failed``, within
-    ``max_failed_rewards``."""
+    ``max_failed_groups``."""
     environment: str = ""
     """What the policy acts in, so that a sample is an episode of several turns: ``tools`` (it calls functions),
     ``textarena`` (games), or your own factory as ``package.module:name``. Empty: samples are as ``generate`` says."""
@@ -66,12 +66,12 @@ class RolloutConfig(Section):
     with the reason ``reward failed``, and another is generated in its place. An attempt does not count when no other
     group was rewarded since the one before: while none is, the run waits for the reward, and tries again without end.
     The same number holds for ``generate``, for filters, for engines that answer other prompts, and for the trainer."""
-    max_failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Fraction of the last groups, as many as a step has, that may be dropped because their reward failed. With more,
-    the reward itself is at fault: the run waits and tries again without end. 0: no group is dropped for that. The same
-    fraction may be dropped because ``generate`` failed, because no engine answered for them, because a filter failed,
-    because the trainer cannot compute with them (a gradient that is not finite, too little memory), and because the
-    trainer has refused their samples twice for the policy versions that these say."""
+    max_failed_groups: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Fraction of the last groups, as many as a step has, that may be dropped for one of these reasons, each for
+    itself: their reward failed; ``generate`` failed; no engine answered for them; a filter failed; the trainer cannot
+    compute with them (a gradient that is not finite, too little memory); or the trainer has refused their samples twice
+    for the policy versions that these say. With more, what failed is at fault, and not the groups: the run waits and
+    tries again without end. 0: no group is dropped for that."""
     filters: list[str | dict[str, Any]] = []
     """Which prompt groups are dropped instead of trained on; others are generated in their place. Each entry is the
     name of a filter, or a mapping with its ``name`` and its options: ``uniform_reward`` (all samples of the group have

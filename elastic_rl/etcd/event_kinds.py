@@ -218,9 +218,9 @@ GENERATE_FAILED = EventKind("generate.failed", "prompt groups were dropped, sinc
                             "failed, or no engine answered, for them alone; at most one event a minute")
 FILTER_FAILED = EventKind("filter.failed", "prompt groups were dropped, since a filter failed for them alone; at most "
                           "one event a minute")
-TRAIN_FAILED = EventKind("train.failed", "prompt groups were dropped, since the trainer cannot compute with them: the "
-                         "gradient is not finite, a pass needs too much memory, or the loss fails; at most one event a "
-                         "minute")
+TRAIN_FAILED = EventKind("train.failed", "prompt groups were dropped, or demonstrations left out of a supervised step, "
+                         "since the trainer cannot compute with them: the gradient is not finite, a pass needs too "
+                         "much memory, or the loss fails; at most one event a minute")
 RESPONSES_TRUNCATED = EventKind("responses.truncated", "all responses of a step ended at their limit of length, none "
                                 "with a stop token: mostly the model does not know its end token")
 LOGPROB_MISMATCH = EventKind("logprob.mismatch", "log-probs of engine and trainer differ, or one of them gives no "

@@ -71,7 +71,8 @@ def _drive(stages: Stages, term: ActorTerm) -> None:
             waits.pause(lost.left_s(time.monotonic()))
             lost.failed(time.monotonic())  # the first loss is answered at once
             continue
-        if isinstance(effect, schedule.Train | schedule.SftUpdate | schedule.Write):
+        if isinstance(effect, schedule.Train | schedule.SftUpdate | schedule.Write) and not isinstance(
+                outcome, schedule.NotTrained):
             lost.reset()
         try:
             effect = effects.send(outcome)

@@ -127,28 +127,38 @@ def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget: int, cost: Callable[[int], float]) -> list[list[int]]:
-    """Micro-batches without padding, as many as ``fill`` has, with about as much work each: the stages of a pipeline,
-    and replicas that share experts, wait for one another at every micro-batch.
+    """Micro-batches without padding, with about as much work each: the stages of a pipeline, and replicas that share
+    experts, wait for one another at every micro-batch.
 
-    Each sequence, the longest first, goes to the micro-batch with the least work of those that it fits into. Where one
-    fits into none, the micro-batches are those of ``fill``, which look at positions only. The largest come first, as
-    in ``cut_by_length``.
+    There are as many as ``fill`` has, or the fewest more with which every sequence fits into one: one that finds room
+    in none would else cost the balance of all others. That is still less than one more than twice as many as the
+    positions need. The largest come first, as in ``cut_by_length``.
     """
-    by_positions, shortest = fill(lengths, budget), min(lengths, default=0)
-    least = [(0.0, number, 0) for number in range(len(by_positions))]  # (work, micro-batch, positions)
+    number = len(fill(lengths, budget))
+    while (micros := _balanced(lengths, budget, cost, number)) is None:
+        number += 1
+    return _largest_first(micros, lengths)
+
+
+def _balanced(lengths: Sequence[int], budget: int, cost: Callable[[int], float], number: int
+              ) -> list[list[int]] | None:
+    """So many micro-batches: each sequence, the longest first, goes to the one with the least work of those that it
+    fits into. None where one fits into none; then all others have more than ``budget`` less its length."""
+    shortest = min(lengths, default=0)
+    least = [(0.0, micro, 0) for micro in range(number)]  # (work, micro-batch, positions)
     micros: list[list[int]] = [[] for _ in least]
-    for number in _longest_first(lengths):
-        full, length = [], lengths[number]
+    for sequence in _longest_first(lengths):
+        full, length = [], lengths[sequence]
         while least and least[0][2] and least[0][2] + length > budget:
             full.append(heapq.heappop(least))
         if not least:
-            return by_positions
+            return None
         work, micro, taken = heapq.heappop(least)
-        micros[micro].append(number)
+        micros[micro].append(sequence)
         for kept in (*full, (work + cost(length), micro, taken + length)):
             if kept[2] + shortest <= budget:  # else nothing that is left fits into it
                 heapq.heappush(least, kept)
-    return _largest_first(micros, lengths)
+    return micros
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -132,11 +132,11 @@ class TrainStep(ForwardPass):
         return {**metrics, **self._spread(torch.cat(parts.advantages)), "lr": lr,
                 "train_s": parts.seconds + time.perf_counter() - start}, parts.passed
 
-    def check(self, share: Batch) -> dict[str, float]:
-        """Computes what an RL step with one update would, and updates nothing; what was accumulated is discarded.
+    def check(self, share: Batch, phase: Phase) -> dict[str, float]:
+        """Computes what a step with one update would, and updates nothing; what was accumulated is discarded.
         Returns its metrics. Raises as ``train``."""
         self.discard_parts()
-        metrics = self.gradients(share, self._algorithm("rl"))
+        metrics = self.gradients(share, self._algorithm(phase))
         return {**metrics, "grad_norm": self.adam.reduce_and_discard()}
 
     def discard_parts(self) -> None:

@@ -25,6 +25,7 @@ from elastic_rl.errors import (
     Fenced,
     PluginFailed,
     StepRefused,
+    StepsHeld,
     TrainerFailed,
 )
 from elastic_rl.etcd import event_kinds
@@ -71,8 +72,10 @@ _PUBLISH_AGAIN_S = 1.0
 """First pause after a publish that was not committed and must be; ranks that are idle say so no less often than the
 longest one."""
 _ATTEMPTS = 2
-"""Attempts to make a step that is refused after an update of it, before steps are held. The actor makes so many before
-it looks for the samples that are to blame."""
+"""How often a step may fail after an update of it before steps are held. The actor looks each time for the samples that
+are to blame."""
+GATHERING = "publishing"
+"""Phase of a rank that gathers, and copies, what is to be published."""
 _NEXT_PART_S = 30.0
 """A publish that was dropped is not repeated, which discards the parts of a step, until no part has come for so long:
 then they may wait for samples of the very version."""
@@ -242,12 +245,14 @@ class TrainerWorker(GroupWorker):
 
     def _publish(self, payload: bytes) -> None:
         order = json.loads(payload)
-        self._report("waiting for the publish")  # of an earlier version, and then of this one
+        self._report("waiting for the publish")  # of an earlier version
         self.board.waits_for = "the trainer to publish: an earlier version is not committed yet"
         self.train_step.discard_parts()  # a publish may gather in the buffers of the gradients
-        published = self.checkpoints.publish(order["numbers"], self.progress.step,
+        published = self.checkpoints.publish(order["numbers"], self.progress.step, self._on_gather,
                                              has_reference=self.progress.reference is not None)
-        self.board.waits_for = "the trainer to commit its state" if order["join"] else ""
+        if order["join"]:
+            self._report("waiting for the publish")
+            self.board.waits_for = "the trainer to commit its state"
         committed = self.checkpoints.join() if order["join"] else None
         self.board.waits_for = ""
         wanted, self._wanted = self._wanted, None
@@ -268,6 +273,11 @@ class TrainerWorker(GroupWorker):
                 "publish_wait_s": published.waited_s, "policy_version": published.policy,
                 "state_version": published.state, "committed": committed,
                 "reference_version": self.progress.reference_version})
+
+    def _on_gather(self) -> None:
+        """The ranks gather what they publish, which is no wait: one that stays behind holds the others up."""
+        self.board.waits_for = ""
+        self.member.progress(self.progress.step, GATHERING)
 
     def _report(self, phase: str = "", work: StatedWork | None = None, *, ready: bool = False) -> None:
         p = self.progress
@@ -361,7 +371,7 @@ class TrainerWorker(GroupWorker):
     @executes(Check)
     def _check(self, command: Check, share: Batch) -> dict[str, Any]:
         try:
-            return dict(self.train_step.check(self._with_reference(command, share)))
+            return dict(self.train_step.check(self._with_reference(command, share), command.phase))
         except PluginFailed as e:  # on every rank
             raise Refused(e) from e
 
@@ -403,27 +413,25 @@ class TrainerWorker(GroupWorker):
             return None  # when the publish has begun
         return metrics
 
-    def _go_back_from(self, command: Update, error: PluginFailed | StepRefused) -> PluginFailed | StepRefused:
-        """The group goes, after failed updates of a step, back to its last committed state. It makes no step then until
-        a person has corrected what failed, but for samples that it cannot compute with, which the actor looks for: then
-        only once the actor has found none. Returns what the actor is told, and tells the operator."""
+    def _go_back_from(self, command: Update, error: PluginFailed | StepRefused) -> StepRefused | StepsHeld:
+        """The group goes, after an update of a step failed that was not its first, back to its last committed state.
+        The actor looks for the samples that are to blame; once it has found none, and the same step fails again, the
+        group makes no step until a person has corrected what failed. Returns what the actor is told, and tells the
+        operator."""
         self._rewound = command.step, 1 + (self._rewound[1] if self._rewound[0] == command.step else 0)
-        is_held = isinstance(error, PluginFailed) or self._rewound[1] > _ATTEMPTS
         self._join_before_restore("its last state")
         self._restore()
         self.board.waits_for = ""
         name = self.ctx.group.name
-        held = command.held(error, name, self.progress.step) if is_held else StepRefused(
-            f"{error.message}; step {command.step} had made an update by then, so the {name} is back at step "
-            f"{self.progress.step}", hint=error.hint)
+        told = command.went_back(error, name, self.progress.step, held=self._rewound[1] > _ATTEMPTS)
         if self.par.rank == 0:
-            if isinstance(held, PluginFailed):
-                self.gate.hold(held)
+            if isinstance(told, StepsHeld):
+                self.gate.hold(told)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
                 self.ctx.writer_of_group(self._etcd).emit(
-                    event_kinds.TRAINER_GROUP_EVENTS[name].rewound, name, str(held), severity=Severity.ERROR,
+                    event_kinds.TRAINER_GROUP_EVENTS[name].rewound, name, str(told), severity=Severity.ERROR,
                     step=command.step, to_step=self.progress.step)
-        return held
+        return told
 
     def _join_before_restore(self, state: str) -> None:
         self.board.waits_for = f"the trainer to commit what is being published, and to go back to {state}"

@@ -39,6 +39,8 @@ class Group:
     keys: Keys
     client: TrainerClient
     agent: subprocess.Popen[bytes]
+    node: subprocess.Popen[bytes]
+    """The DCS node."""
     folder: Path
     spans: Collector
 
@@ -89,7 +91,7 @@ def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any], 
             await_node(etcd, keys, node)
             term = fencing.begin_term(etcd, keys, epoch, "test")
             client = TrainerClient(etcd, keys, dcs_security(cfg), epoch=epoch, term=term)
-            group = Group(ctx, etcd, keys, client, node, folder, collector)
+            group = Group(ctx, etcd, keys, client, node, node, folder, collector)
             if starts:
                 group.start_agent()
             yield group

@@ -573,7 +573,7 @@ def refusing(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims
 
     attempts: dict[str, Callable[[], Any]] = {
         "update": lambda: with_loss(huge, lambda: train_step.train(share, "rl", 2)),
-        "check": lambda: with_loss(huge, lambda: train_step.check(share)),
+        "check": lambda: with_loss(huge, lambda: train_step.check(share, "rl")),
         "apply": step_of_parts, "second part": second_part_fails}
     if par.passes_alone:
         attempts["memory"] = lambda: without_memory(lambda: train_step.train(share, "rl", 2))
@@ -587,7 +587,7 @@ def refusing(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims
             out[f"{name} {par.rank}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         out[f"left of {name} {par.rank}"] = torch.tensor([train_step.parts.count, adam.updates])
         out[f"same after {name} {par.rank}"] = torch.tensor([_same(before, state(policy, adam))])
-    found = train_step.check(share)
+    found = train_step.check(share, "rl")
     out[f"same after a good check {par.rank}"] = torch.tensor([_same(before, state(policy, adam))])
     trained = train_step.train(share, "rl", 2)
     assert trained["grad_norm"] == found["grad_norm"] and trained["loss"] == found["loss"]

@@ -27,7 +27,7 @@ from elastic_rl.data.tokenizer import EOS_ID, VOCABULARY
 from elastic_rl.dcs.security import Security
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
-from elastic_rl.errors import Conflict, EngineFailed, Fenced, PluginFailed
+from elastic_rl.errors import Conflict, EngineFailed, Fenced, PluginFailed, StepsHeld
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -146,7 +146,7 @@ class TrainerWithoutTensors:
                 continue
             late = isinstance(command, Update) and command.phase == "rl" and command.step % 2 == 0
             if late and self.loss_fails_late.is_set():
-                self.progress, failure = self.saved[-1], PluginFailed("algorithm.name=mine failed late")
+                self.progress, failure = self.saved[-1], StepsHeld("algorithm.name=mine failed late")
                 self.gate.hold(failure)
                 self._report()
                 self.board.refused(command, failure)

@@ -61,8 +61,9 @@ class FlowLimits:
     """Groups that are generated at once; None: as many as the staleness allows."""
     groups_per_part: int | None = None
     """Groups of a step that are trained on as soon as so many have finished; None: all of them together."""
-    max_refused: float = 0.5
-    """Share of a step's groups that may be dropped since the trainer refuses them; further ones are generated again."""
+    drop_limit: DropLimit = field(default_factory=lambda: DropLimit(0.5, 8))
+    """How many groups may be dropped since the trainer refuses them; further ones are generated again. A flow has a
+    copy of its own."""
 
     @classmethod
     def of(cls, cfg: Config) -> FlowLimits:
@@ -72,7 +73,7 @@ class FlowLimits:
                    max_staleness=cfg.train.max_staleness, max_dropped_groups=cfg.rollout.max_dropped_groups,
                    beside_steps=beside_steps, max_in_flight=cfg.train.max_groups_in_flight if beside_steps else None,
                    groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None,
-                   max_refused=cfg.rollout.max_failed_rewards)
+                   drop_limit=DropLimit.of(cfg))
 
     @property
     def steps_ahead(self) -> int:
@@ -161,7 +162,7 @@ class GroupFlow:
         """How often the trainer has refused groups that are not consumed."""
         self._given_up: set[int] = set()
         """Groups that are dropped since the trainer refused them, until an update records it."""
-        self._limit = DropLimit(self.limits.max_refused, self.limits.groups_per_step)
+        self._limit = self.limits.drop_limit.copy()
         self._judged: tuple[StalenessRule | None, dict[tuple[int, ...], bool]] = None, {}
         """The rule of the next step, and what it says of the versions of groups: thousands are queued, which have a few
         between them, and this is asked whenever a group comes."""

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 PRODUCER = "actor"
 _DROPPED = {"reward": event_kinds.REWARD_FAILED, "generate": event_kinds.GENERATE_FAILED,
-            "filters": event_kinds.FILTER_FAILED, "train": event_kinds.TRAIN_FAILED}
+            "filters": event_kinds.FILTER_FAILED, "train": event_kinds.TRAIN_FAILED,
+            "sft": event_kinds.TRAIN_FAILED}
 """Kind of the event about dropped groups, by what failed: a setting of ``rollout``, or the trainer."""
 _FAILED_GROUPS_S = 60.0
 """Shortest pause between two events about groups for which the same part failed."""
@@ -90,12 +91,13 @@ class RunEvents:
         """Number of the newest formation that was known then, by trainer group."""
 
     def groups_failed(self, part: str, ordinals: Sequence[int], why: str) -> None:
-        """The metrics of the step count them; the event is for people. ``part``: reward, generate, filters or
-        train."""
+        """The metrics of the step count them; the event is for people. ``part``: reward, generate, filters or train;
+        sft, whose ordinals are of demonstrations that were left out of a supervised step."""
         if count := self._failed_groups[part].add(len(ordinals), time.monotonic()):
-            what = "training on them" if part == "train" else f"rollout.{part}"
+            things, one = ("demonstrations", "ordinal") if part == "sft" else ("prompt groups", "group")
+            what = "training on them" if part in ("train", "sft") else f"rollout.{part}"
             self._emit(_DROPPED[part], self._keys.job, severity=Severity.WARNING, groups=count, message=
-                       f"{count} prompt groups have been dropped since {what} failed, last group {ordinals[-1]}: {why}")
+                       f"{count} {things} have been dropped since {what} failed, last {one} {ordinals[-1]}: {why}")
 
     def responses(self, metrics: StepMetrics, source: CheckedSource) -> None:
         """Says it once when no response ends by itself: mostly the model does not know its end token."""

@@ -105,7 +105,7 @@ class Verdict(enum.Enum):
 
     def reason(self, why: str, correct: str) -> str:
         """``why``, and why the group is not dropped. ``correct``: what the user is to correct."""
-        return f"{why} (more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: " \
+        return f"{why} (more of the last groups failed than rollout.max_failed_groups allows, so none is dropped: " \
                f"correct {correct})" if self is Verdict.LIMIT else why
 
 
@@ -153,7 +153,7 @@ class DropLimit:
     @classmethod
     def of(cls, cfg: Config) -> DropLimit:
         """The limit as the section ``rollout`` has it."""
-        return cls(cfg.rollout.max_failed_rewards, max(cfg.train.prompts_per_step, cfg.groups_per_request))
+        return cls(cfg.rollout.max_failed_groups, max(cfg.train.prompts_per_step, cfg.groups_per_request))
 
     def copy(self) -> DropLimit:
         """A limit of the same size, of which nothing is used up."""
@@ -191,9 +191,11 @@ class FaultIsolation(Generic[T]):
         self.reset()
 
     @classmethod
-    def of(cls, cfg: Config, retry_s: tuple[float, float], *, halves: bool = False) -> FaultIsolation[T]:
-        """The rules as the section ``rollout`` has them."""
-        return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves, limit=DropLimit.of(cfg))
+    def of(cls, cfg: Config, retry_s: tuple[float, float], *, halves: bool = False, limit: DropLimit | None = None
+           ) -> FaultIsolation[T]:
+        """The rules as the section ``rollout`` has them. ``limit``: one that outlives this; None for a new one."""
+        return cls(attempts=cfg.rollout.reward_attempts, retry_s=retry_s, halves=halves,
+                   limit=DropLimit.of(cfg) if limit is None else limit)
 
     def reset(self) -> None:
         """Forgets all groups that are not done; the limit still knows of the last groups, and probes of the one that

@@ -49,11 +49,13 @@ class PromptReader:
         """The training prompts of ordinals, each with its ordinal."""
         return list(zip(ordinals, self.read(self._source.train, self.indices(ordinals)), strict=True))
 
-    def demonstrations(self, step: int) -> list[Prompt]:
-        """The training prompts whose answers a supervised step imitates: the same ones whenever it is made."""
+    def demonstrations(self, step: int) -> dict[int, Prompt]:
+        """The training prompts whose answers a supervised step imitates, by ordinal: the same ones whenever it is
+        made."""
         assert self._sft_order is not None  # the settings have supervised steps
         ordinals = sft_ordinals(self._cfg.sft.batch_size, step)
-        return self.read(self._source.train, self._indices(self._sft_order, ordinals), answers=True)
+        return dict(zip(ordinals, self.read(self._source.train, self._indices(self._sft_order, ordinals), answers=True),
+                        strict=True))
 
     def require_same(self, cursor: Mapping[str, Any], prompts: Sequence[Prompt]) -> str:
         """The fingerprint of ``prompts``. Waits while they are others than the job began with, by its cursor (I13)."""

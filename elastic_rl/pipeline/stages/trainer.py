@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 from elastic_rl.data.batch import collate_answers
@@ -18,6 +19,8 @@ from elastic_rl.pipeline.stages.base import Stages
 from elastic_rl.pipeline.stages.term import ActorTerm
 from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.training.device_phases import make_device_phases
+from elastic_rl.pipeline.training.group_trials import GroupTrials
+from elastic_rl.pipeline.training.supervised_steps import SupervisedSteps
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.telemetry import training_metrics
 
@@ -66,6 +69,8 @@ class TrainerStages(Stages):
     def __init__(self, term: ActorTerm, trainer: TrainerAccess, source: CheckedSource, prompts: PromptReader) -> None:
         super().__init__(term, trainer.devices)
         self._trainer, self._source, self._prompts = trainer, source, prompts
+        self._supervised = SupervisedSteps(trainer.groups, self._waits, GroupTrials(term.cfg, self._waits),
+                                           partial(term.events.groups_failed, "sft"))
 
     def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
@@ -105,8 +110,7 @@ class TrainerStages(Stages):
         self._waits.stage("sft")
         demonstrations = self._prompts.demonstrations(effect.step)
         began = time.monotonic()
-        metrics = self._trainer.groups.update("sft", effect.step, collate_answers(demonstrations),
-                                              cursor=effect.cursor)
+        metrics = self._supervised.make(effect.step, demonstrations, effect.cursor)
         self._term.step = effect.step
         self._term.status.progress(**self._sft_progress(effect.step))
         return UpdateMade(metrics, time.monotonic() - began)

@@ -3,8 +3,18 @@ much memory, or the user's loss fails for them.
 
 A step fails as one, whichever of its groups is to blame, so ``FaultIsolation`` is told what it is told of groups whose
 process has ended: any of them may be it. The trainer then checks half of them, which changes nothing, and so on down to
-single groups. One that fails alone, again and again, while the trainer computes with others in between, is dropped. If
-it computes with none, or too many were dropped, the trainer or the loss is at fault, and the run waits for a person.
+single groups. One that fails alone, again and again, while the trainer computes with others in between, is dropped.
+
+Where the groups of the step are no evidence for one another, those of other steps are:
+
+- If the trainer computes with none, which may be only one, either all are to blame or none is. One of them is dropped,
+  since the trainer has made the steps before. If it does not compute with what comes in its place either, it has made
+  no step since, and no other group is dropped.
+- If it computes with each of them and not with all together, in as many trials as a group has attempts, one of those
+  that failed together is dropped, of as few as were found.
+
+If too many were dropped, or no step was made since one was dropped for want of evidence, the trainer or the loss is at
+fault, and the run waits for a person.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from elastic_rl.config import Config
@@ -35,18 +46,24 @@ class GroupTrials:
     """The trials of one actor. Used by one thread."""
 
     def __init__(self, cfg: Config, waits: Waits) -> None:
-        self._attempts, self._limit, self._waits = cfg.rollout.reward_attempts, DropLimit.of(cfg), waits
+        self._cfg, self._waits, self._limit = cfg, waits, DropLimit.of(cfg)
+        self._without_evidence = 0
+        """The last step of which a group was dropped although the trainer computed with no other one of it."""
+        self._unexplained = (0, 0)
+        """The last step with which the trainer could not compute although it could with each group, and how often."""
 
     def made(self, groups: int) -> None:
         """A step was made of so many groups."""
         self._limit.kept(groups)
 
-    def failed(self, ordinals: Sequence[int], check: Check) -> dict[int, str]:
-        """The groups that are to be dropped, of those with which a step failed, and why; none when each of them can be
-        computed with. Raises Fenced, and as ``check``."""
+    def failed(self, step: int, ordinals: Sequence[int], check: Check, why: str) -> dict[int, str]:
+        """The groups that are to be dropped, of those with which a step (counted from 1) failed, and why; none when
+        each of them can be computed with. ``why``: the trainer has refused them together. Raises Fenced, and as
+        ``check``."""
         # Of this step alone: the samples of earlier ones, with which the trainer is known to work, are gone.
-        isolation: FaultIsolation[int] = FaultIsolation(
-            attempts=self._attempts, limit=self._limit, retry_s=_RETRY_S, halves=True)
+        isolation: FaultIsolation[int] = FaultIsolation.of(self._cfg, _RETRY_S, halves=True, limit=self._limit)
+        attempts = self._cfg.rollout.reward_attempts
+        together, alone = (tuple(ordinals), why), Counter[int]()
         isolation.add(ordinals)
         [whole] = isolation.start(Lane.MAIN, time.monotonic())
         isolation.settle(Lane.MAIN, [(whole, [Failure.PROCESS] * len(ordinals))], time.monotonic())
@@ -68,28 +85,43 @@ class GroupTrials:
             if not trials:
                 self._waits.pause(min(isolation.left_s(time.monotonic()), _PAUSE_S))
                 continue
-            error = checked([trial.groups[0] for trial in trials])
+            tried = tuple(trial.groups[0] for trial in trials)
+            error = checked(tried)
             verdicts = isolation.settle(Lane.PROBATION, [
                 (trial, [None if error is None else Failure.PROCESS]) for trial in trials], time.monotonic())
             if error is None:
                 has_worked, held = True, None
                 self._waits.works()
                 continue
-            for trial, [verdict] in zip(trials, verdicts, strict=True):
+            if 1 < len(tried) < len(together[0]):
+                together = tried, str(error)
+            for ordinal, [verdict] in zip(tried, verdicts, strict=True):
                 if verdict is Verdict.DROP:
-                    dropped[trial.groups[0]] = str(error)
-                    log.warning("group %d is dropped since the trainer cannot compute with it: %s", trial.groups[0],
-                                error)
+                    dropped[ordinal] = str(error)
             if Verdict.DROP not in (verdict for [verdict] in verdicts):
                 kind = "plugin" if isinstance(error, PluginFailed) else "trainer"
                 since = held[2] if held is not None and held[0] == kind else time.monotonic()
                 held = kind, verdicts[0][0].reason(str(error), _CORRECT), since
                 with self._waits.holding(*held):
                     self._waits.works()  # but for what is held
-            if len(trials) == 1 and not has_worked:  # it may be none of the groups, and there may be a thousand
+            if len(tried) == 1 and not has_worked:  # it may be none of the groups, and there may be a thousand
+                alone.update(tried)
+                if alone[tried[0]] >= attempts and step not in (1, self._without_evidence) and self._limit.drop():
+                    self._without_evidence = step
+                    dropped[tried[0]] = str(error)
+                    break
                 again.failed(time.monotonic())
                 self._waits.pause(again.left_s(time.monotonic()))
+        if not dropped and self._is_unexplained(step, attempts) and self._limit.drop():
+            dropped[together[0][-1]] = f"with groups {sorted(together[0])} together: {together[1]}"
+        for ordinal, reason in dropped.items():
+            log.warning("group %d is dropped since the trainer cannot compute with it: %s", ordinal, reason)
         return dropped
+
+    def _is_unexplained(self, step: int, attempts: int) -> bool:
+        """Notes that each group of the step can be computed with; whether that was found in so many trials."""
+        self._unexplained = step, 1 + (self._unexplained[1] if self._unexplained[0] == step else 0)
+        return self._unexplained[1] >= attempts
 
 
 def _no_other(number: int) -> int:

@@ -8,17 +8,24 @@ another actor that takes over begins with the step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import Any, Protocol, TypeVar
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
-from elastic_rl.errors import Conflict, ElasticRLError, GroupsFailed, PluginFailed, StepRefused, TrainerFailed
+from elastic_rl.errors import (
+    Conflict,
+    ElasticRLError,
+    GroupsFailed,
+    PluginFailed,
+    StepRefused,
+    StepsHeld,
+    TrainerFailed,
+)
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.schedule import TakenStep
@@ -29,6 +36,7 @@ from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _REFUSED = (StepRefused, PluginFailed)
 """Errors by which the trainer says that it cannot compute with samples."""
@@ -71,8 +79,8 @@ class StepMaker:
         """``on_failed``: called with groups that are dropped, and why; it raises nothing but Fenced."""
         self._batches, self._trainer, self._waits, self._in_parts = batches, trainer, waits, in_parts
         self._trials, self._on_failed = trials, on_failed
-        self._refused: frozenset[int] = frozenset()
-        """Groups of a step that the trainer refused, of which none was found to be to blame so far."""
+        self._refused: dict[int, str] = {}
+        """Groups of a step that the trainer refused, and why, of which none was found to be to blame so far."""
         self._again = RetryBackoff(*_AGAIN_S)
 
     def add(self, groups: StepGroups, step: int, timer: StepTimer, before: Accumulated) -> Accumulated:
@@ -81,13 +89,10 @@ class StepMaker:
         the part, after which all parts are to be added again."""
         if not self._in_parts:
             return before
+        if self._try_refused(groups, step, timer) and before.parts:
+            raise GroupsFailed(f"the parts of step {step} are computed again: trials have discarded them", ())
         try:
-            made = self._batches.make(groups, step, timer)
-            self._waits.stage("train")
-            with timer.stage("train"):
-                self._waits.retry("trainer", lambda: self._trainer.accumulate(
-                    step, made.batch, before.parts, versions=groups.versions),
-                                  end_on=(TrainerFailed, Conflict, *_REFUSED))
+            made = self._while_held(lambda: self._add(groups, step, timer, before.parts))
         except _REFUSED as e:
             raise self._failed(groups, step, timer, e) from e
         self._batches.forget()
@@ -96,28 +101,56 @@ class StepMaker:
         return before.plus({group.ordinal: [next(of_samples) for _ in group.samples] for group in groups.groups},
                            made.metrics, made.batch.loss_tokens)
 
+    def _add(self, groups: StepGroups, step: int, timer: StepTimer, part: int) -> MadeBatch:
+        """One attempt to add a part."""
+        made = self._batches.make(groups, step, timer)
+        self._waits.stage("train")
+        with timer.stage("train"):
+            self._waits.retry("trainer", lambda: self._trainer.accumulate(
+                step, made.batch, part, versions=groups.versions), end_on=(TrainerFailed, Conflict, *_REFUSED))
+        return made
+
     def make(self, taken: TakenStep, step: int, timer: StepTimer, cursor: Mapping[str, Any]
              ) -> tuple[dict[str, Any], list[float]]:
         """Makes the step of the groups that were taken. Returns its metrics, and the advantages of the groups' samples.
         Raises TrainerFailed, Conflict, Fenced and GroupsFailed."""
         groups, attempts = taken.groups, 1 if taken.accumulated.parts else _ATTEMPTS  # parts are gone after the first
-        if not self._refused.isdisjoint(ordinals := [group.ordinal for group in groups.groups]):
-            # The trainer went back to an earlier step then. These groups are tried before it makes the next one.
-            self._raise_failed(groups, step, timer)
+        ordinals = [group.ordinal for group in groups.groups]
+        if not taken.accumulated.parts:  # else ``add`` has tried them
+            self._try_refused(groups, step, timer)
         while True:
             try:
-                made = self._make(taken, step, timer, cursor)
+                made = self._while_held(lambda: self._make(taken, step, timer, cursor))
             except _REFUSED as e:
                 log.warning("the trainer refuses step %d: %s", step, e)
                 attempts -= 1
-                self._refused |= {*ordinals}
+                self._refused |= dict.fromkeys(ordinals, str(e))
+                if isinstance(e, StepRefused) and e.went_back:
+                    # Its groups are tried before the trainer makes a step with them again.
+                    raise Conflict(f"the trainer goes back from step {step}: {e}") from e
                 if not attempts:
                     raise self._failed(groups, step, timer, e) from e
             else:
-                self._refused -= {*ordinals}
+                for ordinal in ordinals:
+                    self._refused.pop(ordinal, None)
                 self._again.reset()
                 self._trials.made(len(ordinals))
                 return made
+
+    def _while_held(self, attempt: Callable[[], T]) -> T:
+        """The result of an attempt, made again for as long as the trainer makes no step since it waits for a person."""
+        held: tuple[str, str, float] | None = None
+        again = RetryBackoff(*_AGAIN_S)
+        while True:
+            try:
+                with contextlib.nullcontext() if held is None else self._waits.holding(*held):
+                    return attempt()
+            except StepsHeld as e:
+                held = "plugin", str(e), time.monotonic() if held is None else held[2]
+            again.failed(time.monotonic())
+            with self._waits.holding(*held):
+                self._waits.works()  # but for what is held
+                self._waits.pause(again.left_s(time.monotonic()))
 
     def _make(self, taken: TakenStep, step: int, timer: StepTimer, cursor: Mapping[str, Any]
               ) -> tuple[dict[str, Any], list[float]]:
@@ -139,34 +172,46 @@ class StepMaker:
     def _failed(self, groups: StepGroups, step: int, timer: StepTimer, error: ElasticRLError) -> GroupsFailed:
         """What is raised after the trainer has refused these groups: with those that are to be dropped, or with none
         after a pause, since only the trainer may be to blame then."""
-        self._raise_failed(groups, step, timer)
+        self._raise_failed(groups, step, timer, str(error))
         self._again.failed(time.monotonic())
         self._waits.waits("trainer", f"the trainer to make step {step}, although it computes with every group: {error}")
         self._waits.pause(self._again.left_s(time.monotonic()))
         return GroupsFailed(f"step {step} is tried again: {error}", ())
 
-    def _raise_failed(self, groups: StepGroups, step: int, timer: StepTimer) -> None:
-        """Raises GroupsFailed with those of these groups that are to be dropped, if there are any."""
-        counts = [len(group.samples) for group in groups.groups]
-        rows = dict(zip([group.ordinal for group in groups.groups], torch.arange(sum(counts)).split(counts),
-                        strict=True))
+    def _try_refused(self, groups: StepGroups, step: int, timer: StepTimer) -> bool:
+        """Tries the groups of a step, or of a part, if some of them were in one that the trainer went back from, and
+        says whether it has. Raises as ``_raise_failed``."""
+        found = [why for group in groups.groups if (why := self._refused.get(group.ordinal)) is not None]
+        if found:
+            self._raise_failed(groups, step, timer, found[0])
+        return bool(found)
+
+    def _raise_failed(self, groups: StepGroups, step: int, timer: StepTimer, why: str) -> None:
+        """Raises GroupsFailed with those of these groups that are to be dropped, if there are any. ``why``: the trainer
+        has refused them all together."""
+        by_ordinal = {group.ordinal: group for group in groups.groups}
 
         def check(ordinals: Sequence[int]) -> ElasticRLError | None:
+            # Made of these groups alone: a pass before the trainer's may refuse some, or spoil the values of all.
+            some = StepGroups(tuple(by_ordinal[ordinal] for ordinal in ordinals), groups.reader)
             try:
-                batch = self._batches.make(groups, step, timer).batch
-                some = batch.rows(torch.cat([rows[ordinal] for ordinal in ordinals]))
+                batch = self._batches.make(some, step, timer).batch
                 self._waits.stage("train")
                 with timer.stage("train"):
-                    self._waits.retry("trainer", lambda: self._trainer.check(step, some),
+                    self._waits.retry("trainer", lambda: self._trainer.check(step, batch),
                                       end_on=(TrainerFailed, Conflict, *_REFUSED))
+            except StepsHeld as e:
+                raise Conflict(f"the trainer makes no step: {e}") from e
             except _REFUSED as e:
                 return e
+            finally:
+                self._batches.forget()
             return None
 
-        dropped = self._trials.failed(list(rows), check)
-        self._refused -= rows.keys()
+        dropped = self._trials.failed(step, list(by_ordinal), check, why)
+        for ordinal in by_ordinal:
+            self._refused.pop(ordinal, None)
         if dropped:
-            self._batches.forget()
-            why = next(iter(dropped.values()))
-            self._on_failed(sorted(dropped), why)
-            raise GroupsFailed(f"the trainer cannot compute with groups {sorted(dropped)}: {why}", sorted(dropped))
+            reason = next(iter(dropped.values()))
+            self._on_failed(sorted(dropped), reason)
+            raise GroupsFailed(f"the trainer cannot compute with groups {sorted(dropped)}: {reason}", sorted(dropped))

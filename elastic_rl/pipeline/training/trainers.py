@@ -6,8 +6,10 @@ It has the methods of ``TrainerClient``, and keeps the two groups at a common st
 
 The policy makes a step before the critic does. Both learn from values that were computed before, so the order changes
 no weight; but the policy's loss may be a user's and may fail, and then nothing of the step is made yet. Both groups
-have taken their shares of the batch before either makes the step, and a critic that refuses it all the same is asked
-again until it does: it is at the step before, so there is nothing that either would have to go back from.
+have taken their shares of the batch before either makes the step. A critic that refuses it all the same is asked again
+until it does: it is at the step before, so there is nothing that either would have to go back from. But if it cannot
+compute with the samples, asking again does not help: both go back to their last common state, and the step's groups are
+tried with both (``check``) before it is made again. Where that has not helped twice, the run waits for a person.
 
 A group that does not train has no state. When it is lost, what it was asked for is asked for again, without end:
 nothing goes back. That ends only when the policy's group has re-formed, whose versions are others then.
@@ -58,6 +60,8 @@ _LOOK_AGAIN_S = (2.0, 120.0)
 _SHOW_EVERY_S = 1.0
 _POLICY_LOOK_S = 1.0
 """How often it is looked whether the policy's group is lost while a group without state is waited for."""
+_ATTEMPTS = 2
+"""Attempts of the critic to make a step before both groups go back from it, and how often they do so."""
 _OF_CRITIC = ("values", "returns")
 """Tensors of a batch that the critic learns from, and the policy does not read."""
 _METRICS = {"loss": "critic_loss", "grad_norm": "critic_grad_norm", "lr": "critic_lr",
@@ -95,6 +99,8 @@ class Trainers:
         """Number of the reference policy, where a group of its own computes with it."""
         self._policy_look = 0.0
         """Monotonic time of the next look for the policy's group."""
+        self._not_learned = (0, 0)
+        """The last step that both groups went back from, since the critic could not compute with it, and how often."""
         self._formations: dict[str, str] = {}
         """Formation of each group with a state, as of the last one that was read."""
         self._reformed: set[str] = set()
@@ -184,7 +190,7 @@ class Trainers:
     def update(self, phase: Phase, step: int, batch: Batch, *, versions: Sequence[int] = (),
                consumption: Consumption = Consumption(), cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Makes the updates of a step as ``TrainerClient.update`` does; returns the policy's metrics, with those of the
-        critic beside them."""
+        critic beside them. Of a StepRefused by the critic ``went_back`` says that the policy is to go back."""
         if self._critic is None or phase == "sft":
             return self._stepped(step, cursor, self._policy.update(
                 phase, step, batch, versions=versions, consumption=consumption, cursor=cursor))
@@ -212,9 +218,14 @@ class Trainers:
         return self._stepped(step, cursor, self._policy.apply(step, parts, versions=versions, consumption=consumption,
                                                               cursor=cursor))
 
-    def check(self, step: int, batch: Batch) -> None:
-        """Calls ``TrainerClient.check`` of the policy's group."""
-        self._policy.check(step, batch if self._critic is None else batch.without(*_OF_CRITIC))
+    def check(self, step: int, batch: Batch, phase: Phase = "rl") -> None:
+        """Calls ``TrainerClient.check`` of the policy's group, and of the critic's if it is to make the same step."""
+        if self._critic is None or phase == "sft":
+            self._policy.check(step, batch, phase)
+            return
+        self._policy.check(step, batch.without(*_OF_CRITIC))
+        with _of(CRITIC):
+            self._critic.check(step, _of_critic(batch))
 
     def _stepped(self, step: int, cursor: Mapping[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
         """The policy's group has made this step, with this result."""
@@ -229,15 +240,22 @@ class Trainers:
 
     def _learn(self, critic: TrainerClient, step: int, batch: Batch, shares: Uploaded, consumption: Consumption,
                step_id: str) -> dict[str, Any]:
-        """Has the critic make the step that the policy has made, whatever it takes: if it were given up, both would go
-        back to their last state, to meet the same refusal again. Raises TrainerFailed when the critic is lost or is
-        at another step, and Fenced."""
+        """Has the critic make the step that the policy has made, for as long as that takes. Raises StepRefused when it
+        cannot compute with the samples and both groups are to go back, TrainerFailed when the critic is lost or is at
+        another step, and Fenced."""
         group, given = shares.group, [shares]  # for the first attempt; a refused command has used its shares up
+        refusals = 0
 
-        def attempt() -> dict[str, Any]:
+        def attempt() -> dict[str, Any] | StepRefused:
+            nonlocal refusals
             try:
                 return critic.update("rl", step, given.pop() if given else critic.upload(batch),
                                      consumption=consumption, step_id=step_id)
+            except StepRefused as e:
+                refusals += 1
+                if e.went_back or (refusals >= _ATTEMPTS and self._not_learned != (step, _ATTEMPTS)):
+                    return e
+                raise
             except GroupsLost as e:  # those of a step that was made: nobody generates them again for this one
                 raise TrainerFailed(f"the critic cannot make step {step}, which the policy has made: {e}") from e
             except ConfigError as e:
@@ -252,7 +270,12 @@ class Trainers:
                                         ) from None
                 raise
 
-        return self._waits.retry(CRITIC.name, attempt, end_on=(TrainerFailed,))
+        learned = self._waits.retry(CRITIC.name, attempt, end_on=(TrainerFailed,))
+        if isinstance(learned, StepRefused):
+            self._not_learned = step, 1 + (self._not_learned[1] if self._not_learned[0] == step else 0)
+            raise StepRefused(f"the critic cannot make step {step}, which the policy has made: {learned.message}",
+                              hint=learned.hint, went_back=True)
+        return learned
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The log-probs as ``TrainerClient.forward_logprobs`` returns them."""

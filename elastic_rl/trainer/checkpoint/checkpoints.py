@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from elastic_rl.telemetry import traces
 from elastic_rl.trainer.broadcast import broadcast_numbers
 from elastic_rl.trainer.checkpoint import snapshot, state_reader
 from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
-from elastic_rl.trainer.checkpoint.host_copy import HostCopier
+from elastic_rl.trainer.checkpoint.host_copy import HostCopier, Named
 from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
 from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable, while_away
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader
@@ -163,9 +163,12 @@ class Checkpoints:
                                       traces.inject())
         return [staged[s].version.number if s in staged else 0 for s in (weights_of, state_of)]
 
-    def publish(self, numbers: Sequence[int], step: int, *, has_reference: bool = False) -> Published:
+    def publish(self, numbers: Sequence[int], step: int, on_gather: Callable[[], None], *, has_reference: bool = False
+                ) -> Published:
         """Copies the streams that ``begin`` took ``numbers`` for into the arena. A collective of the group.
-        ``has_reference``: whether the progress that ``begin`` got has a reference policy.
+        ``on_gather``: called, once no earlier publish is in flight, when the gather begins and with each of its
+        tensors: Megatron's groups would wait for a lost rank for a day. ``has_reference``: whether the progress that
+        ``begin`` got has a reference policy.
 
         Returns as soon as every byte is copied out of the live parameters; both versions become visible together
         later, or neither does. Raises Fenced when the epoch is over, and TrainerFailed when a rank was lost.
@@ -181,17 +184,20 @@ class Checkpoints:
               else nullcontext()):
             gathering = time.perf_counter()
             writer = OwnedTensorWriter(self._dcs, self._arena, self._cfg)
-            for order, name, tensor in self._to_host(snapshot.weights(self.policy, self._cfg.bucket_bytes)):
-                writer.add(_WEIGHTS, name, tensor, order)
+
+            def add(part: str, tensors: Iterable[Named]) -> None:
+                on_gather()
+                for order, name, tensor in self._to_host(tensors):
+                    writer.add(part, name, tensor, order)
+                    on_gather()
+
+            add(_WEIGHTS, snapshot.weights(self.policy, self._cfg.bucket_bytes))
             if state_number:
                 for section in snapshot.extras(self.policy, self.adam, self._cfg.bucket_bytes):
-                    for order, name, tensor in self._to_host(section):
-                        writer.add(_EXTRAS, name, tensor, order)
+                    add(_EXTRAS, section)
                 if self._reference is not None and has_reference:
                     with self._reference.in_place():  # around the copies, which read the parameters until they end
-                        for order, name, tensor in self._to_host(
-                                snapshot.reference(self.policy, self._cfg.bucket_bytes)):
-                            writer.add(_REFERENCE, name, tensor, order)
+                        add(_REFERENCE, snapshot.reference(self.policy, self._cfg.bucket_bytes))
             end = time.perf_counter()
             self._background.submit(writer, begun)
         self.policy_version = policy_number or self.policy_version

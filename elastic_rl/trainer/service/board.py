@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from elastic_rl.errors import Conflict, ElasticRLError, StaleSamples
+from elastic_rl.errors import Conflict, ElasticRLError, StaleSamples, StepRefused
 from elastic_rl.trainer.service.commands import REFUSALS, Command, TrainCommand
 
 _QUEUE = 4
@@ -113,8 +113,9 @@ class Board:
     def refused(self, command: Command, error: ElasticRLError) -> None:
         """The command was not executed. It changed nothing, but for a group that went back to its last state."""
         kind = next((name for name, of in REFUSALS.items() if isinstance(error, of)), "failed")
-        versions = {"versions": list(error.versions)} if isinstance(error, StaleSamples) else {}
-        self._finish(command, {"error": kind, "message": error.message, "hint": error.hint, **versions})
+        further = {"versions": list(error.versions)} if isinstance(error, StaleSamples) else {
+            "went_back": error.went_back} if isinstance(error, StepRefused) else {}
+        self._finish(command, {"error": kind, "message": error.message, "hint": error.hint, **further})
 
     def _finish(self, command: Command, outcome: dict[str, Any]) -> None:
         with self._lock:

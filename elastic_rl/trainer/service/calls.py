@@ -15,8 +15,8 @@ has. A batch is split over the data-parallel replicas, balanced by the estimated
 
 Each call waits for its result for as long as that takes. Each raises TrainerFailed when the group is lost, Conflict for
 a command about a step that does not fit the trainer's progress, Fenced when another actor has taken over, ConfigError
-when the command or its batch is refused, PluginFailed when the algorithm's loss failed, or has failed before and steps
-are held for it, and StepRefused when the group cannot compute with the batch.
+when the command or its batch is refused, PluginFailed when the algorithm's loss failed, StepRefused when the group
+cannot compute with the batch, and StepsHeld, which is a PluginFailed, when steps are held since one has failed before.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class TrainerCalls(ABC):
         ``versions``: of the policy, that made what is trained on; of an RL step the policy's group refuses those
         beyond the staleness (StaleSamples, which is a Conflict), and a step that names none. ``cursor`` is saved with
         the state; ``step_id``: see ``Progress``. After PluginFailed and StepRefused the step was not made, and nothing
-        has changed. If it failed after an update, the group is at its last state; after PluginFailed, and when the same
-        step is refused so a third time, every further step is refused with the same error until another actor takes
-        over or the group re-forms.
+        has changed. If it failed after an update, the group is at its last state, which a StepRefused with
+        ``went_back`` says. When the same step fails so a third time, this and every further step is refused with
+        StepsHeld until another actor takes over or the group re-forms.
         """
         return self.execute(partial(Update, phase=phase, step=step, sample_versions=tuple(versions),
                                     consumption=consumption, cursor=dict(cursor or {}), step_id=step_id), batch).result
@@ -112,11 +112,11 @@ class TrainerCalls(ABC):
         return self.execute(partial(Apply, step=step, parts=parts, sample_versions=tuple(versions),
                                     consumption=consumption, cursor=dict(cursor or {}))).result
 
-    def check(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Computes what RL step ``step`` (the trainer's step + 1) would with a batch, and updates nothing; the metrics
-        of that. Parts that were accumulated are discarded. Raises PluginFailed and StepRefused where ``update`` would
-        in its first update."""
-        return self.execute(partial(Check, step=step), batch).result
+    def check(self, step: int, batch: Batch, phase: Phase = "rl") -> dict[str, Any]:
+        """Computes what step ``step`` of a phase (the trainer's step + 1) would with a batch, and updates nothing; the
+        metrics of that. Parts that were accumulated are discarded. Raises PluginFailed and StepRefused where ``update``
+        would in its first update."""
+        return self.execute(partial(Check, phase=phase, step=step), batch).result
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Log-probs by the policy: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N,

@@ -30,6 +30,7 @@ from elastic_rl.errors import (
     EtcdUnavailable,
     GroupsLost,
     StaleSamples,
+    StepRefused,
     TrainerFailed,
 )
 from elastic_rl.etcd.client import EtcdClient
@@ -404,8 +405,11 @@ def _loss(answer: httpx.Response, stored: Sequence[int]) -> GroupsLost:
 
 def _error_of(outcome: Mapping[str, Any]) -> Exception:
     kind = REFUSALS.get(str(outcome.get("error")), TrainerFailed)
+    message, hint = str(outcome.get("message")), str(outcome.get("hint") or "")
     if kind is StaleSamples:
         found = outcome.get("versions")
-        return StaleSamples(str(outcome.get("message")), [v for v in found if isinstance(v, int)] if isinstance(
-            found, list) else (), hint=str(outcome.get("hint") or ""))
-    return kind(str(outcome.get("message")), hint=str(outcome.get("hint") or ""))
+        return StaleSamples(message, [v for v in found if isinstance(v, int)] if isinstance(found, list) else (),
+                            hint=hint)
+    if kind is StepRefused:
+        return StepRefused(message, hint=hint, went_back=outcome.get("went_back") is True)
+    return kind(message, hint=hint)

@@ -37,15 +37,17 @@ from elastic_rl.errors import (
     PluginFailed,
     StaleSamples,
     StepRefused,
+    StepsHeld,
     TrainerFailed,
     VersionNotFound,
 )
 from elastic_rl.trainer.progress import Phase, Progress
 
 REFUSALS: Mapping[str, type[ElasticRLError]] = {
-    "fenced": Fenced, "invalid": ConfigError, "stale": StaleSamples, "conflict": Conflict, "plugin": PluginFailed,
-    "version": VersionNotFound, "step": StepRefused}
-"""Errors that refuse a command, by their names in its outcome; any other is a failure of the trainer."""
+    "fenced": Fenced, "invalid": ConfigError, "stale": StaleSamples, "conflict": Conflict, "held": StepsHeld,
+    "plugin": PluginFailed, "version": VersionNotFound, "step": StepRefused}
+"""Errors that refuse a command, by their names in its outcome, each before the kind that it is of; any other is a
+failure of the trainer."""
 
 
 def _consumption(value: Any) -> Consumption:
@@ -131,12 +133,16 @@ class TrainCommand(_SamplesCommand):
     consumption: _Consumption = Consumption()
     cursor: dict[str, Any] = {}
 
-    def held(self, error: PluginFailed | StepRefused, group: str, back_at: int) -> PluginFailed:
+    def went_back(self, error: PluginFailed | StepRefused, group: str, back_at: int, *, held: bool
+                  ) -> StepRefused | StepsHeld:
         """The error that the actor gets when the step failed after an update: the trainer group went back to step
-        ``back_at``, and waits for a person."""
-        return PluginFailed(f"{error.message}; step {self.step} had made an update by then, so the {group} is back at "
-                            f"step {back_at} and makes no step",
-                            hint=" ".join(filter(None, (error.hint, f"correct it, and `elastic-rl restart {group}`"))))
+        ``back_at`` and, if it is ``held``, waits for a person."""
+        message = f"{error.message}; step {self.step} had made an update by then, so the {group} is back at step " \
+                  f"{back_at}"
+        if not held:
+            return StepRefused(message, hint=error.hint, went_back=True)
+        return StepsHeld(f"{message} and makes no step",
+                         hint=" ".join(filter(None, (error.hint, f"correct it, and `elastic-rl restart {group}`"))))
 
 
 class CurrentStepCommand(_StepCommand):
@@ -250,7 +256,7 @@ class WriterGate:
         self.epoch, self.group, self.term = epoch, group, term
         self._last: tuple[str, dict[str, Any]] | None = None
         """Id and result of the last command that changed something."""
-        self._held: tuple[int, PluginFailed] | None = None
+        self._held: tuple[int, StepsHeld] | None = None
         """The term since which no step is made, and why."""
 
     def claim(self, epoch: int, term: int) -> None:
@@ -268,7 +274,7 @@ class WriterGate:
 
         Raises Fenced for a stale actor, TrainerFailed for a command to an earlier formation, Conflict for a command
         about a step that does not fit the trainer's progress, StaleSamples for one with samples that the rule refuses,
-        ConfigError for an RL step that does not say which it has, and PluginFailed for one that is for a further step
+        ConfigError for an RL step that does not say which it has, and StepsHeld for one that is for a further step
         while steps are held.
         """
         self.claim(command.epoch, command.term)
@@ -296,7 +302,7 @@ class WriterGate:
                            f"{command.step}", hint="resume from the trainer's state")
         return None
 
-    def hold(self, error: PluginFailed) -> None:
+    def hold(self, error: StepsHeld) -> None:
         """A step has failed for what only a person can correct, and the group has gone back for it. No step is made
         until another actor has taken over, or the group has re-formed: it would fail again, and the steps before it
         would be made again and again."""

@@ -171,6 +171,29 @@ def test_dropped_groups_stay_within_the_share_of_the_last_ones(asked: list[tuple
         assert not drops or before >= most or dropped[0], "it may be dropped while there is room"
 
 
+def unanswered(of: FaultIsolation[int], clock: Clock, group: int) -> bool:
+    """Adds a group that no engine ever answers, while they answer others. Returns whether it is dropped."""
+    of.add([group])
+    for _ in range(20):
+        for lane in Lane:
+            if of.probe(lane, other) is not None:
+                of.probed(lane, works=True)
+            for trial in of.start(lane, clock.next()):
+                if of.settle(lane, [(trial, [Failure.ENGINES])], clock.now) == [[Verdict.DROP]]:
+                    return True
+    return False
+
+
+def test_share_of_groups_that_engines_do_not_answer_is_of_the_last_groups() -> None:
+    one, clock = isolation(share=0.5, window=2), Clock()
+    assert unanswered(one, clock, 7) and not unanswered(one, clock, 8)
+    one.reset()
+    one.add([1, 2])
+    [trial] = one.start(Lane.MAIN, clock.next())
+    assert one.settle(Lane.MAIN, [(trial, [None, None])], clock.now) == [[Verdict.DONE] * 2]
+    assert unanswered(one, clock, 9), "both of the last two were answered"
+
+
 class World:
     """Groups of which some are to blame, two processes, and one outage."""
 

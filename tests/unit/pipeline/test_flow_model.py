@@ -25,6 +25,7 @@ from elastic_rl.pipeline.flow.group_flow import (
     FlowLimits,
     GroupFlow,
 )
+from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 
 SEEDS = seeds(40)
 MUTANT_SEEDS = 400
@@ -284,7 +285,7 @@ def test_groups_of_weights_that_the_trainer_went_back_from_are_generated_again()
 
 def test_groups_that_the_trainer_refuses_twice_are_dropped_within_the_limit() -> None:
     """The trainer alone knows that version 9 was never published."""
-    flow = _flow(version=5, groups_per_step=4, max_staleness=0)
+    flow = _flow(version=5, groups_per_step=4, max_staleness=0, drop_limit=DropLimit(0.5, 4))
     assert flow.lease() is not None
     _queue(flow, 0, 1, 2, version=9)
     _queue(flow, 3, version=5)
@@ -319,6 +320,10 @@ def test_refused_groups_stay_dropped_where_nothing_else_outlives_the_step() -> N
     flow.trained(chosen.consumption, 2)
     flow.resume(1, 2, IntervalSet.from_values([0, 1, 2]), Branch())
     assert list(flow.open) == [], "it is on the record"
+    assert flow.lease() is not None
+    _queue(flow, 3, 4, version=2)
+    chosen = _step(flow)
+    assert chosen is not None and chosen.consumption.dropped == {}, "and not twice"
 
 
 def test_groups_that_were_not_generated_after_all_are_leased_again() -> None:

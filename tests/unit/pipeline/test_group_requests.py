@@ -394,7 +394,7 @@ def test_too_many_groups_that_fail_are_waited_for(monkeypatch: pytest.MonkeyPatc
     loop = Loop(monkeypatch, lambda ordinals, _: [GenerateFault("bad") if i else _good(i) for i in ordinals], waits=400)
     with pytest.raises(Fenced):
         loop.groups(16)
-    assert len(loop.failed) == 8 and any("rollout.max_failed_rewards" in text for text in loop.texts)
+    assert len(loop.failed) == 8 and any("rollout.max_failed_groups" in text for text in loop.texts)
 
 
 def test_first_group_that_cannot_be_generated_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

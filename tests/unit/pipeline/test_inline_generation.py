@@ -13,11 +13,12 @@ import pytest
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import TrainerFailed
+from elastic_rl.errors import GroupsLost, StaleSamples, TrainerFailed
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.inline import InlineGeneration
 from elastic_rl.pipeline.flow.shared_flow import Taken
 from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.stages.rl import RlStages
 from elastic_rl.pipeline.waits import Waits
 
 LIMITS = FlowLimits(steps=9, groups_per_step=3, max_staleness=0, max_dropped_groups=2, beside_steps=False)
@@ -119,3 +120,17 @@ def test_nothing_that_was_generated_outlives_a_return_to_the_committed_state() -
         again = _take(generation)
     assert (first.chosen.ordinals, again.chosen.ordinals) == ((1, 2, 3), (0, 1, 2))
     assert not again.chosen.consumption.dropped
+
+
+def test_stages_have_groups_generated_again_whose_versions_the_trainer_refuses() -> None:
+    rollouts = Rollouts(set())
+    generation = _generation(rollouts, [])
+    stages = object.__new__(RlStages)  # without the parts of a run: it has but the generation
+    stages._generation = generation
+    versions = _take(generation).groups.versions
+    for error in (TrainerFailed("a rank was lost"), GroupsLost("the queue is another", [0])):
+        stages.lost(error)
+        assert generation.flow.lease(0.0) is None, "they are chosen, or generated again when the flow resumes"
+    stages.lost(StaleSamples("version 1 was never published", versions))
+    grant = generation.flow.lease(0.0)
+    assert grant is not None and grant.ordinals == (0, 1, 2)

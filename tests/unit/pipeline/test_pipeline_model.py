@@ -22,6 +22,7 @@ from elastic_rl.errors import Conflict
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow import group_flow
 from elastic_rl.pipeline.flow.group_flow import GroupFlow
+from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 from elastic_rl.trainer import progress
 from elastic_rl.trainer.service import commands
 
@@ -111,9 +112,9 @@ def test_world_finds_samples_of_weights_that_the_trainer_went_back_from(monkeypa
 
 
 LIARS = {"sync": lambda seed, staleness, **options: World(
-             seed, limits=replace(LIMITS, max_staleness=staleness, max_refused=1.0), lies=0.1, **options),
+             seed, limits=replace(LIMITS, max_staleness=staleness, drop_limit=DropLimit(1.0, 64)), lies=0.1, **options),
          "fully_async": lambda seed, staleness, **options: AsyncWorld(
-             seed, replace(ASYNC_LIMITS, max_staleness=staleness, max_refused=1.0), lies=0.1, **options)}
+             seed, replace(ASYNC_LIMITS, max_staleness=staleness, drop_limit=DropLimit(1.0, 64)), lies=0.1, **options)}
 """Worlds in which those who generate say versions that are older, of abandoned weights, or do not exist yet."""
 
 

@@ -112,11 +112,11 @@ def test_reward_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.Mon
 
 
 def test_reward_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_rewards=0.1", "--rollout.reward_attempts=1",
+    loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_groups=0.1", "--rollout.reward_attempts=1",
                 "--rollout.groups_per_request=16", "--train.prompts_per_step=16", waits=20)
     with pytest.raises(Fenced):
         loop.groups(0, 1, 2, 3, 5)
-    assert "rollout.max_failed_rewards" in loop.texts[-1]
+    assert "rollout.max_failed_groups" in loop.texts[-1]
 
 
 def test_group_too_large_for_the_queue_fails_without_holding_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_group_that_may_not_be_dropped_holds_up_no_other(monkeypatch: pytest.Mon
         if len(given) == 40:
             recovered.set()
 
-    loop = Loop(monkeypatch, reward, "--rollout.max_failed_rewards=0", "--rollout.reward_attempts=1",
+    loop = Loop(monkeypatch, reward, "--rollout.max_failed_groups=0", "--rollout.reward_attempts=1",
                 "--rollout.reward_timeout_s=0.5", waits=4000)
     monkeypatch.setattr(reward_calls, "GRACE_S", 0.0)
     numbers = iter(range(2, 41))
@@ -269,7 +269,7 @@ def test_group_that_may_not_be_dropped_holds_up_no_other(monkeypatch: pytest.Mon
     loop.rewarder.stream([(loop.request(i), [SAMPLE]) for i in range(2)], more, give)
     released.set()
     assert sorted(given) == list(range(41)) and given[-1] == 0
-    assert any("rollout.max_failed_rewards" in text for text in loop.texts)
+    assert any("rollout.max_failed_groups" in text for text in loop.texts)
 
 
 def test_group_whose_reward_asks_what_is_away_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_group_whose_reward_asks_what_is_away_holds_up_no_other(monkeypatch: pyt
 
 
 def test_groups_that_come_while_others_fail_are_each_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_rewards=1.0", waits=1 << 20)
+    loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_groups=1.0", waits=1 << 20)
     arrivals = Arrivals(loop, [0, 1], [2], [3, 4, 5], [], [6])
     assert sorted(arrivals.run()) == list(range(7))
     assert sorted(group.ordinal for group in arrivals.given if group.failed) == [1, 3, 5]
@@ -339,7 +339,7 @@ def test_every_group_is_given_once_whatever_its_reward_does(waves: list[list[str
         return [Reward(1.0) for _ in samples]
 
     with pytest.MonkeyPatch.context() as patch:
-        loop = Loop(patch, reward, "--rollout.max_failed_rewards=1.0", "--rollout.groups_per_request=32",
+        loop = Loop(patch, reward, "--rollout.max_failed_groups=1.0", "--rollout.groups_per_request=32",
                     waits=1 << 20)
         numbers = itertools.count(first)
         arrivals = Arrivals(loop, *([next(numbers) for _ in wave] for wave in waves))

@@ -20,7 +20,17 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import Conflict, GroupsFailed, RoleUnavailable, StepRefused
+from elastic_rl.errors import (
+    Conflict,
+    ElasticRLError,
+    Fenced,
+    GroupsFailed,
+    PluginFailed,
+    RoleUnavailable,
+    StepRefused,
+    StepsHeld,
+    TrainerFailed,
+)
 from elastic_rl.pipeline import pipeline, schedule
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.records.step_timer import StepTimer
@@ -84,7 +94,14 @@ class Trainer:
 
 
 class Batches:
+    """``poison``: groups with which a pass that makes the batch is refused."""
+
+    def __init__(self, poison: Collection[int] = (), error: type[ElasticRLError] = StepRefused) -> None:
+        self._poison, self._error = {*poison}, error
+
     def make(self, groups: StepGroups, step: int, timer: StepTimer) -> Any:
+        if self._poison & {group.ordinal for group in groups.groups}:
+            raise self._error("the reference's pass needs too much memory")
         batch = collate([(Prompt((g.ordinal,)), Sample((Segment((2,), (-0.1,), version=1),)))
                          for g in groups.groups for _ in g.samples])
         return SimpleNamespace(batch=batch, metrics={"kl": 0.5},
@@ -100,9 +117,10 @@ def _groups(*ordinals: int) -> StepGroups:
         Sample((Segment((2,), (-0.1,), version=10 + o + i),)) for i in range(2))) for o in ordinals])
 
 
-def _maker(trainer: Trainer, *, in_parts: bool) -> StepMaker:
-    waits = Waits(lambda *_: None, threading.Event())
-    return StepMaker(Batches(), trainer, waits, GroupTrials(CFG, waits), in_parts=in_parts)
+def _maker(trainer: Trainer, *, in_parts: bool, batches: Batches | None = None, waits: Waits | None = None
+           ) -> StepMaker:
+    waits = waits or Waits(lambda *_: None, threading.Event())
+    return StepMaker(batches or Batches(), trainer, waits, GroupTrials(CFG, waits), in_parts=in_parts)
 
 
 def _made(maker: StepMaker, groups: StepGroups, accumulated: Accumulated) -> tuple[Mapping[str, Any], list[float]]:
@@ -145,8 +163,11 @@ def no_pause(backoff: Any, *_: float) -> Any:
 @pytest.mark.usefixtures("no_pauses")
 def test_step_that_is_refused_is_tried_once_more_before_its_groups_are() -> None:
     trainer = Trainer(ahead=1)
-    metrics, _ = _made(_maker(trainer, in_parts=False), _groups(1, 2), Accumulated())
+    maker = _maker(trainer, in_parts=False)
+    metrics, _ = _made(maker, _groups(1, 2), Accumulated())
     assert trainer.log == [("update", 0), ("update", 0)] and metrics["loss"] == 2.0
+    _made(maker, _groups(1, 2), Accumulated())  # as after a rewind
+    assert [kind for kind, _ in trainer.log] == ["update"] * 3, "it was made then, so they are above suspicion"
 
 
 @pytest.mark.usefixtures("no_pauses")
@@ -176,25 +197,107 @@ def test_part_that_is_refused_has_its_groups_tried_and_is_not_sent_again() -> No
     assert [(kind, part) for kind, part in trainer.log if kind != "check"] == [("accumulate", 0), ("accumulate", 1)]
 
 
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("error", [StepRefused, PluginFailed])
+def test_group_with_which_a_pass_before_the_trainers_is_refused_is_found(error: type[ElasticRLError]) -> None:
+    trainer = Trainer()
+    with pytest.raises(GroupsFailed, match="the reference's pass") as failed:
+        _made(_maker(trainer, in_parts=False, batches=Batches([5], error)), _groups(3, 4, 5, 6), Accumulated())
+    assert failed.value.ordinals == (5,) and {kind for kind, _ in trainer.log} == {"check"}
+
+
 class WentBack(Trainer):
     """The trainer goes back to an earlier step when it refuses one."""
 
     def update(self, phase: str, step: int, batch: Any, **_: Any) -> dict[str, Any]:
-        if any(kind == "update" for kind, _ in self.log):
-            self.log.clear()
-            raise Conflict("rl step 1 does not follow")
-        return super().update(phase, step, batch)
+        try:
+            return super().update(phase, step, batch)
+        except StepRefused as e:
+            raise StepRefused(e.message, went_back=True) from e
 
 
 @pytest.mark.usefixtures("no_pauses")
 def test_groups_of_a_step_that_the_trainer_went_back_from_are_tried_before_it_is_made_again() -> None:
     trainer = WentBack(poison=[5])
     maker = _maker(trainer, in_parts=False)
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict, match="goes back from step 1"):
         _made(maker, _groups(4, 5, 6), Accumulated())
+    assert [kind for kind, _ in trainer.log] == ["update"], "it is at another step"
+    _made(maker, _groups(1, 2), Accumulated())  # of the steps that are made again
+    del trainer.log[:]
     with pytest.raises(GroupsFailed) as failed:
         _made(maker, _groups(4, 5, 6), Accumulated())
     assert failed.value.ordinals == (5,) and {kind for kind, _ in trainer.log} == {"check"}
+    del trainer.log[:]
+    _made(maker, _groups(4, 6, 7), Accumulated())
+    assert [kind for kind, _ in trainer.log] == ["update"], "the others are above suspicion"
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_groups_that_were_tried_are_not_tried_again() -> None:
+    trainer = WentBack(ahead=1)
+    maker = _maker(trainer, in_parts=False)
+    with pytest.raises(Conflict):
+        _made(maker, _groups(4, 5), Accumulated())
+    assert _made(maker, _groups(4, 5), Accumulated())[0]["loss"] == 2.0
+    assert {kind for kind, _ in trainer.log} == {"update", "check"}
+    del trainer.log[:]
+    _made(maker, _groups(4, 5), Accumulated())
+    assert [kind for kind, _ in trainer.log] == ["update"]
+
+
+class LostOnApply(Trainer):
+    """It refuses the first step of parts, and is lost while its groups are tried."""
+
+    was_lost = False
+
+    def check(self, step: int, batch: Batch) -> None:
+        if not self.was_lost:
+            self.was_lost = True
+            raise TrainerFailed("a rank was lost")
+        super().check(step, batch)
+
+    def apply(self, step: int, parts: int, **of: Any) -> dict[str, Any]:
+        if not self.was_lost:
+            raise StepRefused("the norm of the gradient is inf")
+        return super().apply(step, parts, **of)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_groups_of_a_refused_step_of_parts_are_tried_before_the_parts_are_computed_again() -> None:
+    trainer, timer = LostOnApply(), StepTimer()
+    maker = _maker(trainer, in_parts=True)
+    both = maker.add(_groups(4), 1, timer, maker.add(_groups(3), 1, timer, Accumulated()))
+    with pytest.raises(TrainerFailed):
+        _made(maker, _groups(3, 4), both)
+    first = maker.add(_groups(3), 1, timer, Accumulated())
+    with pytest.raises(GroupsFailed) as failed:
+        maker.add(_groups(4), 1, timer, first)
+    assert failed.value.ordinals == (), "the trial has discarded the first part"
+    both = maker.add(_groups(4), 1, timer, maker.add(_groups(3), 1, timer, Accumulated()))
+    del trainer.log[:-1]
+    assert _made(maker, _groups(3, 4), both)[0]["loss"] == 1.0
+    assert [kind for kind, _ in trainer.log] == ["accumulate", "apply"], "no trial discards them now"
+
+
+class Held(Trainer):
+    """It makes no step until it was asked some times."""
+
+    def update(self, phase: str, step: int, batch: Any, **of: Any) -> dict[str, Any]:
+        made = super().update(phase, step, batch, **of)
+        if len(self.log) <= 3:
+            raise StepsHeld("the loss failed in a second update", hint="restart trainer")
+        return made
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_steps_that_are_held_for_a_person_are_waited_for_and_blame_no_group() -> None:
+    trainer, shown = Held(), list[tuple[str, str]]()
+    waits = Waits(lambda stage, kind, what: shown.append((kind, what)), threading.Event())
+    assert _made(_maker(trainer, in_parts=False, waits=waits), _groups(4), Accumulated())[0]["loss"] == 2.0
+    assert [kind for kind, _ in trainer.log] == ["update"] * 4
+    began = next(i for i, (kind, _) in enumerate(shown) if kind)
+    assert {*shown[began:]} == {("plugin", "the loss failed in a second update (restart trainer)")}, "in one wait"
 
 
 class FailingOnce:
@@ -240,3 +343,39 @@ def test_step_begins_once_however_often_its_effects_are_tried(effects: schedule.
     pipeline._drive(stages, SimpleNamespace(waits=Waits(lambda *_: None, threading.Event())))  # type: ignore[arg-type]
     timers = [timer for kind in of_step for timer in stages.timers[kind]]
     assert len(timers) == 4 and len({id(timer) for timer in timers}) == 1
+
+
+class Losing:
+    """Stages whose step is lost, and then refused with nothing lost, again and again."""
+
+    def __init__(self, most: int) -> None:
+        self.effects, self._left = schedule.run_rl(PLAN, SimpleNamespace(
+            resume=lambda *_: None, trained=lambda *_: None, failed=lambda *_: None)), most
+        self._is_lost = False
+
+    def carry_out(self, effect: schedule.Effect) -> Any:
+        if isinstance(effect, schedule.Resume):
+            return State("rl", 0, 1)
+        if isinstance(effect, schedule.Take):
+            return TakenStep(_groups(0), Consumption(IntervalSet.from_values([0])))
+        if isinstance(effect, schedule.Evaluate):
+            return 0.0
+        if not self._left:
+            raise Fenced("enough")
+        self._is_lost = not self._is_lost
+        if self._is_lost:
+            self._left -= 1
+            raise TrainerFailed("a rank was lost")
+        return schedule.NotTrained(())
+
+    def lost(self, error: Exception) -> None:
+        pass
+
+
+def test_pause_after_losses_grows_until_a_step_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, paused = Waits(lambda *_: None, threading.Event()), list[float]()
+    monkeypatch.setattr(waits, "pause", paused.append)
+    term = SimpleNamespace(waits=waits, step=0, events=SimpleNamespace(trainer_lost=lambda *_: None))
+    with pytest.raises(Fenced):
+        pipeline._drive(Losing(6), term)  # type: ignore[arg-type]
+    assert paused[0] == 0 and max(paused) > 4, "a step that is tried again is none that was made"

@@ -18,7 +18,7 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.catalog.pairs import pair_name
-from elastic_rl.errors import ConfigError, Conflict, Fenced, StaleSamples, TrainerFailed, VersionNotFound
+from elastic_rl.errors import ConfigError, Conflict, Fenced, StaleSamples, StepRefused, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.models.flops import SequenceCost
 from elastic_rl.pipeline.training import trainers
@@ -46,6 +46,8 @@ class TrainerGroup:
     on_wait: Callable[[str], None] = lambda what: None
     versions: tuple[int, ...] = ()
     """Of the samples of the last step."""
+    checked: list[list[str]] = field(default_factory=list)
+    """Names of the tensors of each batch that it was to check."""
     away: bool = False
     """Calls wait for ever."""
 
@@ -77,6 +79,11 @@ class TrainerGroup:
             raise Conflict(f"step {step} does not follow")
         self.step, self.step_id = step, step_id
         return {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-6, "value_clip_fraction": 0.0}
+
+    def check(self, step: int, batch: Batch, phase: str = "rl") -> dict[str, Any]:
+        self._called("check")
+        self.checked.append(sorted(batch.tensors))
+        return {}
 
     def discard(self, uploaded: Uploaded) -> None:
         self._called("discard")
@@ -174,6 +181,37 @@ def test_critic_that_refuses_the_policys_step_is_asked_again(pair: Pair) -> None
     assert pair.policy.calls.count("update") == 1, "it goes back to nothing"
     assert pair.critic.calls.count("upload") == pair.critic.calls.count("update") == 7, "with shares for each attempt"
     assert any("critic refuses step 8" in what and "needs returns" in what for _, what in pair.shown)
+
+
+def test_samples_are_checked_by_both_groups(pair: Pair) -> None:
+    pair.trainers.check(8, _batch())
+    [[of_policy], [of_critic]] = pair.policy.checked, pair.critic.checked
+    assert not {"values", "returns"} & {*of_policy} and {"values", "returns"} <= {*of_critic}
+    pair.critic.refusals["check"] = [StepRefused("the norm of the gradient is nan")]
+    with pytest.raises(StepRefused):
+        pair.trainers.check(8, _batch())
+
+
+def test_samples_that_the_critic_cannot_compute_with_have_both_groups_go_back(pair: Pair) -> None:
+    refused = StepRefused("the norm of the gradient is nan", hint="lower critic.train.lr")
+    pair.critic.refusals["update"] = [refused]
+    assert "critic_loss" in pair.trainers.update("rl", 8, _batch()), "it is asked once more"
+    for _ in range(2):  # the samples are tried each time
+        pair.critic.refusals["update"] = [refused] * 2
+        with pytest.raises(StepRefused, match="critic cannot make step 9.*nan") as found:
+            pair.trainers.update("rl", 9, _batch())
+        assert found.value.went_back and not pair.critic.refusals["update"] and pair.critic.step == 8
+        pair.policy.step = 8  # it has gone back
+    pair.critic.refusals["update"] = [refused] * 20
+    assert "critic_loss" in pair.trainers.update("rl", 9, _batch()), "going back has not helped"
+    assert any(kind == "critic" and "is nan" in what for kind, what in pair.shown)
+
+
+def test_critic_that_has_gone_back_itself_is_not_asked_again(pair: Pair) -> None:
+    pair.critic.refusals["update"] = [StepRefused("the norm of the gradient is nan", went_back=True)]
+    with pytest.raises(StepRefused) as found:
+        pair.trainers.update("rl", 8, _batch())
+    assert found.value.went_back and pair.critic.calls.count("update") == 1
 
 
 def test_step_of_the_critic_whose_answer_was_lost_counts(pair: Pair) -> None:

@@ -401,7 +401,7 @@ def test_filter_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest
     assert {found.drop_reason(_group(i)) for i in (1, 3)} == {filtering.FILTER_FAILED}
     with pytest.raises(Fenced):
         found.drop_reason(_group(5))
-    assert "rollout.max_failed_rewards" in attempts.texts[-1]
+    assert "rollout.max_failed_groups" in attempts.texts[-1]
 
 
 # -- generation --------------------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
 
 def test_group_that_hangs_or_kills_costs_itself_and_leaves_nothing() -> None:
     stopping, before = threading.Event(), threading.active_count()
-    rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=1", "--rollout.reward_timeout_s=2")
+    rewarder = _rewarder(stopping, "--rollout.max_failed_groups=1", "--rollout.reward_timeout_s=2")
     kinds = ("block", "regex", "_exit", "swallow", "thread", "segv")
     assert [bool(g.failed) for g in _groups(rewarder, "ok", *kinds, "ok")] == [False, *[True] * len(kinds), False]
     rewarder.close()
@@ -330,7 +330,7 @@ def test_group_that_hangs_or_kills_costs_itself_and_leaves_nothing() -> None:
 def test_group_that_keeps_ending_its_process_ends_no_others() -> None:
     """It is tried again without end, in a process of its own, and the others keep theirs."""
     stopping, texts, pids, before = threading.Event(), list[str](), list[float](), _children()
-    rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=0", texts=texts)
+    rewarder = _rewarder(stopping, "--rollout.max_failed_groups=0", texts=texts)
     seen = _children()
 
     def answer(ordinal: int, text: str) -> Any:
@@ -357,7 +357,7 @@ def test_group_that_keeps_ending_its_process_ends_no_others() -> None:
 
 def test_process_of_probation_ends_with_the_last_group() -> None:
     """It takes as much memory as that of the others."""
-    rewarder = _rewarder(threading.Event(), "--rollout.max_failed_rewards=1")
+    rewarder = _rewarder(threading.Event(), "--rollout.max_failed_groups=1")
     one = len(_children())
     assert [bool(g.failed) for g in _groups(rewarder, "ok", "_exit", "ok")] == [False, True, False]
     wait_until(lambda: len(_children()) <= one, what="the end of the second process")

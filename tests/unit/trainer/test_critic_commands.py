@@ -8,7 +8,7 @@ from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog.pairs import BEGINNING
-from elastic_rl.errors import Conflict, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.errors import Conflict, Fenced, PluginFailed, StepRefused, StepsHeld, TrainerFailed
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import (
     ForwardValues,
@@ -50,7 +50,11 @@ def test_executed_load_whose_answer_was_lost_is_not_repeated() -> None:
 @pytest.mark.parametrize("group", TRAINER_GROUPS)
 def test_hint_names_the_group_whose_steps_are_held(group: str) -> None:
     step = Update(id="u", epoch=1, term=2, group="g", batch="b", step=5)
-    held = step.held(PluginFailed("the loss is not finite", hint="lower lr"), group, 4)
+    back = step.went_back(PluginFailed("the loss is not finite", hint="lower lr"), group, 4, held=False)
+    assert isinstance(back, StepRefused) and back.went_back and back.hint == "lower lr"
+    assert back.message.endswith(f"; step 5 had made an update by then, so the {group} is back at step 4")
+    held = step.went_back(PluginFailed("the loss is not finite", hint="lower lr"), group, 4, held=True)
+    assert isinstance(held, StepsHeld)
     assert held.message.endswith(f"; step 5 had made an update by then, so the {group} is back at step 4 and makes "
                                  "no step")
     assert held.hint == f"lower lr correct it, and `elastic-rl restart {group}`"

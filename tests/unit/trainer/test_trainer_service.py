@@ -12,7 +12,16 @@ from support.endless_bodies import closes_endless_chunks
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.errors import (
+    ConfigError,
+    Conflict,
+    ElasticRLError,
+    Fenced,
+    PluginFailed,
+    StepRefused,
+    StepsHeld,
+    TrainerFailed,
+)
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.client import _error_of
@@ -78,12 +87,14 @@ def test_refusal_reaches_the_actor_with_its_kind(board: Board, url: str) -> None
     assert outcome == {"error": "conflict", "message": "step 1 does not follow", "hint": "resume"}
 
 
-@pytest.mark.parametrize("error", [ConfigError("a"), Conflict("b"), PluginFailed("c"), Fenced("d"), TrainerFailed("e")])
+@pytest.mark.parametrize("error", [
+    ConfigError("a"), Conflict("b"), PluginFailed("c"), Fenced("d"), TrainerFailed("e"), StepsHeld("f", hint="restart"),
+    StepRefused("g", hint="h"), StepRefused("i", went_back=True)])
 def test_refusal_is_raised_by_the_client_as_what_it_was(board: Board, error: ElasticRLError) -> None:
     board.submit(command())
     board.refused(board.next() or command(), error)
     raised = _error_of(board.result("c1", 0.0) or {})
-    assert type(raised) is type(error) and str(raised) == str(error)
+    assert type(raised) is type(error) and vars(raised) == vars(error)
 
 
 def test_unknown_command_is_not_found_so_that_it_is_sent_again(url: str) -> None:
@@ -98,6 +109,21 @@ def test_commands_that_wait_are_bounded_and_so_is_what_is_remembered(board: Boar
         board.put_share(f"b{n}", b"x")
         board.put_output(f"c{n}", b"x")
     assert len(board._results) < 50 and len(board._shares) < 10 and len(board._outputs) < 10
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_step_is_executing_from_when_it_is_taken_until_it_has_an_outcome(board: Board, *, refused: bool) -> None:
+    board.submit(command())
+    assert board.status()["executing"] == ""
+    taken = board.next() or command(2)
+    assert board.status()["executing"] == "update of rl step 1"
+    board.done(command(3), {})
+    assert board.status()["executing"] == "update of rl step 1", "the outcome is of another one"
+    if refused:
+        board.refused(taken, Conflict("step 1 does not follow"))
+    else:
+        board.done(taken, {})
+    assert board.status()["executing"] == ""
 
 
 def test_trainer_that_is_not_ready_takes_no_command(board: Board) -> None:
@@ -175,12 +201,12 @@ def test_who_waits_for_a_result_learns_what_the_trainer_waits_for(board: Board, 
 
 
 def test_gate_that_holds_steps_makes_none_until_another_actor_takes_over() -> None:
-    gate, held = WriterGate(1, "g"), PluginFailed("the loss failed")
+    gate, held = WriterGate(1, "g"), StepsHeld("the loss failed")
     step = command()
     assert gate.admit(step, Progress(phase="rl")) is None
     gate.hold(held)
     for further in (step, command(7)):  # also one that would not fit any more
-        with pytest.raises(PluginFailed, match="the loss failed"):
+        with pytest.raises(StepsHeld, match="the loss failed"):
             gate.admit(further, Progress(phase="rl"))
     assert gate.admit(Save(id="c-3", epoch=1, term=1, group="g", step=0), Progress(phase="rl")) is None
     assert gate.admit(ForwardLogprobs(id="c-4", epoch=1, term=1, group="g", batch="b"), Progress(phase="rl")) is None
