@@ -89,8 +89,8 @@ class Batch:
         self._require_schema({"V": int(lengths.sum()), "L": int(mask.sum())})
         if not self.samples:
             return
-        if int(lengths.min()) < 1:
-            raise ConfigError(f"lengths must be 1 or more, not {int(lengths.min())}")
+        if int(lengths.min()) < 1 or int(lengths.max()) > len(mask):
+            raise ConfigError(f"lengths must be 1 to {len(mask)}, not {int(lengths.min())} to {int(lengths.max())}")
         if bool(mask[self.starts].any()):
             raise ConfigError("the loss mask includes a first token, which nothing predicts")
 
@@ -229,6 +229,10 @@ class Batch:
         """The samples of several batches, which have the same tensors, in order. Raises as the constructor."""
         if len(pieces) == 1:
             return pieces[0]
+        for piece in pieces:
+            if piece.tensors.keys() != pieces[0].tensors.keys():
+                raise ConfigError(f"a piece of a batch has {sorted(piece.tensors)}, another one "
+                                  f"{sorted(pieces[0].tensors)}")
         return cls({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0].tensors})
 
     def joined(self, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
