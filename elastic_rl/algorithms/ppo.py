@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -18,9 +17,11 @@ from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.losses import ClipOptions
 from elastic_rl.config import AlgorithmConfig, CriticConfig
 from elastic_rl.config.options import Options
-from elastic_rl.data.batch import Batch
+from elastic_rl.data.batch import Batch, spans
 
 _STD_EPSILON = 1e-8
+_BLOCK = 256
+"""Tokens of one block of ``_discounted``."""
 
 
 class PpoOptions(ClipOptions):
@@ -65,21 +66,31 @@ def estimated(rewards: Tensor, values: Tensor, counts: Tensor, *, gamma: float, 
     """[L] float64: ``A_t = d_t + gamma lam A_t'``, ``d_t = r_t + gamma V_t' - V_t``, with t' the next loss token of the
     same sample, and 0 for what would be after its last one. ``rewards`` and ``values`` are [L], the latter of the
     states in which the tokens are chosen; ``counts`` [N]: loss tokens of each sample."""
-    order = counts.argsort(descending=True, stable=True)
-    lengths, starts = counts[order].numpy(), (counts.cumsum(0) - counts)[order].numpy()
-    # Each operation is on a few numbers, for which numpy takes a fraction of the time of torch.
-    r, v, found = rewards.double().numpy(), values.double().numpy(), np.zeros(len(rewards))
-    advantage, next_value = np.zeros((2, len(counts)))
-    # From the back, a place of all samples at a time: those that have it are the first ones in their order.
-    having = np.searchsorted(-lengths, -np.arange(lengths[0] if len(lengths) else 0))
-    for t in range(len(having) - 1, -1, -1):
-        n = having[t]
-        at = starts[:n] + t
-        value = v[at]
-        advantage[:n] = r[at] + gamma * next_value[:n] - value + gamma * lam * advantage[:n]
-        next_value[:n] = value
-        found[at] = advantage[:n]
-    return torch.from_numpy(found)
+    following = torch.cat([values[1:], values.new_zeros(1)])[:len(values)].double()
+    following[(counts.cumsum(0) - 1)[counts > 0]] = 0.0
+    return _discounted(rewards.double() + gamma * following - values.double(), counts, gamma * lam)
+
+
+def _discounted(errors: Tensor, counts: Tensor, factor: float) -> Tensor:
+    """[L] float64: ``A_t = d_t + factor A_(t + 1)`` of the ``errors`` d [L] of each sample, which has ``counts`` [N] of
+    them. In blocks, so that a response of 100,000 tokens takes hundreds of operations in a row and not as many as it
+    has tokens."""
+    blocks = (counts + _BLOCK - 1) // _BLOCK
+    places = spans((blocks.cumsum(0) - blocks) * _BLOCK, counts)
+    within = torch.zeros(int(blocks.sum()) * _BLOCK, dtype=torch.float64)
+    within[places] = errors
+    within = within.view(-1, _BLOCK)
+    reach = 1
+    while reach < _BLOCK:  # each has the sum of ``reach`` of them, and gets that of as many more
+        within[:, :-reach] = within[:, :-reach] + factor ** reach * within[:, reach:]
+        reach *= 2
+    first, after, ends = within[:, 0].tolist(), [0.0] * len(within), {*(blocks.cumsum(0) - 1).tolist()}
+    for block in range(len(first) - 1, -1, -1):
+        if block not in ends:
+            after[block] = first[block + 1]
+        first[block] += factor ** _BLOCK * after[block]
+    powers = factor ** torch.arange(_BLOCK, 0, -1, dtype=torch.float64)
+    return (within + powers * torch.tensor(after, dtype=torch.float64)[:, None]).view(-1)[places]
 
 
 def whitened(advantages: Tensor) -> Tensor:

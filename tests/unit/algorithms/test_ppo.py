@@ -12,6 +12,7 @@ from support.batches import from_rows
 from support.budget import seeds
 
 from elastic_rl import config
+from elastic_rl.algorithms import ppo
 from elastic_rl.algorithms.kl import kl_estimate
 from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.ppo import (
@@ -48,12 +49,15 @@ def reference(rewards: list[float], values: list[float], gamma: float, lam: floa
     return [math.fsum((gamma * lam) ** k * error for k, error in enumerate(errors[i:])) for i in range(len(errors))]
 
 
-@given(drawn_tokens(), FACTOR, FACTOR)
+@pytest.mark.parametrize("block", [2, 4, 256])
+@given(drawn=drawn_tokens(), gamma=FACTOR, lam=FACTOR)
 @settings(max_examples=seeds(40), deadline=None)
 def test_advantages_equal_the_sum_over_the_trained_tokens_of_a_sample(
-        drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float, lam: float) -> None:
+        block: int, drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gamma: float, lam: float) -> None:
     rewards, values, counts = drawn
-    found = estimated(rewards, values, counts, gamma=gamma, lam=lam)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "_BLOCK", block)
+        found = estimated(rewards, values, counts, gamma=gamma, lam=lam)
     expected = [a for r, v in zip(rewards.split(counts.tolist()), values.split(counts.tolist()), strict=True)
                 for a in reference(r.tolist(), v.tolist(), gamma, lam)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
@@ -149,9 +153,9 @@ def test_rewards_of_samples_stay_as_they_are_and_must_be_finite() -> None:
 
 
 def test_ppo_has_a_critic_and_other_algorithms_have_none() -> None:
-    ppo = config.parse({"algorithm": {"name": "ppo"}})
-    assert ppo.uses_critic and algorithm_of(ppo).inputs == ("values",)
-    assert [group.name for group in ppo.trainer_groups] == ["trainer", "critic"]
+    cfg = config.parse({"algorithm": {"name": "ppo"}})
+    assert cfg.uses_critic and algorithm_of(cfg).inputs == ("values",)
+    assert [group.name for group in cfg.trainer_groups] == ["trainer", "critic"]
     assert [group.name for group in config.parse({}).trainer_groups] == ["trainer"]
     with pytest.raises(ConfigError, match="needs the values of a critic"):
         algorithm_of(config.parse({"algorithm": {"name": "ppo"}, "critic": {"enabled": False}}))
