@@ -28,6 +28,9 @@ the teacher refuses. Raises ElasticRLError."""
 class Teaching:
     """Has batches scored. Used by one thread."""
 
+    _has_scored = False
+    """Whether the teacher has scored any sample so far: then it is the one that is meant."""
+
     def __init__(self, score: Score, top: int, waits: Waits) -> None:
         self._score, self._top, self._waits = score, top, waits
         self._threads = ThreadPoolExecutor(_REQUESTS, "teacher")
@@ -71,7 +74,8 @@ class Teaching:
                 self._waits.pause(0.0)
         if failed is not None:
             raise failed
-        if sequences and not any(found.values()):
+        self._has_scored |= any(found.values())
+        if sequences and not self._has_scored:
             found.clear()
             raise PluginFailed("the teacher's engines refuse every sample", hint="the teacher must have the policy's "
                                "tokens, and take sequences as long as a prompt and a response; the role's log has why")

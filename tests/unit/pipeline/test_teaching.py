@@ -121,6 +121,20 @@ def test_token_outside_the_teachers_top_has_its_own_column() -> None:
     assert parted["teacher_top_ids"].tolist() == found["teacher_top_ids"].tolist()
 
 
+def test_teacher_that_has_scored_samples_may_refuse_all_of_another_batch() -> None:
+    """As those of a single group that is tried: else the run would wait for a person."""
+    refuses = False
+
+    def score(sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
+        return [None for _ in sequences] if refuses else [*scores(sequences, top)]
+
+    teacher, request = Teaching(score, 0, Waits(lambda *_: None, threading.Event())), ScoreRequest((1, 2, 3), 1)
+    for refuses in (False, True):
+        found: dict[int, TokenScores | None] = {}
+        teacher._attempt([request], found)
+        assert (found[0] is None) is refuses
+
+
 def test_no_request_is_sent_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teaching, "_REQUEST_ENTRIES", 1)
     monkeypatch.setattr(teaching, "_REQUESTS", 1)
