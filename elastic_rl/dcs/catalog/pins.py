@@ -26,7 +26,7 @@ def pin(etcd: EtcdClient, keys: Keys, stream: str, number: int | None, holder: s
         if etcd.txn([Compare.mod(keys.version(stream, version.number), "==", entry.revision)],
                     [Op.put(keys.pin(stream, version.number, holder), b"{}", lease)]).succeeded:
             return version
-        # The record changed: an explicit version is RELEASING by now, which the next read finds; the head was replaced.
+        # The record changed: an explicit version is GONE by now, which the next read finds; the head was replaced.
     raise Conflict(f"the record of {stream} changed during each of {_TRIES} tries to pin it")
 
 
