@@ -17,9 +17,10 @@ from elastic_rl.coordinator.cluster_pass import ClusterLimits, ClusterReading, c
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_clock import LeaderClock
 from elastic_rl.errors import ElasticRLError, EtcdFull, Fenced
-from elastic_rl.etcd.client import EtcdClient, KeyValue, Watch
+from elastic_rl.etcd.client import EtcdClient, Watch
 from elastic_rl.etcd.decoding import RangeDecoder
 from elastic_rl.etcd.keys import ClusterKeys
+from elastic_rl.etcd.known_ranges import KnownRanges
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class ClusterReconciler:
             keys.host_specs_prefix(), keys.host_states_prefix(), keys.assignments_prefix(), keys.jobs_prefix(),
             keys.job_states_prefix(), keys.run_statuses_prefix(), keys.spec())
         """What a pass decides by."""
+        self._known = KnownRanges(etcd, self._read_prefixes)
         self._clock = LeaderClock(etcd, keys, election.writer, monotonic)
         self._term = self._revision = 0
         self._watch: Watch | None = None
@@ -127,6 +129,7 @@ class ClusterReconciler:
         EtcdUnavailable."""
         if self._term != (term := self._election.term):
             self._clock.begin_term()
+            self._known.forget()
             self._term = term
         self._clock.persist()
         reading = self._read()
@@ -136,10 +139,9 @@ class ClusterReconciler:
     def _read(self) -> ClusterReading:
         """The cluster at one revision."""
         leader_s = self._clock.now()
-        kvs, revision = list[KeyValue](), 0
-        for prefix in self._read_prefixes:
-            found, revision = self._etcd.range(prefix, revision=revision)
-            kvs += found
+        self._known.read()
+        kvs = [kv for found in self._known.ranges.values() for kv in found.values()]
+        revision = self._known.revision
         self._revision, before, self.unreadable = revision, self.unreadable, {}
         if self._watch is None:
             self._watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)

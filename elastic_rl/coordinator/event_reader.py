@@ -19,7 +19,8 @@ from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event
 
-_NEWEST = 64
+_MAX_NEW = 64
+"""Most events that are read in one answer; where there are more, all are read, in pages."""
 MAX_BATCH = 2000
 """Events of one batch. More are left to the next pass: a leader that follows a long absence finds thousands."""
 
@@ -45,12 +46,12 @@ class EventBatch:
 class EventReader:
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._etcd, self._keys = etcd, keys
+        self._read_to = 0
+        """Revision up to which events had been processed at the last reading."""
 
     def read(self) -> EventBatch:
         """Raises EtcdUnavailable."""
-        found = self._etcd.get(self._keys.event_cursor())
-        cursor = self._cursor(found)
-        kvs = self._since(cursor.revision)
+        found, cursor, kvs = self._new()
         if not kvs:
             return EventBatch()
         unreadable: dict[str, str] = {}
@@ -77,13 +78,18 @@ class EventReader:
         # A cursor that cannot be read was written when all earlier events had been read.
         return decode(found, EventCursor, {}) or EventCursor(revision=found.mod_revision)
 
-    def _since(self, revision: int) -> list[KeyValue]:
-        """The next events that were written after ``revision``, the oldest first; at most a batch of them."""
-        prefix = self._keys.events_prefix()
-        newest, _ = self._etcd.range(prefix, limit=_NEWEST, newest_first=True)
-        if len(newest) == _NEWEST and min(kv.mod_revision for kv in newest) > revision:
-            newest = self._backlog(prefix, revision)
-        return sorted((kv for kv in newest if kv.mod_revision > revision), key=_mod_revision)
+    def _new(self) -> tuple[KeyValue | None, EventCursor, list[KeyValue]]:
+        """The key of the cursor, the cursor, and the next events after it, the oldest first; at most a batch of them.
+        One answer of etcd, which mostly has no event: it is asked for those after the cursor as it was last."""
+        prefix, since = self._keys.events_prefix(), self._read_to
+        answer = self._etcd.changed([prefix], [self._keys.event_cursor()], since=since, limit=_MAX_NEW)
+        [events], found = answer.ranges, next(iter(answer.kvs), None)
+        cursor = self._cursor(found)
+        self._read_to = cursor.revision
+        # A cursor that has gone back is that of an etcd that was restored from a backup.
+        is_whole = not events.more and cursor.revision >= since
+        kvs = events.kvs if is_whole else self._backlog(prefix, cursor.revision)
+        return found, cursor, sorted((kv for kv in kvs if kv.mod_revision > cursor.revision), key=_mod_revision)
 
     def _backlog(self, prefix: str, revision: int) -> list[KeyValue]:
         """The oldest events after ``revision``. Keys sort by the writers' clocks, so every event is read; all as of one

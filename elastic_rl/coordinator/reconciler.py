@@ -232,11 +232,11 @@ class Reconciler:
     def _begin_term(self) -> None:
         """Announces this leadership to the job once: a record, the event leader.elected, and the key of the job's
         leader, which lives as long as this candidacy, in one transaction."""
+        if self._term == self._election.term:
+            return
         mine = self._etcd.get(self._election.key)
         if mine is None:
             raise Fenced(f"{self._election.replica} has no candidate key")
-        if self._term == mine.create_revision:
-            return
         self._reader.forget()
         self._membership.begin_term()
         self._stragglers.begin_term()

@@ -17,7 +17,7 @@ ENV = "ELASTIC_RL_FAILPOINT"
 
 PUBLISHER = ("publish.begun", "publish.sealed", "publish.manifest", "publish.replicated", "publish.committed")
 PULLER = ("pull.connected", "pull.opened")
-COLLECTOR = ("gc.releasing", "gc.gone", "gc.marked", "gc.dropped")
+COLLECTOR = ("gc.gone", "gc.marked", "gc.dropped")
 ENGINE = ("apply.staged", "apply.torn", "apply.applied")
 OPENING = ("open.pinned", "open.manifest", "open.located")
 NODE = ("node.received", "node.sealed", "disk.partial", "disk.saved", "disk.removed", "node.indexed")

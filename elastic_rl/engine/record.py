@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode_bytes, readable_one
 from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.records import Engine, EngineState, Severity
@@ -47,6 +47,8 @@ class EngineRecord:
         self._etcd, self._keys, self._epoch = etcd, ctx.keys, ctx.epoch
         self._id, self._incarnation = engine_id, incarnation
         self._key = ctx.keys.engine(engine_id)
+        self._seen: KeyValue | None = None
+        """The record as this runner has read or written it last; None also where that is not known."""
 
     def _is_own(self, record: Engine) -> bool:
         return record.incarnation == self._incarnation
@@ -61,20 +63,25 @@ class EngineRecord:
 
     def read(self) -> tuple[bool, Engine | None]:
         """Whether there is a record, and the record, if it can be read. Raises Fenced for one of another runner."""
-        found = self._etcd.get(self._key)
+        found = self._seen = self._etcd.get(self._key)
         record = readable_one(found, Engine)
         if record is not None and not self._is_own(record):
             raise Fenced(f"another runner has taken over engine {self._id}")
         return found is not None, record
 
     def write(self, record: Engine, guards: Sequence[Compare] = ()) -> Engine:
-        """Writes the record, and returns what is there then (``requested``). Raises EtcdUnavailable, Fenced when the
-        epoch is over or another runner has taken over, and Conflict when one of the ``guards`` does not hold."""
+        """Writes the record, and returns what is there then (``requested``): in one transaction, unless somebody else
+        has changed the record since this runner saw it. Raises EtcdUnavailable, Fenced when the epoch is over, another
+        runner has taken over or the record was deleted, and Conflict when one of the ``guards`` does not hold."""
         written, superseded = record, False
+        seen, self._seen = self._seen, None
 
         def change(raw: bytes | None) -> bytes:
             nonlocal written, superseded
             written = record
+            if raw is None and seen is not None:
+                superseded = True
+                raise Fenced(f"the record of engine {self._id} was deleted: a newer driver has no such engine")
             before = decode_bytes(raw, Engine) if raw else None  # of a record that cannot be read: it is ours to write
             if before and not self._is_own(before):
                 if before.epoch >= self._epoch:
@@ -86,7 +93,9 @@ class EngineRecord:
             return written.encode()
 
         try:
-            self._etcd.update(self._key, change, guards=[fencing.epoch_guard(self._keys, self._epoch), *guards])
+            self._seen = self._etcd.update_from(
+                seen or self._etcd.get(self._key), self._key, change,
+                guards=[fencing.epoch_guard(self._keys, self._epoch), *guards])
         except Fenced:
             if superseded or not guards:
                 raise

@@ -637,16 +637,16 @@ class EngineRunner:
 
     # -- etcd ------------------------------------------------------------------------------------------------------
     def _check_record(self) -> None:
-        """Twice a second: follows a change of the record by the driver (DRAINING, or out of the router since it is
-        behind), the leader (QUARANTINED, or behind) or a newer driver (deleted). Raises Fenced, and EngineFailed for a
-        quarantined engine."""
+        """Twice a second, unless it is written so often: follows a change of the record by the driver (DRAINING, or out
+        of the router since it is behind), the leader (QUARANTINED, or behind) or a newer driver (deleted). Raises
+        Fenced, and EngineFailed for a quarantined engine."""
         if self._unwritten:
             self._write()
         now = time.monotonic()
+        self._update_load(now)
         if now < self._next_record:
             return
         self._next_record = now + _RECORD_INTERVAL_S
-        self._update_load(now)
         exists, record = self._record.read()
         if not exists:
             self._stop.set()
@@ -682,7 +682,7 @@ class EngineRunner:
         state = EngineState.DRAINING if self._drain.is_set() and not lifecycle.state.ended else lifecycle.state
         self._unwritten = True
         written = self._record.write(self._as_record(lifecycle, state), guards)
-        self._unwritten = False
+        self._unwritten, self._next_record = False, time.monotonic() + _RECORD_INTERVAL_S
         if written.state is EngineState.DRAINING:
             self._drain.set()
         self._note_straggler(written)

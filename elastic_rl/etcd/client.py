@@ -295,7 +295,13 @@ class EtcdClient:
         None stands for an absent key, in both directions. Returns the new value. Raises Fenced when a guard does not
         hold, Conflict when every try met a concurrent modification.
         """
-        current = self.get(key)
+        written = self.update_from(self.get(key), key, change, lease=lease, guards=guards)
+        return written.value if written is not None else None
+
+    def update_from(self, current: KeyValue | None, key: str, change: Callable[[bytes | None], bytes | None], *,
+                    lease: int = 0, guards: Sequence[Compare] = ()) -> KeyValue | None:
+        """As ``update``, without reading the key first: ``current`` is the key as the caller has seen it last, which
+        may be outdated. Returns the key as it is now."""
         for _ in range(_MAX_UPDATES):
             new = change(current.value if current else None)
             if current is None and new is None and not guards:
@@ -304,7 +310,9 @@ class EtcdClient:
             ops = [Op.put(key, new, lease)] if new is not None else [Op.delete(key)]
             outcome = self.txn([Compare.mod(key, "==", revision), *guards], ops, [Op.get(key)])
             if outcome.succeeded:
-                return new
+                return None if new is None else KeyValue(
+                    key, new, current.create_revision if current else outcome.revision, outcome.revision,
+                    current.version + 1 if current else 1, lease)
             current = outcome.get(key)
             if (current.mod_revision if current else 0) == revision:
                 raise Fenced(f"the update of {key} was refused: its fencing token no longer holds")

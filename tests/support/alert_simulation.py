@@ -19,7 +19,7 @@ from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import event_kinds, events
-from elastic_rl.etcd.client import Compare, KeyValue, Op
+from elastic_rl.etcd.client import Changed, ChangedRanges, Compare, KeyValue, Op
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobStatus, Member, Record, Severity, Silence
 
@@ -50,9 +50,15 @@ class MemoryEtcd:
     def get(self, key: str) -> KeyValue | None:
         return self.kvs.get(key)
 
-    def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False) -> tuple[list[KeyValue], int]:
+    def range(self, prefix: str, *, revision: int = 0) -> tuple[list[KeyValue], int]:
         found = sorted((kv for k, kv in self.kvs.items() if k.startswith(prefix)), key=lambda kv: kv.key)
         return found, self.revision
+
+    def changed(self, prefixes: Sequence[str], keys: Sequence[str], *, since: int, limit: int) -> ChangedRanges:
+        """See ``EtcdClient.changed``."""
+        ranges = [self.range(prefix)[0] for prefix in prefixes]
+        return ChangedRanges([Changed([kv for kv in kvs if kv.mod_revision > since], len(kvs), more=False)
+                              for kvs in ranges], [], self.revision)
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
         if then:

@@ -7,8 +7,9 @@ The same leader, etcd and engines, one after the other. With ``--quick`` there a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -45,6 +46,8 @@ class Cost:
     """Heartbeats a second that were written later than a whole period after they were due."""
     memory_mib: float
     """Of the leader."""
+    p99_of_path_ms: Mapping[str, float] = field(default_factory=dict)
+    """By the name of the path (``PATHS``)."""
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:
@@ -69,10 +72,14 @@ def rows(collected: Cost, own: Cost, members: int, hosts: int) -> Iterator[Row]:
                                     "simulation, or etcd, was at its limit")
 
     def row(name: str, what: str, of: Callable[[Cost], float], unit: str, *, is_compared: bool = True,
-            **bounds: Any) -> Row:
-        compared: dict[str, Any] = {} if not is_compared else {"unmeasured_alternatives": {_ALTERNATIVE: late}
-                                                               } if late else {"alternatives": {_ALTERNATIVE: of(own)}}
-        return Row(id=f"hosts-1000-{name}", name=what, value=of(collected), unit=unit, **compared, **bounds)
+            parts: Mapping[str, float] = MappingProxyType({}), **bounds: Any) -> Row:
+        beside, unmeasured = dict(parts), dict[str, str]()
+        if is_compared and late:
+            unmeasured[_ALTERNATIVE] = late
+        elif is_compared:
+            beside[_ALTERNATIVE] = of(own)
+        return Row(id=f"hosts-1000-{name}", name=what, value=of(collected), unit=unit, alternatives=beside,
+                   unmeasured_alternatives=unmeasured, **bounds)
 
     yield row("writes", f"heartbeats alone of {members} engines on {hosts} hosts, whose agents collect them: writes "
               "that etcd takes", lambda c: c.writes, "1/s", limit=hosts / TTL_S)
@@ -81,7 +88,7 @@ def rows(collected: Cost, own: Cost, members: int, hosts: int) -> Iterator[Row]:
     yield row("cpu-etcd", "… etcd", lambda c: c.etcd, "cores")
     yield row("memory", "… memory of the leader", lambda c: c.memory_mib, "MiB", is_compared=False)
     yield row("api-p99", f"… API of the leader, {CLIENTS} clients: 99th percentile of all paths", lambda c: c.p99_ms,
-              "ms", goal=GOAL_P99_MS)
+              "ms", goal=GOAL_P99_MS, parts=collected.p99_of_path_ms)
     yield row("late", "… heartbeats that were written late", lambda c: c.late, "1/s", is_compared=False, goal=0)
 
 
@@ -97,4 +104,5 @@ def _cost(testbed: Testbed, replicas: Replicas, leader: str, simulated: Worker, 
     late, whole = simulated.call("count")["late"] - before["late"], time.monotonic() - began
     p99_ms = percentile([t for of in answered.values() for t in of], 0.99) or 0.0
     return Cost(writes / took, of_leader, of_follower, of_etcd, p99_ms, late / whole,
-                processes[0].memory_info().rss / 2**20)
+                processes[0].memory_info().rss / 2**20,
+                {name: percentile(answered[replicas.path + path], 0.99) or 0.0 for name, path in PATHS.items()})

@@ -21,9 +21,10 @@ from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import event_kinds, events
-from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.known_ranges import KnownRanges
 from elastic_rl.etcd.records import Event, Severity, Silence
 from elastic_rl.etcd.transaction import GuardedWrite, batches
 
@@ -72,7 +73,8 @@ class AlertController:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, sender: Sender, guarded: GuardedWrite, *,
                  leads: Callable[[], bool], clock: Callable[[], float]) -> None:
-        self._etcd, self._keys, self._cfg, self._sender = etcd, keys, cfg, sender
+        self._keys, self._cfg, self._sender = keys, cfg, sender
+        self._known = KnownRanges(etcd, [keys.silences_prefix(), keys.receivers_prefix(), keys.alerts_prefix()])
         self._guarded, self._leads, self._clock = guarded, leads, clock
         self._limits = SendLimits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
         self._thresholds = Thresholds.from_config(cfg)
@@ -104,12 +106,13 @@ class AlertController:
 
     def read(self) -> StoredAlerts:
         """Raises EtcdUnavailable."""
+        self._known.read()
         unreadable: dict[str, str] = {}
-        silences = [s for s, _ in decode_all(self._range(self._keys.silences_prefix()), Silence, unreadable)]
-        queues = decode_all(self._range(self._keys.receivers_prefix()), ReceiverQueue, unreadable)
-        kvs, revision = self._etcd.range(self._keys.alerts_prefix())
-        return StoredAlerts(revision, {a.id: (a, kv.mod_revision) for a, kv in decode_all(kvs, Alert, unreadable)},
-                            {q.receiver: (q, kv.mod_revision) for q, kv in queues}, silences, unreadable)
+        silences, queues, alerts = (found.values() for found in self._known.ranges.values())
+        return StoredAlerts(
+            self._known.revision, {a.id: (a, kv.mod_revision) for a, kv in decode_all(alerts, Alert, unreadable)},
+            {q.receiver: (q, kv.mod_revision) for q, kv in decode_all(queues, ReceiverQueue, unreadable)},
+            [s for s, _ in decode_all(silences, Silence, unreadable)], unreadable)
 
     def audience(self, alert: Alert) -> list[str]:
         return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.severity_tags)
@@ -138,9 +141,6 @@ class AlertController:
                 self._guarded([_unchanged(key, revision)], [Op.delete(key)])
 
     # -- storing ------------------------------------------------------------------------------------------------
-    def _range(self, prefix: str) -> list[KeyValue]:
-        return self._etcd.range(prefix)[0]
-
     def _write(self, stored: StoredAlerts, changes: Changes, last: Sequence[tuple[Compare, Op]]) -> None:
         writes: list[tuple[Compare, Op]] = []
         for alert, drop in [(a, False) for a in changes.put] + [(a, True) for a in changes.drop]:

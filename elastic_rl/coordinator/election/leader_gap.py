@@ -43,11 +43,15 @@ class LeaderGap:
         """``bound_s``: shortest gap that is reported."""
         self._etcd, self._keys, self._election, self._bound_s = etcd, keys, election, bound_s
         self._guarded, self._clock = guarded, clock
+        self._written_term, self._written_at = 0, 0.0
+        """Term and unix time of this replica's last heartbeat."""
 
     def update(self) -> None:
         """Writes the heartbeat when it is due, and the event of a gap before it. To be called before the member
         registry is updated, which forgets who was there. Raises Fenced, EtcdUnavailable."""
         key, now, term = self._keys.leader_heartbeat(), self._clock(), self._election.term
+        if self._written_term == term and 0 <= now - self._written_at < _HEARTBEAT_EVERY_S:
+            return
         found = self._etcd.get(key)
         last = decode(found, LeaderHeartbeat, {}) if found else None
         if last is not None and last.term == term and 0 <= now - last.at < _HEARTBEAT_EVERY_S:
@@ -60,4 +64,5 @@ class LeaderGap:
                 event_kinds.LEADER_ABSENT, "leader", f"there was no leader for about {gap:.0f} s after {last.replica}; "
                 "faults of that time are reported late", severity=Severity.WARNING, seconds=round(gap, 1))
             ops.append(events.put_op(self._keys, event))
-        self._guarded([Compare.mod(key, "==", found.mod_revision if found else 0)], ops)
+        if self._guarded([Compare.mod(key, "==", found.mod_revision if found else 0)], ops):
+            self._written_term, self._written_at = term, now

@@ -28,6 +28,7 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Severity, VersionState
+from elastic_rl.etcd.transaction import batches
 
 log = logging.getLogger(__name__)
 
@@ -98,26 +99,19 @@ class GarbageCollector:
         """``needed``: numbers of versions that stay in any case."""
         committed = {e.version.number: e for e in entries if e.version.state is VersionState.COMMITTED}
         old = to_release([e.version for e in committed.values()], self._retention, time.time(), pinned=needed)
-        if not old and not any(e.version.state is VersionState.RELEASING for e in entries):
+        old_entries = [*(e for e in entries if e.version.state is VersionState.RELEASING),
+                       *(committed[n] for n in old)]
+        if not old_entries:
             return []
         kept = pinned(self._etcd, self._keys, stream)
-        released = [n for n in old if n not in kept
-                    and leader_writes.release(self._etcd, self._keys, committed[n], guard)]
-        reach("gc.releasing")
-        # Pins are read again after the release: none can be added any more, so this reading has all of them.
-        kept = pinned(self._etcd, self._keys, stream)
         lines = []
-        for entry in self._in_state(stream, VersionState.RELEASING) if released else entries:
-            v = entry.version
-            if (v.state is VersionState.RELEASING and v.number not in kept
-                    and leader_writes.mark_gone(self._etcd, self._keys, entry, guard)):
-                lines.append(f"released {stream} version {v.number}")
+        for batch in batches([e for e in old_entries if e.version.number not in kept], leader_writes.MAX_RELEASED):
+            for released in ([batch] if leader_writes.release(self._etcd, self._keys, batch, guard) else
+                             # One of them was pinned or changed just now; the next sweep looks at it again.
+                             [[e] for e in batch if leader_writes.release(self._etcd, self._keys, [e], guard)]):
+                lines += [f"released {stream} version {e.version.number}" for e in released]
                 reach("gc.gone")
         return lines
-
-    def _in_state(self, stream: str, state: VersionState) -> list[Entry]:
-        entries = reads.read_catalog(self._etcd, self._keys).streams.get(stream, [])
-        return [e for e in entries if e.version.state is state]
 
     def _delete_records(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> None:
         for entry in [e for e in entries if not TRANSITIONS[e.version.state]][:-RECORDS_KEPT]:

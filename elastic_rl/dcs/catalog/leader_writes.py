@@ -12,26 +12,32 @@ from elastic_rl.dcs.catalog.transitions import TRANSITIONS, transition
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, VersionState
+from elastic_rl.etcd.transaction import MAX_OPS
+
+MAX_RELEASED = MAX_OPS // 2
+"""Versions that one transaction releases: each takes two conditions and two writes."""
 
 
 def abort_orphan(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
     """STAGING → ABORTED, if its publisher's key is gone."""
     v = entry.version
-    return _write(etcd, keys, entry, transition(v, VersionState.ABORTED),
-                  [Compare.absent(keys.staging_owner(v.stream, v.number)), *guard])
+    key = keys.version(v.stream, v.number)
+    return etcd.txn(
+        [Compare.mod(key, "==", entry.revision), Compare.absent(keys.staging_owner(v.stream, v.number)), *guard],
+        [Op.put(key, transition(v, VersionState.ABORTED).encode())]).succeeded
 
 
-def release(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
-    """COMMITTED → RELEASING; it can no longer be pinned."""
-    return _write(etcd, keys, entry, transition(entry.version, VersionState.RELEASING), guard)
-
-
-def mark_gone(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
-    """RELEASING → GONE. The caller has seen, after the release, that it has no pin."""
-    v = entry.version
-    return _write(etcd, keys, entry, transition(v, VersionState.GONE), guard,
-                  Op.delete(keys.replica_sets(v.stream, v.number)))
+def release(etcd: EtcdClient, keys: Keys, entries: Sequence[Entry], guard: Sequence[Compare]) -> bool:
+    """COMMITTED → GONE, of all ``entries`` or of none; of none where one of them has a pin. At most
+    ``MAX_RELEASED``."""
+    versions = [entry.version for entry in entries]
+    record = [keys.version(v.stream, v.number) for v in versions]
+    return etcd.txn(
+        [*(Compare.mod(key, "==", entry.revision) for key, entry in zip(record, entries, strict=True)),
+         *(Compare.none_created_since(keys.pins_prefix(v.stream, v.number), 0) for v in versions), *guard],
+        [*(Op.put(key, transition(v, VersionState.GONE).encode()) for key, v in zip(record, versions, strict=True)),
+         *(Op.delete(keys.replica_sets(v.stream, v.number)) for v in versions)]).succeeded
 
 
 def delete_record(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
@@ -67,8 +73,3 @@ def suspend(etcd: EtcdClient, keys: Keys, found: CatalogIdentity, revision: int,
     """Has every publish refused until a person has recovered the catalog."""
     return etcd.txn([Compare.mod(keys.dcs_catalog(), "==", revision), *guard],
                     [Op.put(keys.dcs_catalog(), found.replace(suspended=reason).encode())]).succeeded
-
-
-def _write(etcd: EtcdClient, keys: Keys, entry: Entry, new: Version, guards: Sequence[Compare], *also: Op) -> bool:
-    key = keys.version(new.stream, new.number)
-    return etcd.txn([Compare.mod(key, "==", entry.revision), *guards], [Op.put(key, new.encode()), *also]).succeeded

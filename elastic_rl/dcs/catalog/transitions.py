@@ -1,12 +1,14 @@
 """The states of a version and the transitions between them. Pure.
 
-    STAGING ──▶ COMMITTED ──▶ RELEASING ──▶ GONE
+    STAGING ──▶ COMMITTED ──▶ GONE
        └──────▶ ABORTED
 
-There is no transition from RELEASING back to COMMITTED, which makes release safe without a lock: a pin is only taken
-together with the check that the version is COMMITTED, so once it is RELEASING no pin can be added, and after the last
-one ends it can go. There is no transition from STAGING to RELEASING either: a version that was not committed was never
-visible.
+Release is safe without a lock: a pin is only taken together with the check that the version is COMMITTED, and a version
+only goes together with the check that it has no pin. There is no transition from STAGING to GONE: a version that was
+not committed was never visible.
+
+A leader of an older release takes two steps, by way of RELEASING, in which a version can no longer be pinned. Nothing
+else writes that state; a version that was left in it goes once it has no pin.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from elastic_rl.etcd.records import Version, VersionState
 
 TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
     VersionState.STAGING: frozenset({VersionState.COMMITTED, VersionState.ABORTED}),
-    VersionState.COMMITTED: frozenset({VersionState.RELEASING}),
+    VersionState.COMMITTED: frozenset({VersionState.GONE}),
     VersionState.RELEASING: frozenset({VersionState.GONE}),
     VersionState.GONE: frozenset(),
     VersionState.ABORTED: frozenset(),

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_rl.dcs.catalog import pins, reads
@@ -17,8 +17,9 @@ from elastic_rl.etcd.records import Version
 
 log = logging.getLogger(__name__)
 
-_RETRY_S = 1.0
-"""Pause between two attempts to delete pins while etcd does not answer."""
+_DELETE_AFTER_S = 2.0
+"""Pins that have ended are deleted so long after the last of them, unless the next pin takes them along, as in a run of
+short steps: that saves a transaction a step. Also the pause between two attempts while etcd does not answer."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Pin:
 class NodePins:
     """Pins versions under one lease of the node. Thread-safe.
 
-    Unpinning never blocks: a background thread deletes the keys, and tries again while etcd is away. Pins of a node
-    that dies end with its lease.
+    Unpinning never blocks: the next pin deletes the keys in its transaction, or a background thread does a little
+    later, which tries again while etcd is away. Pins of a node that dies end with its lease.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, node_id: str, ttl_s: int) -> None:
@@ -47,8 +48,11 @@ class NodePins:
         self._work = threading.Condition(self._lock)
         self._lease: KeptLease | None = None
         self._ids = itertools.count(1)
-        self._ended: deque[Pin] = deque()
-        self._closed = False
+        self._ended: dict[str, Pin] = {}
+        """Pins that are to be deleted, by their keys."""
+        self._ended_at = 0.0
+        """Monotonic time at which the last of them was added."""
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def head(self, stream: str) -> int:
@@ -61,9 +65,14 @@ class NodePins:
     def pin(self, stream: str, number: int) -> Pin:
         """Raises VersionNotFound and EtcdUnavailable."""
         with self._lock:
-            lease = self._alive_lease()
+            lease, ended = self._alive_lease(), self._take_ended()
         holder = f"node-{self._node_id}.{next(self._ids)}"
-        return Pin(pins.pin(self._etcd, self._keys, stream, number, holder, lease.id), holder, lease)
+        try:
+            return Pin(pins.pin(self._etcd, self._keys, stream, number, holder, lease.id, ended), holder, lease)
+        except BaseException:
+            with self._lock:
+                self._end(ended)
+            raise
 
     def _alive_lease(self) -> KeptLease:
         if self._lease is None or not self._lease.alive:
@@ -75,33 +84,45 @@ class NodePins:
     def unpin(self, pin: Pin) -> None:
         """Ends a pin soon."""
         with self._lock:
-            self._ended.append(pin)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._delete_ended, name="unpin", daemon=True)
-                self._thread.start()
-            self._work.notify()
+            self._end({self._keys.pin(pin.version.stream, pin.version.number, pin.holder): pin})
+
+    def _end(self, ended: Mapping[str, Pin]) -> None:
+        """Has these deleted, by the thread at the latest. Under the lock."""
+        self._ended.update(ended)
+        self._ended_at = time.monotonic()
+        if self._ended and self._thread is None:
+            self._thread = threading.Thread(target=self._delete_ended, name="unpin", daemon=True)
+            self._thread.start()
+        self._work.notify()
+
+    def _take_ended(self) -> dict[str, Pin]:
+        """Takes what one transaction can delete of the ended pins; those of a lease that is over are gone, or will be.
+        Under the lock."""
+        taken = dict(itertools.islice(self._ended.items(), pins.MAX_ENDED))
+        for key in taken:
+            del self._ended[key]
+        return {key: pin for key, pin in taken.items() if pin.alive}
 
     def _delete_ended(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             with self._lock:
-                self._work.wait_for(lambda: self._ended or self._closed)
-                if self._closed:
-                    return
-                pin = self._ended[0]
-            if pin.alive:  # otherwise its key is gone, or will be
-                try:
-                    pins.unpin(self._etcd, self._keys, pin.version.stream, pin.version.number, pin.holder)
-                except EtcdUnavailable as e:
-                    log.info("cannot unpin %s version %d yet: %s", pin.version.stream, pin.version.number, e)
-                    time.sleep(_RETRY_S)
-                    continue
-            with self._lock:
-                self._ended.popleft()
+                self._work.wait_for(lambda: self._ended or self._stopping.is_set())
+                while (left_s := self._ended_at + _DELETE_AFTER_S - time.monotonic()) > 0 and not (
+                        self._stopping.is_set()):
+                    self._work.wait(left_s)
+                ended = self._take_ended()
+            try:
+                if ended and not self._stopping.is_set():
+                    pins.end(self._etcd, ended)
+            except EtcdUnavailable as e:
+                log.info("cannot unpin %d versions yet: %s", len(ended), e)
+                with self._lock:
+                    self._end(ended)
 
     def close(self) -> None:
         """Ends every pin."""
+        self._stopping.set()
         with self._lock:
-            self._closed = True
             self._work.notify()
             lease, self._lease = self._lease, None
         if lease is not None:

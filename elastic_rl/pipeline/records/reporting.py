@@ -13,6 +13,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.data.sources import DataSource
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.records import Engine, SampleRecord, StepMetrics
+from elastic_rl.etcd.transaction import Op
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.pipeline.records.sample_ring import SampleRing, pick
 from elastic_rl.telemetry import training_metrics
@@ -28,24 +29,26 @@ _ENGINES = 64
 
 
 class SampleWriter:
-    """Shows a few samples of each step. Nothing waits for it: without etcd they are left out."""
+    """Shows a few samples of each step. No step fails for them: where they cannot be read they are left out."""
 
     def __init__(self, ring: SampleRing, model_dir: str) -> None:
         self._ring, self._file = ring, Path(model_dir) / "tokenizer.json"
         self._tokenizer: Any = None
 
-    def write(self, step: int, groups: StepGroups, advantages: Sequence[float] | None) -> None:
-        """``advantages``: of all samples, one group after the other; None where nothing is trained. Raises Fenced."""
+    def ops(self, step: int, groups: StepGroups, advantages: Sequence[float] | None) -> list[Op]:
+        """What is to be written with the record of the step (``SampleRing.ops``). ``advantages``: of all samples, one
+        group after the other; None where nothing is trained. Raises Fenced."""
         refs, chosen = groups.refs, pick([sample.reward for sample in groups.samples])
         try:
             shown = groups.reader.read([refs[n] for n in chosen])
-            self._ring.write(step, [
+            return self._ring.ops(step, [
                 self._record(step, *refs[n], *found, None if advantages is None else advantages[n])
                 for n, found in zip(chosen, shown, strict=True)])
         except Fenced:
             raise
         except Exception as e:  # they are for people only, and what a plug-in put into them may not fit
             log.warning("the samples of step %d are not shown: %s: %s", step, type(e).__name__, e)
+            return []
 
     def _record(self, step: int, ordinal: int, index: int, prompt: Prompt, sample: Sample, advantage: float | None
                 ) -> SampleRecord:

@@ -95,9 +95,9 @@ class JobStatusWriter:
     """Writes the job's status and step metrics. The record in etcd is the truth; memory has a copy for the next write.
     Thread-safe.
 
-    One transaction under the actor's fencing token writes a step's status together with its metrics and with what the
-    run's log has got since the last one, and a recovery's status together with the deletion of the metrics that it
-    undoes.
+    One transaction under the actor's fencing token writes a step's status together with its metrics, its samples and
+    what the run's log has got since the last one, and a recovery's status together with the deletion of the metrics
+    that it undoes.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, *, steps: int, seed: int,
@@ -170,9 +170,10 @@ class JobStatusWriter:
         except ElasticRLError as e:  # nothing of the run depends on it
             log.warning("what the run does is not written: %s", e)
 
-    def write(self, phase: str, *, metrics: StepMetrics | None = None, **changes: Any) -> None:
-        """``metrics``: of a step that was just completed. Raises Fenced when the writer's token is over, and
-        EtcdUnavailable: the same call can then be repeated."""
+    def write(self, phase: str, *, metrics: StepMetrics | None = None, samples: Sequence[Op] = (), **changes: Any
+              ) -> None:
+        """``metrics``: of a step that was just completed. ``samples``: the operations that write samples of it. Raises
+        Fenced when the writer's token is over, and EtcdUnavailable: the same call can then be repeated."""
         with self._lock:
             if metrics is not None:
                 total_s, usual_s = metrics.seconds.get("total", 0.0), self.latest.step_s
@@ -180,7 +181,7 @@ class JobStatusWriter:
                 changes["step_s"] = total_s + _STEP_S_KEPT * (usual_s - total_s) if usual_s else total_s
                 changes["pieces"] = 0
                 changes["dropped_groups"] = _add(self.latest.dropped_groups, _dropped(metrics), 1)
-            self._write(phase, changes, [self._put(metrics)] if metrics is not None else [])
+            self._write(phase, changes, [*([self._put(metrics)] if metrics is not None else []), *samples])
             self._metrics = metrics or self._metrics
 
     def evaluated(self, phase: str, step: int, eval_accuracy: float,

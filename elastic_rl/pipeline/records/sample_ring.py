@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
-from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord
 from elastic_rl.etcd.transaction import MAX_OPS
@@ -26,31 +25,33 @@ MAX_PARTS = 16
 _MAX_NAME_CHARS = 64
 _MAX_VERSIONS = 32
 _PER_STEP = 4
+_BESIDE = 8
+"""Operations of a step's transaction that are not of the ring: its status, its metrics and its records of the log."""
+MAX_SLOTS = MAX_OPS - _BESIDE - _PER_STEP
+"""Slots of the largest ring: the deletion of all of them has to fit into the transaction of a step."""
 _MARK = "\n[… {} characters left out …]\n"
 
 
 class SampleRing:
-    """Writes the samples of a run under its epoch. ``write`` is called for one step at a time, by one thread."""
+    """The samples of a run. They are written with the records of their steps, so that a step costs one transaction.
+    ``ops`` is called for one step at a time, by one thread, and what it returns is written before the next call."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, slots: int = 64) -> None:
-        """``slots``: keys that it uses at most, from 4 to 96; every step gets four of them, so 64 hold the last 16
-        steps. Raises ValueError for another number."""
-        # Together with the writes of a step, the deletion of every slot has to fit into one transaction.
-        if not _PER_STEP <= slots <= MAX_OPS - _PER_STEP:
-            raise ValueError(f"slots must be from {_PER_STEP} to {MAX_OPS - _PER_STEP}, not {slots}")
+    def __init__(self, etcd: EtcdClient, keys: Keys, slots: int = 64) -> None:
+        """``slots``: keys that it uses at most, from 4 to ``MAX_SLOTS``; every step gets four of them, so 64 hold the
+        last 16 steps. Raises ValueError for another number."""
+        if not _PER_STEP <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be from {_PER_STEP} to {MAX_SLOTS}, not {slots}")
         self._etcd, self._keys = etcd, keys
-        self._writer = writer
         self._steps = slots // _PER_STEP
         self._newest: int | None = None
 
-    def write(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Writes up to four samples of a step, and deletes what an earlier run of it left. The first write of this
-        object, and one of a step that is not newer than the last, also deletes the samples of later steps, which were
-        undone. It does all this in one transaction.
+    def ops(self, step: int, samples: Sequence[SampleRecord]) -> list[Op]:
+        """Operations that write up to four samples of a step, and delete what an earlier run of it left. Those of the
+        first call, and of a step that is not newer than the last, also delete the samples of later steps, which were
+        undone.
 
         Further samples are left out (``pick`` chooses), texts are cut (``fitted``), and ``step`` is set in each record.
-        The records are for people only: a caller may go on without them when etcd does not answer. Raises Fenced when a
-        newer epoch has begun, EtcdUnavailable.
+        The records are for people only: a caller may go on without them when this raises EtcdUnavailable.
         """
         now = time.time()
         records = [fitted(sample.replace(step=step, at=sample.at or now)) for sample in samples[:_PER_STEP]]
@@ -60,8 +61,9 @@ class SampleRing:
         if self._newest is None or step <= self._newest:
             stale |= self._undone(step)
         ops = [Op.put(key, value) for key, value in puts.items()]
-        self._writer.write(*ops, *(Op.delete(key) for key in sorted(stale - puts.keys())[:MAX_OPS - len(ops)]))
+        ops += [Op.delete(key) for key in sorted(stale - puts.keys())[:MAX_OPS - _BESIDE - len(ops)]]
         self._newest = step
+        return ops
 
     def _undone(self, step: int) -> set[str]:
         """Keys of later steps, of slots that this ring does not have, and of what cannot be read."""

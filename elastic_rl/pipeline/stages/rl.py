@@ -112,8 +112,7 @@ class RlStages(TrainerStages):
         log_step(term.run_log, metrics, [g.ordinal for g in groups.groups],
                  sorted({v for s in groups.samples for v in s.versions}), self._generation.engines, trained)
         term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
-                   staleness=metrics.staleness)
-        term.samples.write(effect.step, groups, advantages)
+                   staleness=metrics.staleness, samples=term.samples.ops(effect.step, groups, advantages))
         term.events.responses(metrics, self._source)
         term.events.logprob_difference(metrics, trained["logprob_diff_max"], term.cfg.logprob_tolerance)
         return version

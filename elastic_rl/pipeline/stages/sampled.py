@@ -98,8 +98,8 @@ class SampledStages(Stages):
         metrics = metrics.replace(seconds=timer.seconds(), idle_s=self._waits.take_idle_s())
         log_sampled(term.run_log, metrics, list(effect.consumption.groups), self._rollouts.pool.engines,
                     lines=len(lines))
-        term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version)
-        term.samples.write(effect.step, groups, None)
+        term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version,
+                   samples=term.samples.ops(effect.step, groups, None))
         return cursor
 
     def _complete(self, effect: schedule.Complete) -> None:

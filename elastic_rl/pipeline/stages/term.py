@@ -74,7 +74,7 @@ class ActorTerm:
         self.run_log = RunLog(history, Trackers.from_names(
             self.cfg.telemetry.trackers, paths.folder, self.cfg.job, self._tracker_failed,
             wandb_mode=self.cfg.telemetry.wandb_mode))
-        self.samples = SampleWriter(SampleRing(etcd, ctx.keys, writer), ctx.model_dir)
+        self.samples = SampleWriter(SampleRing(etcd, ctx.keys), ctx.model_dir)
         self.security = dcs_security(self.cfg)
         stream, self._model_stream = (GrowingStream(
             etcd, ctx.keys, name, self.cfg.dcs, epoch=ctx.epoch, token=writer, owner=f"actor-{number}",

@@ -69,3 +69,29 @@ def test_events_that_were_not_read_yet_are_kept(etcd: EtcdClient, keys: Keys) ->
     assert 0 < read < 110 and trim() == 130 - read
     etcd.txn([], [Op.put(keys.event_cursor(), EventCursor(revision=kvs[-1].mod_revision).encode())])
     assert trim() == 20
+
+
+def test_reader_follows_the_cursor_wherever_it_goes(etcd: EtcdClient, keys: Keys) -> None:
+    """It is asked for what is new only; a cursor that another leader has moved, or an etcd restored from a backup has
+    put back, is followed all the same."""
+    reader = EventReader(etcd, keys)
+
+    def subjects(count: int) -> list[str]:
+        return sorted(f"pool-{n}" for n in range(count))
+
+    def read() -> list[str]:
+        batch = reader.read()
+        for compare, op in batch.cursor:
+            assert etcd.txn([compare], [op]).succeeded
+        return sorted(event.subject for event, _ in batch.events)
+
+    write(etcd, keys, 3)
+    assert read() == subjects(3)
+    assert read() == []
+    write(etcd, keys, 2)
+    assert read() == subjects(2)
+    etcd.put(keys.event_cursor(), EventCursor(revision=1).encode())
+    assert read() == sorted(subjects(3) + subjects(2))
+    write(etcd, keys, 2)
+    etcd.put(keys.event_cursor(), EventCursor(revision=etcd.revision()).encode())
+    assert read() == []

@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.catalog import garbage_collector, reads, writer
+from elastic_rl.dcs.catalog import garbage_collector, pins, reads, writer
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.publish import publisher
@@ -259,3 +259,24 @@ def test_jumping_clock_keeps_head_and_order(dcs: TwoNodes, monkeypatch: pytest.M
     assert versions[1].committed_at < versions[0].committed_at < versions[2].committed_at > versions[3].committed_at
     assert reads.head(dcs.etcd, dcs.keys, "policy") == versions[3]
     assert [v.state for v in versions[:2]] == 2 * [VersionState.GONE]
+
+
+def test_sweep_releases_in_one_transaction_what_has_no_pin(dcs: TwoNodes) -> None:
+    """Also what a leader of an older release has left as RELEASING."""
+    publishing, collector = dcs.publisher("n0"), dcs.collector(1)
+    for number in range(1, 6):
+        publishing.publish([("w0", tensor(number, 0))], meta={})
+    pins.pin(dcs.etcd, dcs.keys, "policy", 2, "reader", 0)
+    for number in (2, 3):
+        entry = reads.get_entry(dcs.etcd, dcs.keys, "policy", number)
+        assert entry is not None
+        dcs.etcd.put(dcs.keys.version("policy", number), entry.version.replace(state=VersionState.RELEASING).encode())
+    collector.sweep([])
+    entries = {e.version.number: e for e in reads.list_entries(dcs.etcd, dcs.keys, "policy")}
+    assert {n: e.version.state for n, e in entries.items()} == {
+        1: VersionState.GONE, 2: VersionState.RELEASING, 3: VersionState.GONE, 4: VersionState.GONE,
+        5: VersionState.COMMITTED}
+    assert len({entries[n].revision for n in (1, 3, 4)}) == 1
+    pins.unpin(dcs.etcd, dcs.keys, "policy", 2, "reader")
+    collector.sweep([])
+    assert dcs.states("policy")[2] is VersionState.GONE

@@ -52,6 +52,9 @@ def test_collected_heartbeats_are_beside_those_that_members_write_themselves_if_
     assert rows["hosts-1000-cpu"].met and rows["hosts-1000-api-p99"].met and rows["hosts-1000-late"].met
     assert rows["hosts-1000-cpu-follower"].value == 0.1 and rows["hosts-1000-cpu-etcd"].value == 0.3
     assert rows["hosts-1000-memory"].value == 200
+    by_path = {row.id: row for row in scale.rows(replace(collected, p99_of_path_ms={"job": 12.0}), own, 10_000, 1000)}
+    assert by_path["hosts-1000-api-p99"].alternatives["job"] == 12
+    assert "job" not in by_path["hosts-1000-cpu"].alternatives
     late = {row.id: row for row in scale.rows(collected, replace(own, late=70), members=10_000, hosts=1000)}
     assert not late["hosts-1000-cpu"].alternatives
     assert "70 a second were late" in str(late["hosts-1000-cpu"].unmeasured_alternatives)

@@ -13,7 +13,7 @@ from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.records import Version, VersionState
 
 S = VersionState
-LEGAL = {(S.STAGING, S.COMMITTED), (S.STAGING, S.ABORTED), (S.COMMITTED, S.RELEASING), (S.RELEASING, S.GONE)}
+LEGAL = {(S.STAGING, S.COMMITTED), (S.STAGING, S.ABORTED), (S.COMMITTED, S.GONE), (S.RELEASING, S.GONE)}
 
 
 def version(state: VersionState) -> Version:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord, StepMetrics
-from elastic_rl.pipeline.records.sample_ring import MAX_RECORD_BYTES, MAX_TEXT_CHARS, SampleRing, cut_text, fitted, pick
+from elastic_rl.pipeline.records.sample_ring import (
+    MAX_RECORD_BYTES,
+    MAX_SLOTS,
+    MAX_TEXT_CHARS,
+    SampleRing,
+    cut_text,
+    fitted,
+    pick,
+)
 
 ANY_FLOAT = st.floats()
 ANY_TEXT = st.text(st.characters(), max_size=50).flatmap(
@@ -58,10 +66,10 @@ def test_picked_samples_include_the_best_and_the_worst(rewards: list[float], lim
         assert limit == 1 or rewards[found[0]] == min(rewards)
 
 
-@pytest.mark.parametrize("slots", [0, 3, 97])
+@pytest.mark.parametrize("slots", [0, 3, MAX_SLOTS + 1])
 def test_ring_refuses_a_size_that_no_transaction_holds(slots: int) -> None:
     with pytest.raises(ValueError, match="slots"):
-        SampleRing(EtcdClient.__new__(EtcdClient), Keys("job"), None, slots)  # type: ignore[arg-type]
+        SampleRing(EtcdClient.__new__(EtcdClient), Keys("job"), slots)
 
 
 def test_metrics_leave_out_what_json_cannot_hold() -> None:
