@@ -33,7 +33,7 @@ class Trainer:
         self._poison, self._ahead = {*poison}, ahead
 
     def _compute(self, batch: Batch) -> list[int]:
-        prompts = batch["tokens"][:, 0].tolist()
+        prompts = [int(tokens[0]) for tokens in batch.by_sample("tokens")]
         if self._poison & {*prompts}:
             raise StepRefused("the norm of the gradient is nan")
         return prompts
