@@ -326,6 +326,21 @@ def test_refused_groups_stay_dropped_where_nothing_else_outlives_the_step() -> N
     assert chosen is not None and chosen.consumption.dropped == {}, "and not twice"
 
 
+def test_each_flow_has_a_limit_of_refused_groups_for_itself() -> None:
+    limits = replace(LIMITS, max_staleness=0, beside_steps=False, drop_limit=DropLimit(0.5, 2))
+    for _ in range(2):  # as of actors that follow one another
+        flow = GroupFlow(limits)
+        flow.resume(0, 1, IntervalSet(), Branch())
+        for _ in range(2):
+            assert flow.lease() is not None
+            _queue(flow, 0, version=9)
+            _queue(flow, 1, version=1)
+            assert _step(flow) is not None and flow.refused([9]) == [0]
+            flow.resume(0, 1, IntervalSet(), Branch())
+        grant = flow.lease()
+        assert grant is not None and grant.ordinals == (1, 2), "group 0 is dropped"
+
+
 def test_groups_that_were_not_generated_after_all_are_leased_again() -> None:
     flow = _flow(max_staleness=0, beside_steps=False)
     grant = flow.lease()
