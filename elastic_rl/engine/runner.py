@@ -617,7 +617,7 @@ class EngineRunner:
                 event_kinds.ENGINE_QUARANTINED if torn else event_kinds.ENGINE_DEAD, Severity.ERROR)
             self._record.emit(kind, f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
                        version=self._lifecycle.version, applying=self._lifecycle.applying)
-        except EtcdUnavailable as e:  # the leader finds that its process has ended
+        except (EtcdUnavailable, Fenced) as e:  # the leader finds that its process has ended, or knows no such engine
             log.warning("engine %s ends unreported: %s", self._id, e)
         finally:
             self._unroute()

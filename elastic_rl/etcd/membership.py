@@ -39,9 +39,10 @@ from elastic_rl.runtime.files import os_error_text
 
 log = logging.getLogger(__name__)
 _MIN_WRITE_INTERVAL_S = 0.1
-"""Shortest pause between two writes, to etcd or to the file, however fast the progress."""
-_FILE_INTERVAL_S = 1.0
-"""Longest pause between two writes of the file."""
+"""Shortest pause between two writes to etcd, however fast the progress."""
+_FILE_PAUSE_S, _FILE_INTERVAL_S = 0.5, 1.0
+"""Shortest and longest pause between two writes of the file while the agent collects it, which it does every few
+seconds."""
 LEASE_HEARTBEATS = 3
 """The lease of a member lasts for this many intervals of its heartbeats."""
 _JOIN_TIMEOUT_S = 2.0
@@ -76,7 +77,8 @@ class Membership:
         self._written_info: dict[str, Any] | None = None
         """What etcd has of the process beside its heartbeats; None: nothing."""
         self._lock = threading.Lock()
-        self._changed = threading.Event()
+        self._changed, self._info_changed = threading.Event(), threading.Event()
+        """Set by any news, and by those of ``info`` and at the end."""
         self._stopping = threading.Event()
         self.replaced = threading.Event()
         self._lease: KeptLease | None = None
@@ -114,11 +116,13 @@ class Membership:
         with self._lock:
             now = self._member
             new = now.replace(step=step, phase=phase, in_flight=in_flight, info={**now.info, **info})
-            changed = new != now
+            changed, info_changed = new != now, new.info != now.info
             self._member = new.replace(progress_at=time.time(), work=work)
             self._progressed = time.monotonic()
         if changed:
             self._changed.set()
+        if info_changed:
+            self._info_changed.set()
 
     def close(self) -> None:
         """Deregisters: the entry, and the leader's record of it, are deleted at once. Without etcd the entry
@@ -127,6 +131,7 @@ class Membership:
             return
         self._stopping.set()
         self._changed.set()
+        self._info_changed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
         self._deregister()
@@ -157,6 +162,7 @@ class Membership:
             changed = (self._stopping if self.replaced.is_set() else self._changed).wait(
                 min(self._ttl_s / 3, _FILE_INTERVAL_S) if self._folder is not None else self._ttl_s / 3)
             self._changed.clear()
+            self._info_changed.clear()
             if self._stopping.is_set():
                 return
             alive = self._lease is not None and self._lease.alive
@@ -165,7 +171,10 @@ class Membership:
                 # The lease has its own thread; a heartbeat without news is a write to etcd and can be rarer.
                 if not schedule.due(time.monotonic(), changed=changed, collected=collected, random=random.random(),
                                     info_changed=self._member.info != self._written_info):
-                    self._stopping.wait(_MIN_WRITE_INTERVAL_S)
+                    if collected:
+                        self._info_changed.wait(_FILE_PAUSE_S)
+                    else:
+                        self._stopping.wait(_MIN_WRITE_INTERVAL_S)
                     continue
             try:
                 if self.replaced.is_set():

@@ -58,6 +58,9 @@ _RAY = {**RAY_PRIORITY, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 86400),
         # A replica of a role that hangs is killed; one that moves has its time to finish calls, which may be long.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        # Serve's controller looks at its few replicas ten times a second by default, and asks each for its health once
+        # a second: the looks in between took as much of a core as the leader.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
         # A token or an address of another cluster of the user's would count instead of the job's. Whoever starts a
         # node, or connects, sets RAY_AUTH_TOKEN_PATH to the file of its epoch.
         "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": None, "RAY_ADDRESS": None}

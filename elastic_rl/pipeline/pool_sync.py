@@ -24,8 +24,11 @@ from elastic_rl.runtime.backoff import doubled_s
 
 log = logging.getLogger(__name__)
 
-_LOOK_S, _PAUSE_S = 0.25, 0.01
-"""Longest and shortest pause between two looks at the pool: while nothing changes there, and while much does."""
+_LOOK_S = 0.25
+"""Longest pause between two looks at the pool, while nothing changes there."""
+_PAUSE_S, _PAUSE_OF_ENGINE_S = 0.001, 1e-6
+"""The pause after a look while much changes: the engines of a pool become ready within milliseconds of each other, and
+the last of them is what a step waits for. A look at 10,000 engines takes as long as their pause."""
 FIRST_S, _MAX_S = 15.0, 3600.0
 """The least and the longest time that engines may lack a version before it is looked whether it is lost."""
 _PULLS = 3.0
@@ -108,7 +111,7 @@ class PoolSync:
         ``publish_again`` raises."""
         with contextlib.closing(self.begin(version)) as wait:
             while not wait.poll():
-                self.waits.pause(_PAUSE_S)
+                self.waits.pause(_PAUSE_S + len(self.engines) * _PAUSE_OF_ENGINE_S)
 
     def begin(self, version: int, enough: Enough = in_sync) -> VersionWait:
         """A wait that the caller polls."""
