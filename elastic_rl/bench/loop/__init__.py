@@ -18,6 +18,8 @@ SUITE = Suite(__name__, {
               *(f"idle-s-{stage}" for stage in _IDLE_STAGES)),
     "overhead": ("overhead", "overhead-s", "overhead-tokens"),
     "step_cost": ("cpu-a-step", "etcd-a-step", "sync-small"),
+    "unequal": ("unequal", "unequal-s"),
+    "straggler": ("straggler", "straggler-samples-per-s"),
     "async_vs_sync": ("async-vs-sync", "async-step-s", "async-tokens",
                       *(f"async-idle-s-{part}" for part in _ASYNC_IDLE), "async-staleness",
                       "async-own-cores", "async-own-cores-s", "async-parts", "async-parts-s",
