@@ -19,6 +19,8 @@ SUITE = Suite(__name__, {
     "overhead": ("overhead", "overhead-s", "overhead-tokens"),
     "actor_bytes": ("actor-bytes", "actor-bytes-wire", "actor-bytes-step"),
     "step_cost": ("cpu-a-step", "etcd-a-step", "sync-small"),
+    "unequal": ("unequal", "unequal-s"),
+    "straggler": ("straggler", "straggler-samples-per-s"),
     "async_vs_sync": ("async-vs-sync", "async-step-s", "async-tokens",
                       *(f"async-idle-s-{part}" for part in _ASYNC_IDLE), "async-staleness",
                       "async-own-cores", "async-own-cores-s", "async-parts", "async-parts-s",

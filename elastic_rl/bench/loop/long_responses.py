@@ -60,13 +60,14 @@ def _configure(folder: Path, options: Options, settings: Sequence[str]) -> Confi
     return cfg
 
 
-def make_model(folder: Path) -> Path:
-    """The model and its tokenizer, of one token for each character, in ``folder / "model"``."""
+def make_model(folder: Path, shape: Mapping[str, int] = _SHAPE) -> Path:
+    """A model with random weights, and its tokenizer, of one token for each character, in ``folder / "model"``.
+    ``shape``: settings of ``model``."""
     from elastic_rl.data.tiny_model import make_model_dir  # it imports torch
     from elastic_rl.data.tokenizer import make_tokenizer
 
     make_tokenizer(_VOCABULARY).save_pretrained(folder / "tokenizer")
-    return make_model_dir(folder / "model", config.parse({"model": _SHAPE}), folder / "tokenizer")
+    return make_model_dir(folder / "model", config.parse({"model": dict(shape)}), folder / "tokenizer")
 
 
 class LongResponses:

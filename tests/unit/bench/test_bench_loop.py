@@ -28,6 +28,8 @@ from elastic_rl.bench.loop import (
     own_cores,
     step_cost,
     steps,
+    straggler,
+    unequal,
 )
 from elastic_rl.bench.loop.bare_engines import requests_of_step
 from elastic_rl.bench.loop.outages import Outage
@@ -35,6 +37,7 @@ from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.config import parse
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ElasticRLError
+from elastic_rl.models.flops import SequenceCost
 
 
 def step(number: int, at: float) -> dict[str, Any]:
@@ -55,6 +58,45 @@ def test_rows_come_from_the_records_of_a_run() -> None:
     assert all(r.value is not None for r in measured.values())
     assert measured["step-s-between"].value == pytest.approx(0.0, abs=1e-6)
     assert measured["idle-s-sync"].value > 0 and measured["idle-s-train"].value == 0  # type: ignore[operator]
+
+
+# -- one response, or one engine, that is unlike the others -----------------------------------------------------------
+def test_long_response_is_so_much_longer_than_the_mean_of_all() -> None:
+    for count in (32, 128):
+        long, *others = responses = unequal.unequal_responses(count)
+        assert len(responses) == count and max(others) < long
+        assert long == pytest.approx(unequal.LONGER * sum(responses) / count, rel=0.01)
+
+
+def test_bound_of_unequal_work_is_an_equal_part_of_it_or_its_longest_sample() -> None:
+    by_square = SequenceCost(0.0, 1.0)
+    assert unequal.bound_over_alike([3, 3, 3, 3], [3] * 4, by_square, 2) == 1.0
+    assert unequal.bound_over_alike([5, 1, 5, 1], [3] * 4, by_square, 2) == (16 + 16 + 1 + 1) / 16
+    assert unequal.bound_over_alike([9, 1], [3] * 4, by_square, 2) == 64 / 8, "one replica has it alone"
+
+
+def test_rows_of_unequal_work_are_times_over_its_bound() -> None:
+    found = {row.id: row for row in unequal.rows([2.0, 2.0, 2.0], [6.0, 5.0, 5.0], [9.0] * 3, 2.0)}
+    assert set(found) == set(SUITE.rows["unequal"])
+    assert found["unequal"].value == 5.0 / 4.0 and found["unequal"].met
+    assert found["unequal"].alternatives == {"shares of equal tokens": 9.0 / 4.0} and found["unequal-s"].limit == 4.0
+
+
+def given_up(at: float, detected_at: float | None) -> dict[str, Any]:
+    return {"kind": "fault", "name": "given_up", "at": at, "injected_at": at, "detected_at": detected_at,
+            "witness": "no such engine"}
+
+
+def test_straggler_is_measured_by_the_steps_before_it_and_after_it_was_given_up() -> None:
+    run = [*({**step(n, float(n)), "samples": 60} for n in range(1, 7)), given_up(6.5, 8.0),
+           {**step(7, 9.0), "samples": 60}, *({**step(n, 9.0 + 2.0 * (n - 7)), "samples": 60} for n in range(8, 11))]
+    found = {row.id: row for row in straggler.rows(run, 3)}
+    assert set(found) == set(SUITE.rows["straggler"])
+    assert found["straggler"].value == pytest.approx(30 / 60 * 3 / 2) and found["straggler"].samples == 3
+    assert not found["straggler"].met and found["straggler-samples-per-s"].alternatives == {"with all engines": 60.0}
+    for without in (run[:6], [*run[:6], given_up(6.5, None)], run[6:]):
+        with pytest.raises(Unmeasurable):
+            straggler.rows(without, 3)
 
 
 OWN_CORES = {"kind": "fault", "name": "own_cores", "at": 1.5, "detected_at": 1.5, "witness": "all have theirs"}
