@@ -172,8 +172,7 @@ def _up(cfg: AutoscaleFields, state: AutoscalerState, seen: Observation, load: P
     factor = max(load.queued / cfg.queue_high, (load.token_usage or 0.0) / cfg.token_usage_high)
     # In integers: a queue of millions may not become an infinite number of engines.
     more = math.ceil(seen.desired * (min(factor, 1.0 + cfg.max_step_up) - 1.0))
-    target = min(cfg.max_engines, seen.desired + max(1, min(more, cfg.max_step_up)))
-    return _changed(cfg, state, target, why, now)
+    return _changed(cfg, state, seen.desired + max(1, min(more, cfg.max_step_up)), why, now)
 
 
 def _down(cfg: AutoscaleFields, state: AutoscalerState, seen: Observation, load: PoolLoad, now: float) -> Decision:
@@ -199,7 +198,9 @@ def _without(load: PoolLoad, engines: int) -> PoolLoad:
 
 
 def _changed(cfg: AutoscaleFields, state: AutoscalerState, target: int, reason: str, now: float) -> Decision:
-    """``target`` is to be set. A dry run takes it for set, so that its cooldowns are those of the real one."""
+    """``target``, or the nearest number within the bounds, is to be set: a dry run begins where they were not yet kept.
+    It takes the number for set, so that its cooldowns are those of the real one."""
+    target = min(max(target, cfg.min_engines), cfg.max_engines)
     known = {"recommended": target} if cfg.mode == "dry_run" else {
         "desired": target, "recommended": 0, "added": max(0, target - state.desired)}
     after = state.replace(**known, changed_s=now, high_s=0.0, low_s=0.0, message=f"{target} engines: {reason}")

@@ -219,6 +219,15 @@ def test_every_change_keeps_the_rules(cfg: AutoscaleConfig, desired: int, histor
             desired = target
 
 
+@pytest.mark.parametrize(("desired", "load", "target"), [(1, "HIGH", 3), (20, "LOW", 8)])
+def test_dry_run_recommends_a_number_within_the_bounds_where_they_are_not_kept(desired: int, load: str, target: int
+                                                                                ) -> None:
+    pool = Pool(cfg=CFG.model_copy(update={"mode": "dry_run", "min_engines": 3, "max_engines": 8, "max_step_up": 1,
+                                           "max_step_down": 1}), desired=desired)
+    pool.see_for(2000, {"HIGH": HIGH, "LOW": LOW}[load])
+    assert pool.state is not None and pool.state.recommended == target
+
+
 @given(desired=st.integers(2, 8), load=loads)
 def test_steady_load_reaches_a_number_that_stays(desired: int, load: PoolLoad) -> None:
     """Load of a fixed amount, whatever it is, shared by the engines: the number goes one way, and then stays."""
