@@ -50,6 +50,8 @@ class GenerateFault:
 
 Generated = list[Sample] | GenerateFault
 """What becomes of one prompt group."""
+Answers = Sequence[tuple[int, Generated]]
+"""What becomes of some groups of a request, which have ended, each with its place in the request."""
 
 
 _MAX_LOGPROB = 1e30
