@@ -32,7 +32,7 @@ from elastic_rl.errors import (
 )
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
-from elastic_rl.roles.rollout import GenerationRequest
+from elastic_rl.roles.rollout import GenerationRequest, decoded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class RoleClients:
         Fenced when a later term of the actor has begun; what was yielded before is good. Closed, it cancels the call.
         """
         request = GenerationRequest(tuple(prompts), min_version, in_probation)
-        return self._stream("rollout", lambda handle: handle.generate.remote(request, self._term()))
+        return self._stream("rollout", lambda handle: handle.generate.remote(request, self._term()), decoded)
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         """Advantages of rewards [groups, samples]. Raises as ``generate``."""
@@ -160,8 +160,9 @@ class RoleClients:
             self._await_replica(call, response._to_object_ref_sync, end)
             return response.result(timeout_s=max(0.0, end - time.monotonic()))
 
-    def _stream(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponseGenerator]) -> Iterator[Any]:
-        """Yields what the call gives. Its limit holds for all of it."""
+    def _stream(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponseGenerator],
+                read: Callable[[Any], T]) -> Iterator[T]:
+        """Yields what ``read`` makes of all that the call gives, whose limit holds for all of it."""
         call = _Call(role, self._timeout_s)
         end = time.monotonic() + call.limit_s
         with call.translated():
@@ -176,7 +177,7 @@ class RoleClients:
                         return
                     if item.is_nil():
                         raise TimeoutError
-                    found = ray.get(item, timeout=max(0.0, end - time.monotonic()))
+                    found = read(ray.get(item, timeout=max(0.0, end - time.monotonic())))
                 yield found
         except GeneratorExit:
             call.cancel()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
+from elastic_rl.data.queue.group_codec import decode_samples, encode_samples
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.engine import generation
@@ -55,6 +56,25 @@ class GenerationRequest:
     in_probation: bool = False
 
 
+Encoded = bytes | GenerateFault
+"""What becomes of one group, its samples as bytes: as objects they take Ray several times as long."""
+EncodedAnswers = list[tuple[int, Encoded]]
+
+
+def encoded(found: Generated) -> Encoded:
+    if isinstance(found, GenerateFault):
+        return found
+    try:
+        return encode_samples(found)
+    except PluginFailed as e:  # for metadata
+        return GenerateFault(str(e))
+
+
+def decoded(answers: EncodedAnswers) -> Answers:
+    """Raises ValueError for what ``encoded`` did not make."""
+    return [(place, one if isinstance(one, GenerateFault) else decode_samples(one)) for place, one in answers]
+
+
 class RolloutRole(EngineRole):
     name = "rollout"
 
@@ -71,13 +91,13 @@ class RolloutRole(EngineRole):
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
         self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 
-    async def generate(self, request: GenerationRequest, term: int) -> AsyncIterator[Answers]:
+    async def generate(self, request: GenerationRequest, term: int) -> AsyncIterator[EncodedAnswers]:
         """Yields the samples of each prompt as it has them, or why there are none: the user's function failed, or no
         engine answered. ``term``: the term of the actor. Raises Fenced when it is over."""
         async for answers in self.requests.stream(term, partial(self._generated, request)):
             yield answers
 
-    async def _generated(self, request: GenerationRequest, give: Callable[[tuple[int, Generated]], None]) -> None:
+    async def _generated(self, request: GenerationRequest, give: Callable[[tuple[int, Encoded]], None]) -> None:
         async def answer(place: int, prompt: PromptRequest) -> None:
             with self.working():
                 try:
@@ -85,7 +105,7 @@ class RolloutRole(EngineRole):
                 except EngineFailed as e:
                     found = GenerateFault(f"the engines to generate: {e}", away="engines",
                                           unanswered=isinstance(e, Unanswered))
-                give((place, found))
+                give((place, encoded(found)))
 
         # Each to its end, whatever one raises: what still ran would go on, beside the repeated request, and call tools.
         ended = await asyncio.gather(*(answer(*one) for one in enumerate(request.prompts)), return_exceptions=True)

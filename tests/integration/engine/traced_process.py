@@ -10,8 +10,9 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 
-from elastic_rl.engine.generation import Answers, Generated
+from elastic_rl.engine.generation import Generated
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.rollout import EncodedAnswers, decoded
 from elastic_rl.telemetry import traces
 
 # Each command imports what it needs: torch, which only the first one does, takes longer than all else here.
@@ -31,8 +32,8 @@ def publish(ctx: RunContext) -> None:
         print(publisher.publish(weights, meta={}).number)
 
 
-async def answered(stream: AsyncIterator[Answers]) -> list[Generated]:
-    return [group async for answers in stream for _, group in answers]
+async def answered(stream: AsyncIterator[EncodedAnswers]) -> list[Generated]:
+    return [group async for answers in stream for _, group in decoded(answers)]
 
 
 def ask(ctx: RunContext) -> None:

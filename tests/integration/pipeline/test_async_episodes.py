@@ -26,7 +26,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics, Version, VersionState
-from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, decoded
 
 MODULE = '''
 from elastic_rl.environments.base import Message, Observation
@@ -53,7 +53,7 @@ class EpisodeRoles(Roles):
     def generate(self, prompts: Sequence[PromptRequest], min_version: int,  # type: ignore[override]
                  in_probation: bool = False) -> list[Answers]:
         async def answers() -> list[Answers]:
-            return [some async for some in self.rollout.generate(
+            return [decoded(some) async for some in self.rollout.generate(
                 GenerationRequest(tuple(prompts), min_version, in_probation),
                 fencing.current_term(self.rollout.etcd, self.rollout.ctx.keys))]
 

@@ -33,7 +33,7 @@ from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.plugins.process import PluginProcess, ProcessLost
 from elastic_rl.roles.actor_requests import ActorRequests
-from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, decoded
 from elastic_rl.runtime.process import runs
 
 pytestmark = pytest.mark.usefixtures("forked_plugins")
@@ -269,7 +269,7 @@ def test_what_is_no_function_is_a_wrong_setting() -> None:
 
 def test_each_group_is_answered_as_it_ends_whatever_becomes_of_the_others(role: RolloutRole) -> None:
     """A request raises when all of its groups have ended: what still ran would go on beside the repeated one."""
-    role.working = lambda: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
+    role.working = lambda: contextlib.nullcontext()  # type: ignore[assignment,method-assign,misc]
     role.requests = ActorRequests(lambda: 1)
     faults: dict[int, Exception] = {1: EngineFailed("away"), 2: Unanswered("late"), 3: RuntimeError("of ours")}
 
@@ -284,10 +284,10 @@ def test_each_group_is_answered_as_it_ends_whatever_becomes_of_the_others(role: 
                 raise fault
             return [SAMPLE] * prompt.samples
 
-        role._bounded = bounded  # type: ignore[method-assign]
+        role._bounded = bounded  # type: ignore[assignment,method-assign]
         with pytest.raises(RuntimeError, match="of ours"):
             async for some in role.generate(GenerationRequest(tuple(map(_request, range(5))), 1), 1):
-                found.update(some)
+                found.update(decoded(some))
                 places += [place for place, _ in some]
                 if len(places) == 3:
                     slow.set()

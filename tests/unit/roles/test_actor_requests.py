@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +195,7 @@ def test_stream_that_ends_early_has_cancelled_its_work(how: str) -> None:
         stream = requests.stream(1, given)
         assert await anext(stream) == [0]
         await work.begun.wait()
+        assert isinstance(stream, AsyncGenerator)
         reading = asyncio.ensure_future(anext(stream) if how != "closed" else stream.aclose())
         await asyncio.sleep(0)
         if how == "cancelled":
