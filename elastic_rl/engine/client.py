@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import resource
+import ssl
 from array import array
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused, Unansw
 from elastic_rl.host.listeners import check_async_connection
 from elastic_rl.net import http_client
 from elastic_rl.net.engine_key import OTHER_KEY, EngineAccess
+from elastic_rl.net.single_connections import SingleConnections
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.runtime.backoff import backoff_s
 
@@ -234,9 +236,12 @@ class GenerateClient:
                         ) -> list[dict[str, Any]]:
         """``unfinished``: answers are taken of samples that the engine has aborted."""
         if self._http is None:
+            options = self._access.options
+            # Without an authority the router serves without TLS: one context, which trusts nobody, for all connections.
+            verify = options.pop("verify", None) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._http = http_client.async_client(
-                timeout=self._timeout_s, **self._access.options, limits=httpx.Limits(
-                    max_connections=self._connections, max_keepalive_connections=self._connections))
+                timeout=self._timeout_s, **options,
+                transport=SingleConnections(lambda: httpx.AsyncHTTPTransport(verify=verify, trust_env=False)))
         last = hint = ""
         for attempt in range(self._retries):
             hint = _READY
