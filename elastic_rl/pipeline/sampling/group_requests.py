@@ -171,6 +171,8 @@ class GroupRequests:
         try:
             for some in self._generate([asked.request for asked in sent.groups], sent.groups[0].min_version,
                                        sent.lane is Lane.PROBATION):
+                if sent not in self._running[sent.lane]:
+                    return  # it was forgotten, and nobody waits for the rest
                 self._answered(sent, some)
             self._ended(sent)
         except BaseException as e:  # which the loop raises, or waits for

@@ -285,6 +285,29 @@ def test_groups_are_answered_as_they_end_and_only_those_of_a_lost_replica_are_as
         assert sorted(done) == list(range(24)) and asked == Counter(range(24)) + lost
 
 
+def test_rest_of_a_forgotten_request_is_closed() -> None:
+    goes_on, closed = threading.Event(), threading.Event()
+
+    def generate(prompts: Sequence[PromptRequest], min_version: int, probation: bool) -> Iterator[Answers]:
+        try:
+            for place, prompt in enumerate(prompts):
+                yield [(place, _good(prompt.ordinal))]
+                assert goes_on.wait(60)
+        finally:
+            closed.set()
+
+    requests = GroupRequests(config.Config(), generate, Waits(lambda *_: None, threading.Event()), no_engine=str,
+                             other=lambda number: _request(-1), on_failed=lambda ordinals, why: None)
+    requests.add([_request(i) for i in range(3)], 0)
+    answered: list[Any] = []
+    while not answered:
+        answered, _ = requests.poll(0.1)
+    requests.begin()
+    goes_on.set()
+    assert closed.wait(60) and not requests.pending and requests.poll(0.0) == ([], [])
+    requests.close()
+
+
 def test_more_requests_than_there_may_be_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a thread for as long as its slowest group takes."""
     monkeypatch.setattr(group_requests, "_MOST", 70)
