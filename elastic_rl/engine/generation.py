@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Protocol
 
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient, Sampling
@@ -128,7 +128,7 @@ def _fault_of_segment(segment: object, vocabulary: int) -> str:
     return ""
 
 
-def _are_logprobs(values: Sequence[Any]) -> bool:
+def _are_logprobs(values: Sequence[float]) -> bool:
     if {*map(type, values)} <= {float}:
         # Where one is no number or infinite, so is the sum, and then the smallest and the largest say nothing.
         return not values or (math.isfinite(sum(values)) and -_MAX_LOGPROB < min(values) <= max(values) < _MAX_LOGPROB)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,9 @@ class RoleClients:
         registered; raises EtcdUnavailable. ``term``: the term of the actor that calls."""
         self._handles, self._has_replica, self._term = handles, has_replica, term
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
+        self._lock = threading.Lock()
+        self._streams: dict[str, DeploymentHandle] = {}
+        """Guarded by the lock."""
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> Iterator[Answers]:
@@ -166,7 +170,7 @@ class RoleClients:
         call = _Call(role, self._timeout_s)
         end = time.monotonic() + call.limit_s
         with call.translated():
-            call.response = response = send(self._handles[role].options(stream=True))
+            call.response = response = send(self._streaming(role))
             items = self._await_replica(call, response._to_object_ref_gen_sync, end)
         try:
             while True:
@@ -182,6 +186,13 @@ class RoleClients:
         except GeneratorExit:
             call.cancel()
             raise
+
+    def _streaming(self, role: str) -> DeploymentHandle:
+        """The role's handle for calls that stream. Serve fails where two threads make the first one."""
+        with self._lock:
+            if role not in self._streams:
+                self._streams[role] = self._handles[role].options(stream=True)
+            return self._streams[role]
 
     def _await_replica(self, call: _Call, assigned: Callable[[float], T], end: float) -> T:
         """What ``assigned`` returns within so many seconds once a replica has the call, which may wait for one that is
