@@ -82,11 +82,11 @@ class RolloutConfig(Section):
     max_dropped_groups: Positive = 256
     """Number of prompt groups that the filters may drop in one step; after that the step takes what comes."""
     groups_per_request: Positive | None = None
-    """Number of prompt groups in one request to the rollout role. Its groups are answered together, when the slowest
-    response of them has ended; their rewards are computed while other requests are generated, and a failure repeats one
-    request. null: 16; with ``train.schedule: fully_async``, where a group is of use as soon as it is done, a quarter of
-    ``train.prompts_per_part``, or of ``train.prompts_per_step`` without parts, if that is less. More requests cost the
-    role and the engines time: with steps of a second a quarter of it, with steps of minutes nothing to speak of."""
+    """Most prompt groups in one request to the rollout role. Each group is answered as soon as its own responses have
+    ended, and its rewards are computed while others are generated; a replica of the role that is lost costs the groups
+    of its requests that were not answered. null: 16; with ``train.schedule: fully_async`` a quarter of
+    ``train.prompts_per_part``, or of ``train.prompts_per_step`` without parts, if that is less, so that engines share
+    them. Smaller requests cost the role and the actor about a millisecond of CPU each."""
     max_attempts: Positive = 4
     """Number of attempts to generate a prompt group before the wait for the engines is reported. The run then tries
     again without end."""

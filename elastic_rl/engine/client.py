@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import resource
+import ssl
 from array import array
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
+import orjson
 
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
+from elastic_rl.engine import packed_answers
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused, Unanswered
 from elastic_rl.host.listeners import check_async_connection
 from elastic_rl.net import http_client
 from elastic_rl.net.engine_key import OTHER_KEY, EngineAccess
+from elastic_rl.net.single_connections import SingleConnections
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.runtime.backoff import backoff_s
 
@@ -64,8 +67,6 @@ class Sampling:
 
 
 T = TypeVar("T")
-_LARGE = 1 << 18
-"""Bytes of an answer."""
 _ANSWER_BYTES, _TOKEN_BYTES, _TOP_BYTES = 1 << 16, 1024, 128
 """The most that an answer has beside its tokens, for each of them (id, log-prob, text, and the version that made it),
 and for each of the most probable ones beside a token: several times what engines send."""
@@ -174,8 +175,7 @@ class GenerateClient:
             result.add_done_callback(cancel_unwanted)
 
     async def _send(self, sampling: Sampling, route: str, groups: list[_Pending]) -> None:
-        body = {"input_ids": [list(prompt) for prompt, n, _ in groups for _ in range(n)], "return_logprob": True,
-                "sampling_params": sampling.params()}
+        body = _generate_body([prompt for prompt, n, _ in groups for _ in range(n)], sampling.params())
         try:
             answers = await self._attempts(body, route, unfinished=sampling.resume)
             given = [(prompt, number) for prompt, n, _ in groups for number in range(n)]
@@ -219,9 +219,9 @@ class GenerateClient:
                     raise Unanswered(f"engines gave a sample back unfinished {vain} times without a further token",
                                      hint=_READY)
                 await asyncio.sleep(backoff_s(vain, *_RETRY_S))
-            [answer] = await self._attempts(
-                {"input_ids": [[*prompt, *sample.response_ids]], "return_logprob": True,
-                 "sampling_params": {**sampling.params(), "max_new_tokens": left}}, route, unfinished=True)
+            [answer] = await self._attempts(_generate_body(
+                [[*prompt, *sample.response_ids]], {**sampling.params(), "max_new_tokens": left}), route,
+                unfinished=True)
             more = parse_sample(answer)
             vain = 0 if more.response_ids else vain + 1
             sample = replace(more, segments=(*sample.segments, *(s for s in more.segments if s.token_ids)))
@@ -236,9 +236,12 @@ class GenerateClient:
                         ) -> list[dict[str, Any]]:
         """``unfinished``: answers are taken of samples that the engine has aborted."""
         if self._http is None:
+            options = self._access.options
+            # Without an authority the router serves without TLS: one context, which trusts nobody, for all connections.
+            verify = options.pop("verify", None) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._http = http_client.async_client(
-                timeout=self._timeout_s, **self._access.options, limits=httpx.Limits(
-                    max_connections=self._connections, max_keepalive_connections=self._connections))
+                timeout=self._timeout_s, **options,
+                transport=SingleConnections(lambda: httpx.AsyncHTTPTransport(verify=verify, trust_env=False)))
         last = hint = ""
         for attempt in range(self._retries):
             hint = _READY
@@ -247,7 +250,7 @@ class GenerateClient:
             try:
                 async with self._turns, asyncio.timeout(self._timeout_s):
                     # After a failure by any engine: the router may not know yet that the one of the route is gone.
-                    status, content = await self._post(self._http, body, "" if attempt else route)
+                    status, kind, content = await self._post(self._http, body, "" if attempt else route)
             except TimeoutError:
                 last = f"no whole answer within {self._timeout_s:g} s"
                 continue
@@ -256,11 +259,10 @@ class GenerateClient:
                 continue
             if status == httpx.codes.OK:
                 try:
-                    # In a thread: those with many log-probs take long, and other requests go on meanwhile.
-                    answers: list[dict[str, Any]] = await asyncio.to_thread(json.loads, content) if len(
-                        content) > _LARGE else json.loads(content)
-                except (ValueError, RecursionError) as e:
-                    last = f"no JSON: {e}"
+                    answers: list[dict[str, Any]] = (
+                        packed_answers.unpack if kind == packed_answers.MEDIA_TYPE else orjson.loads)(content)
+                except ValueError as e:
+                    last = f"no JSON, and no packed answers: {e}"
                     continue
                 if not _are_answers(answers):
                     last = f"no answers of an engine: {_text(content, 100)}"
@@ -276,13 +278,14 @@ class GenerateClient:
                 hint = OTHER_KEY if status == httpx.codes.UNAUTHORIZED else _READY
         raise Unanswered(f"no engine answered in {self._retries} attempts; the last one: {last}", hint=hint)
 
-    async def _post(self, http: httpx.AsyncClient, body: dict[str, Any], route: str) -> tuple[int, bytes]:
-        """Status and content of an answer, of no more bytes than one to this request has. Raises httpx.HTTPError,
-        PortTaken, and _NoAnswer for a longer one."""
+    async def _post(self, http: httpx.AsyncClient, body: dict[str, Any], route: str) -> tuple[int, str, bytes]:
+        """Status, media type and content of an answer, of no more bytes than one to this request has. Raises
+        httpx.HTTPError, PortTaken, and _NoAnswer for a longer one."""
         # Without compression: a few bytes could stand for any number.
-        headers = {"Accept-Encoding": "identity", **({_ROUTE: route} if route else {})}
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json",
+                   **({_ROUTE: route} if route else {})}
         limit, content = answer_limit(body), bytearray()
-        async with http.stream("POST", self._url, json=body, headers=headers,
+        async with http.stream("POST", self._url, content=orjson.dumps(body), headers=headers,
                                extensions={"trace": check_async_connection}) as reply:
             if reply.headers.get("Content-Encoding", "identity") != "identity":
                 raise _NoAnswer("it is compressed, which was not asked for")
@@ -290,7 +293,7 @@ class GenerateClient:
                 content += piece
                 if len(content) > limit:
                     raise _NoAnswer(f"it has more than {limit} bytes, which no answer to the request has")
-            return reply.status_code, bytes(content)
+            return reply.status_code, reply.headers.get("Content-Type", ""), bytes(content)
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -306,6 +309,11 @@ async def _all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 class _NoAnswer(Exception):
     """What came is none of an engine; the text says why."""
+
+
+def _generate_body(prompts: Sequence[Sequence[int]], params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"input_ids": [list(prompt) for prompt in prompts], "return_logprob": True,
+            packed_answers.REQUEST_FIELD: True, "sampling_params": params}
 
 
 def answer_limit(body: dict[str, Any]) -> int:
@@ -354,10 +362,14 @@ def finish_reason(answer: dict[str, Any]) -> str:
 
 
 def parse_sample(answer: dict[str, Any]) -> Sample:
-    """A Sample from one element of SGLang's answer to /generate, with a segment for each weight version."""
+    """A Sample from one element of SGLang's answer to /generate, or of an unpacked one, with a segment for each weight
+    version."""
     meta = answer["meta_info"]
-    ids = tuple(int(t) for t in answer["output_ids"])
-    logprobs = tuple(float(entry[0]) for entry in (meta["output_token_logprobs"] if ids else ()))
+    if packed_answers.LOGPROBS in meta:
+        ids, logprobs = tuple(answer["output_ids"]), tuple(meta[packed_answers.LOGPROBS])
+    else:
+        ids = tuple(map(int, answer["output_ids"]))
+        logprobs = tuple(float(entry[0]) for entry in (meta["output_token_logprobs"] if ids else ()))
     spans = [(int(s["start"]), int(s["end"]), to_version(s["version"])) for s in meta.get("weight_versions") or ()]
     # Each begins where the one before ends. By their bounds alone: those of a wrong answer may be any number.
     if any(start > end for start, end, _ in spans) or (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -50,6 +51,8 @@ class GenerateFault:
 
 Generated = list[Sample] | GenerateFault
 """What becomes of one prompt group."""
+Answers = Sequence[tuple[int, Generated]]
+"""What becomes of some groups of a request, which have ended, each with its place in the request."""
 
 
 _MAX_LOGPROB = 1e30
@@ -112,15 +115,24 @@ def _fault_of_segment(segment: object, vocabulary: int) -> str:
     if type(segment.version) is not int or not 0 <= segment.version < _VERSIONS:
         return ("gave a segment whose version is no int from 0 to 2**63 - 1: it must be the version of the call that "
                 "made it, as in the segments that engines.generate returns, or 0 for what no policy generated")
-    if not all(type(t) is int and 0 <= t < vocabulary for t in segment.token_ids):
+    ids, logprobs = segment.token_ids, segment.logprobs
+    # By type first, in passes that run in C: a response may have a hundred thousand tokens.
+    if not {*map(type, ids)} <= {int} or (ids and not 0 <= min(ids) <= max(ids) < vocabulary):
         return f"gave a token id that is no int from 0 to {vocabulary - 1}"
     if segment.logprobs and len(segment.logprobs) != len(segment.token_ids):
         return f"gave a segment of {len(segment.token_ids)} tokens with {len(segment.logprobs)} log-probs"
     if segment.loss and segment.token_ids and not segment.logprobs:
         return "gave a segment that is trained on, without log-probs"
-    if not all(isinstance(p, Real) and abs(p) < _MAX_LOGPROB for p in segment.logprobs):
+    if not _are_logprobs(logprobs):
         return "gave a log-prob that is not finite, or no number"
     return ""
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    if {*map(type, values)} <= {float}:
+        # Where one is no number or infinite, so is the sum, and then the smallest and the largest say nothing.
+        return not values or (math.isfinite(sum(values)) and -_MAX_LOGPROB < min(values) <= max(values) < _MAX_LOGPROB)
+    return all(isinstance(p, Real) and abs(p) < _MAX_LOGPROB for p in values)
 
 
 async def single_turn(request: PromptRequest, engines: GenerateClient) -> list[Sample]:

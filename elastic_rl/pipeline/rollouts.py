@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from elastic_rl.config import Config, Stream
@@ -10,7 +10,7 @@ from elastic_rl.coordinator.stragglers.rule import FollowLimits
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.dcs.catalog.holders import HeadHolders
 from elastic_rl.dcs.client import DcsClient
-from elastic_rl.engine.generation import Generated, PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
@@ -33,9 +33,9 @@ class RolloutCalls(Protocol):
     """The roles that samples come from, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
-                 ) -> Sequence[Generated]:
-        """The samples of each prompt, none of them older than ``min_version``, or why there are none. ``in_probation``:
-        in another process of the user's function than those of all other groups."""
+                 ) -> Iterable[Answers]:
+        """Gives the samples of each prompt, none of them older than ``min_version``, or why there are none, as it ends.
+        ``in_probation``: in another process of the user's function than those of all other groups."""
 
     def judge(self, request: JudgeRequest) -> Sequence[Judgement]:
         """What the judge model makes of each response."""

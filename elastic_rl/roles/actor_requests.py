@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -53,6 +53,32 @@ class ActorRequests:
             raise
         finally:
             del self._running[task]
+
+    async def stream(self, term: int, work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]
+                     ) -> AsyncIterator[list[T]]:
+        """Yields what ``work`` gives by the function that it is called with: all that it gave while the reader had what
+        came before. Raises as ``run``. A stream that its reader closes cancels the work."""
+        given: list[T] = []
+        news = asyncio.Event()
+
+        def give(one: T) -> None:
+            given.append(one)
+            news.set()
+
+        working = asyncio.ensure_future(self.run(term, work(give)))
+        working.add_done_callback(lambda _: news.set())
+        try:
+            while given or not working.done():
+                await news.wait()
+                news.clear()
+                if given:
+                    some = given.copy()
+                    given.clear()
+                    yield some
+            await working
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -8,7 +8,7 @@ ROLES: dict[str, RoleSpec] = {
     spec.name: spec
     for spec in (
         RoleSpec("rollout", "elastic_rl.roles.rollout:RolloutRole", lambda cfg: cfg.uses_engines,
-                 max_ongoing_requests=1056),
+                 max_ongoing_requests=4128),
         RoleSpec("advantages", "elastic_rl.roles.advantages:AdvantagesRole",
                  lambda cfg: cfg.uses_engines and cfg.uses_trainer),
         RoleSpec("genrm", "elastic_rl.roles.genrm:GenRmRole",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from elastic_rl.config import ROLLOUT_POOL, Config
-from elastic_rl.engine.generation import Generated, PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.environments.episode_time import WAITS
 from elastic_rl.errors import (
@@ -29,9 +33,10 @@ from elastic_rl.errors import (
 )
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
-from elastic_rl.roles.rollout import GenerationRequest
+from elastic_rl.roles.rollout import GenerationRequest, decoded
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _OWN_S = 60.0
 """What the role may take besides the user's function: its process may have to be replaced."""
@@ -61,6 +66,55 @@ def _pool_timeout_s(cfg: Config, pool: str) -> float:
     return settings.call_timeout_s(cfg.rollout.max_attempts) if settings else cfg.engine.request_timeout_s
 
 
+@dataclass
+class _Call:
+    """One call of a role."""
+
+    role: str
+    limit_s: float
+    response: DeploymentResponse | DeploymentResponseGenerator | None = None
+
+    def cancel(self) -> None:
+        """Ends the call: nobody waits for it any more."""
+        if self.response is not None:
+            self.response.cancel()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Inside, whatever Ray and Serve raise becomes an error as ``RoleClients`` raises it."""
+        role = self.role
+        try:
+            yield
+        except RoleUnavailable:
+            raise
+        except TimeoutError as e:
+            self.cancel()
+            raise RoleUnavailable(f"role {role} did not answer within {self.limit_s:g} s",
+                                   hint=f"`elastic-rl restart roles/{role}` replaces it") from e
+        except RayTaskError as e:
+            if isinstance(e.cause, PluginFailed | ConfigError):  # a setting of the user's names what does not fit
+                raise PluginFailed(e.cause.message, hint=e.cause.hint) from e
+            if isinstance(e.cause, Fenced):
+                raise Fenced(e.cause.message, hint=e.cause.hint) from e
+            if isinstance(e.cause, Unanswered):
+                raise Unanswered(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
+            if isinstance(e.cause, ElasticRLError):
+                raise EngineFailed(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
+            raise EngineFailed(f"role {role} failed: {_last_line(e)}") from e
+        except (TypeError, pickle.PicklingError) as e:
+            raise PluginFailed(f"a prompt cannot be sent to role {role}: {describe(e)}",
+                               hint="metadata of prompts must be plain values") from e
+        except (RayActorError, RayServeException, RayError) as e:
+            reason = str(e).partition("\n")[0][:200]
+            raise RoleUnavailable(f"role {role} is away: {type(e).__name__}: {reason}") from e
+        except Exception as e:
+            if self.response is not None:
+                raise RoleUnavailable(f"the answer of role {role} cannot be read: {describe(e)}") from e
+            # What a user's metadata raise while they are written.
+            raise PluginFailed(f"role {role} cannot be called: {describe(e)}",
+                               hint="metadata of prompts must be plain values") from e
+
+
 class RoleClients:
     """Handles of the stateless roles. Thread-safe. Each call is idempotent: whoever gets an error may call again."""
 
@@ -70,14 +124,18 @@ class RoleClients:
         registered; raises EtcdUnavailable. ``term``: the term of the actor that calls."""
         self._handles, self._has_replica, self._term = handles, has_replica, term
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
+        self._lock = threading.Lock()
+        self._streams: dict[str, DeploymentHandle] = {}
+        """Guarded by the lock."""
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
-                 ) -> list[Generated]:
-        """Samples of every prompt, or why the user's function failed for it. ``in_probation``: see
+                 ) -> Iterator[Answers]:
+        """Yields samples of every prompt, or why there are none, as they come. ``in_probation``: see
         ``GenerationRequest``. Raises EngineFailed, RoleUnavailable, PluginFailed for prompts that cannot be sent, and
-        Fenced when a later term of the actor has begun."""
+        Fenced when a later term of the actor has begun; what was yielded before is good. Closed, it cancels the call.
+        """
         request = GenerationRequest(tuple(prompts), min_version, in_probation)
-        return self._call("rollout", lambda handle: handle.generate.remote(request, self._term()))
+        return self._stream("rollout", lambda handle: handle.generate.remote(request, self._term()), decoded)
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         """Advantages of rewards [groups, samples]. Raises as ``generate``."""
@@ -99,61 +157,61 @@ class RoleClients:
 
     def _call(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponse],
               timeout_s: float | None = None) -> Any:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        response: DeploymentResponse | None = None
-        try:
-            end = time.monotonic() + limit_s
-            response = send(self._handles[role])
-            self._await_replica(role, response, end)
+        call = _Call(role, self._timeout_s if timeout_s is None else timeout_s)
+        with call.translated():
+            end = time.monotonic() + call.limit_s
+            call.response = response = send(self._handles[role])
+            self._await_replica(call, response._to_object_ref_sync, end)
             return response.result(timeout_s=max(0.0, end - time.monotonic()))
-        except RoleUnavailable:
-            raise
-        except TimeoutError as e:
-            if response is not None:
-                response.cancel()  # nobody waits for it any more
-            raise RoleUnavailable(f"role {role} did not answer within {limit_s:g} s",
-                                   hint=f"`elastic-rl restart roles/{role}` replaces it") from e
-        except RayTaskError as e:
-            if isinstance(e.cause, PluginFailed | ConfigError):  # a setting of the user's names what does not fit
-                raise PluginFailed(e.cause.message, hint=e.cause.hint) from e
-            if isinstance(e.cause, Fenced):
-                raise Fenced(e.cause.message, hint=e.cause.hint) from e
-            if isinstance(e.cause, Unanswered):
-                raise Unanswered(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
-            if isinstance(e.cause, ElasticRLError):
-                raise EngineFailed(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
-            raise EngineFailed(f"role {role} failed: {_last_line(e)}") from e
-        except (TypeError, pickle.PicklingError) as e:
-            raise PluginFailed(f"a prompt cannot be sent to role {role}: {describe(e)}",
-                               hint="metadata of prompts must be plain values") from e
-        except (RayActorError, RayServeException, RayError) as e:
-            reason = str(e).partition("\n")[0][:200]
-            raise RoleUnavailable(f"role {role} is away: {type(e).__name__}: {reason}") from e
-        except Exception as e:
-            if response is not None:
-                raise RoleUnavailable(f"the answer of role {role} cannot be read: {describe(e)}") from e
-            # What a user's metadata raise while they are written.
-            raise PluginFailed(f"role {role} cannot be called: {describe(e)}",
-                               hint="metadata of prompts must be plain values") from e
 
-    def _await_replica(self, role: str, response: DeploymentResponse, end: float) -> None:
-        """Returns once a replica has the call, which may wait for one that is busy. Raises RoleUnavailable when there
-        is none, TimeoutError after ``end`` (monotonic), and what Serve raises."""
+    def _stream(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponseGenerator],
+                read: Callable[[Any], T]) -> Iterator[T]:
+        """Yields what ``read`` makes of all that the call gives, whose limit holds for all of it."""
+        call = _Call(role, self._timeout_s)
+        end = time.monotonic() + call.limit_s
+        with call.translated():
+            call.response = response = send(self._streaming(role))
+            items = self._await_replica(call, response._to_object_ref_gen_sync, end)
+        try:
+            while True:
+                with call.translated():
+                    try:
+                        item = items._next_sync(max(0.0, end - time.monotonic()))
+                    except StopIteration:
+                        return
+                    if item.is_nil():
+                        raise TimeoutError
+                    found = read(ray.get(item, timeout=max(0.0, end - time.monotonic())))
+                yield found
+        except GeneratorExit:
+            call.cancel()
+            raise
+
+    def _streaming(self, role: str) -> DeploymentHandle:
+        """The role's handle for calls that stream. Serve fails where two threads make the first one."""
+        with self._lock:
+            if role not in self._streams:
+                self._streams[role] = self._handles[role].options(stream=True)
+            return self._streams[role]
+
+    def _await_replica(self, call: _Call, assigned: Callable[[float], T], end: float) -> T:
+        """What ``assigned`` returns within so many seconds once a replica has the call, which may wait for one that is
+        busy. Raises RoleUnavailable when there is none, TimeoutError after ``end`` (monotonic), and what Serve raises.
+        """
         seen_at = time.monotonic()
         while True:
             left_s = end - time.monotonic()
             try:
-                response._to_object_ref_sync(_timeout_s=max(0.0, min(left_s, _LOOK_S)))
-                return
+                return assigned(max(0.0, min(left_s, _LOOK_S)))
             except TimeoutError:
                 if left_s <= _LOOK_S:
                     raise
-            if self._may_have_replica(role):
+            if self._may_have_replica(call.role):
                 seen_at = time.monotonic()
             elif time.monotonic() - seen_at >= _ABSENT_S:
-                response.cancel()
-                raise RoleUnavailable(f"role {role} has no replica", hint=f"`elastic-rl members --role {role}`; Serve "
-                                      "starts another one as soon as there is room for it")
+                call.cancel()
+                raise RoleUnavailable(f"role {call.role} has no replica", hint=f"`elastic-rl members --role "
+                                      f"{call.role}`; Serve starts another one as soon as there is room for it")
 
     def _may_have_replica(self, role: str) -> bool:
         try:

@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
+from elastic_rl.data.queue.group_codec import decode_samples, encode_samples
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
-from elastic_rl.engine.generation import Generated, GenerateFault, GenerateFn, PromptRequest
+from elastic_rl.engine.generation import Answers, Generated, GenerateFault, GenerateFn, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
 from elastic_rl.errors import ElasticRLError, EngineFailed, EtcdUnavailable, PluginAway, PluginFailed, Unanswered
 from elastic_rl.etcd import event_kinds, fencing
@@ -54,6 +56,25 @@ class GenerationRequest:
     in_probation: bool = False
 
 
+Encoded = bytes | GenerateFault
+"""What becomes of one group, its samples as bytes: as objects they take Ray several times as long."""
+EncodedAnswers = list[tuple[int, Encoded]]
+
+
+def encoded(found: Generated) -> Encoded:
+    if isinstance(found, GenerateFault):
+        return found
+    try:
+        return encode_samples(found)
+    except PluginFailed as e:  # for metadata
+        return GenerateFault(str(e))
+
+
+def decoded(answers: EncodedAnswers) -> Answers:
+    """Raises ValueError for what ``encoded`` did not make."""
+    return [(place, one if isinstance(one, GenerateFault) else decode_samples(one)) for place, one in answers]
+
+
 class RolloutRole(EngineRole):
     name = "rollout"
 
@@ -70,19 +91,27 @@ class RolloutRole(EngineRole):
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
         self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 
-    async def generate(self, request: GenerationRequest, term: int) -> list[Generated]:
-        """The samples of each prompt, in the prompts' order, or why there are none: the user's function failed, or no
-        engine answered. ``term``: the term of the actor. Raises EngineFailed when none did for any of them, and Fenced
-        when the term is over."""
-        return await self.requests.run(term, self._generated(request))
+    async def generate(self, request: GenerationRequest, term: int) -> AsyncIterator[EncodedAnswers]:
+        """Yields the samples of each prompt as it has them, or why there are none: the user's function failed, or no
+        engine answered. ``term``: the term of the actor. Raises Fenced when it is over."""
+        async for answers in self.requests.stream(term, partial(self._generated, request)):
+            yield answers
 
-    async def _generated(self, request: GenerationRequest) -> list[Generated]:
-        with self.working(len(request.prompts)):
-            # Each to its end: what still ran would go on, beside the repeated request, and call tools.
-            found = await asyncio.gather(*(
-                self._bounded(p, request.min_version, request.in_probation) for p in request.prompts),
-                return_exceptions=True)
-            return of_each(found)
+    async def _generated(self, request: GenerationRequest, give: Callable[[tuple[int, Encoded]], None]) -> None:
+        async def answer(place: int, prompt: PromptRequest) -> None:
+            with self.working():
+                try:
+                    found = await self._bounded(prompt, request.min_version, request.in_probation)
+                except EngineFailed as e:
+                    found = GenerateFault(f"the engines to generate: {e}", away="engines",
+                                          unanswered=isinstance(e, Unanswered))
+                give((place, encoded(found)))
+
+        # Each to its end, whatever one raises: what still ran would go on, beside the repeated request, and call tools.
+        ended = await asyncio.gather(*(answer(*one) for one in enumerate(request.prompts)), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         if isinstance(self.generate_fn, OwnGenerate):
@@ -179,18 +208,6 @@ class RolloutRole(EngineRole):
         if fault:
             raise PluginFailed(f"{setting} {fault} for group {prompt.ordinal}")
         return samples
-
-
-def of_each(found: Sequence[Generated | BaseException]) -> list[Generated]:
-    """What became of each group; one for which no engine answered is repeated alone. Raises the first error when no
-    group was answered at all, and any that is no failure of engines. Pure."""
-    errors = [e for e in found if isinstance(e, BaseException)]
-    others = [e for e in errors if not isinstance(e, EngineFailed)]
-    if others or (errors and len(errors) == len(found)):
-        # Not Unanswered unless all are: then no group may be to blame.
-        raise (others or [e for e in errors if not isinstance(e, Unanswered)] or errors)[0]
-    return [GenerateFault(f"the engines to generate: {f}", away="engines", unanswered=isinstance(f, Unanswered))
-            if isinstance(f, BaseException) else f for f in found]
 
 
 class PublishedVersions:

@@ -25,7 +25,7 @@ from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.data.tokenizer import EOS_ID, VOCABULARY
 from elastic_rl.dcs.security import Security
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import Conflict, EngineFailed, Fenced, PluginFailed, StepsHeld
 from elastic_rl.etcd import events, fencing
@@ -242,14 +242,14 @@ class Roles:
         self.hanging.set()
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
-                 ) -> list[list[Sample]]:
+                 ) -> list[Answers]:
         if self.away.is_set():
             raise EngineFailed("no engine answered in 4 attempts")
         self.hanging.wait(WAIT_S)
         version = self.trainer.version
         self.asked += [p.ordinal for p in prompts]
-        return [[self._sample(p, i, version + 9 * (p.ordinal in self.unpublished)) for i in range(p.samples)]
-                for p in prompts]
+        return [[(place, [self._sample(p, i, version + 9 * (p.ordinal in self.unpublished)) for i in range(p.samples)])]
+                for place, p in enumerate(prompts)]
 
     def _sample(self, request: PromptRequest, index: int, version: int) -> Sample:
         right, asked = request.prompt.answer_ids or (), request.sampling

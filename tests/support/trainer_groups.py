@@ -19,7 +19,7 @@ from elastic_rl.config.groups import TrainerGroupSpec
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -53,9 +53,9 @@ class Engines:
         self.advantages = advantages
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
-                 ) -> list[list[Sample]]:
-        return [[self._sample(p.prompt.answer_ids or () if i == 0 else (9, 4), min_version) for i in range(p.samples)]
-                for p in prompts]
+                 ) -> list[Answers]:
+        return [[(place, [self._sample(p.prompt.answer_ids or () if i == 0 else (9, 4), min_version)
+                          for i in range(p.samples)]) for place, p in enumerate(prompts)]]
 
     @staticmethod
     def _sample(tokens: Sequence[int], version: int) -> Sample:

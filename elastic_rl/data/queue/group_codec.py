@@ -1,6 +1,6 @@
-"""Groups as bytes: numbers of tokens as arrays, all else as JSON, so that whoever reads them runs nothing of what was
-written. A step may have hundreds of groups of a million tokens each: as JSON their numbers would take a hundred times
-as long.
+"""Groups, and samples without their prompt, as bytes: numbers of tokens as arrays, all else as JSON, so that whoever
+reads them runs nothing of what was written. A step may have hundreds of groups of a million tokens each: as JSON their
+numbers would take a hundred times as long.
 
     lengths of the three parts, 3 x uint64 | JSON | token ids, int32 each | log-probs, float32 each
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,22 +32,37 @@ def encode_group(group: Group) -> bytes:
     does not have."""
     prompt = group.prompt
     segments = [segment for sample in group.samples for segment in sample.segments]
+    head = _head(f"group {group.ordinal}", lambda: {
+        "ordinal": group.ordinal, "failed": group.failed,
+        "prompt": [len(prompt.token_ids), prompt.text,
+                   None if prompt.answer_ids is None else len(prompt.answer_ids), dict(prompt.metadata),
+                   prompt.question],
+        "samples": [_described(sample) for sample in group.samples]})
+    return _whole_of(head, [prompt.token_ids, prompt.answer_ids or (), *(s.token_ids for s in segments)], segments)
+
+
+def encode_samples(samples: Sequence[Sample]) -> bytes:
+    """The samples of a group whose prompt the reader has. Raises PluginFailed as ``encode_group``."""
+    segments = [segment for sample in samples for segment in sample.segments]
+    head = _head("a sample", lambda: {"samples": [_described(sample) for sample in samples]})
+    return _whole_of(head, [segment.token_ids for segment in segments], segments)
+
+
+def _described(sample: Sample) -> dict[str, Any]:
+    return {"segments": [[len(s.token_ids), len(s.logprobs), s.loss, s.version] for s in sample.segments],
+            "finish_reason": sample.finish_reason, "reward": sample.reward, "parts": dict(sample.reward_parts),
+            "metadata": dict(sample.metadata), "text": sample.text, "turns": sample.turn_rewards}
+
+
+def _head(what: str, described: Callable[[], Mapping[str, Any]]) -> bytes:
     try:
-        head = json.dumps({
-            "ordinal": group.ordinal, "failed": group.failed,
-            "prompt": [len(prompt.token_ids), prompt.text,
-                       None if prompt.answer_ids is None else len(prompt.answer_ids), dict(prompt.metadata),
-                       prompt.question],
-            "samples": [{
-                "segments": [[len(s.token_ids), len(s.logprobs), s.loss, s.version] for s in sample.segments],
-                "finish_reason": sample.finish_reason, "reward": sample.reward, "parts": dict(sample.reward_parts),
-                "metadata": dict(sample.metadata), "text": sample.text, "turns": sample.turn_rewards}
-                for sample in group.samples],
-        }, separators=(",", ":")).encode()
+        return json.dumps(described(), separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as e:
-        raise _unwritable(f"group {group.ordinal}", e) from e
-    tokens = _joined([prompt.token_ids, prompt.answer_ids or (), *(s.token_ids for s in segments)], _TOKENS)
-    logprobs = _joined([s.logprobs for s in segments], _LOGPROBS)
+        raise _unwritable(what, e) from e
+
+
+def _whole_of(head: bytes, ids: Sequence[Sequence[int]], segments: Sequence[Segment]) -> bytes:
+    tokens, logprobs = _joined(ids, _TOKENS), _joined([s.logprobs for s in segments], _LOGPROBS)
     return b"".join((_LENGTHS.pack(len(head), len(tokens), len(logprobs)), head, tokens, logprobs))
 
 
@@ -70,26 +86,45 @@ def _joined(parts: Sequence[Sequence[float]], kind: np.dtype[Any]) -> bytes:
 
 def decode_group(raw: bytes) -> Group:
     """Raises ValueError for anything but what ``encode_group`` returned."""
-    try:
-        lengths = _LENGTHS.unpack_from(raw)
-        if sum(lengths) != len(raw) - _LENGTHS.size:
-            raise ValueError("not a group: a part of its bytes is missing, or there are others")
-        head, tokens, logprobs = (raw[start:start + length] for start, length in zip(
-            (_LENGTHS.size, _LENGTHS.size + lengths[0], _LENGTHS.size + lengths[0] + lengths[1]), lengths, strict=True))
-        arrays = _Arrays(tokens, logprobs)
-        found: dict[str, Any] = json.loads(head)
+    with _only_value_errors():
+        found, arrays = _opened(raw)
         n_tokens, text, n_answer, metadata, question = found["prompt"]
         prompt = Prompt(arrays.tokens(n_tokens), _of(str, text), None if n_answer is None else arrays.tokens(n_answer),
                         _of(dict, metadata), _of(str, question))
         group = Group(_whole(found["ordinal"]), prompt,
                       tuple(_sample(sample, arrays) for sample in _of(list, found["samples"])),
                       _of(str, found["failed"]))
-    except (KeyError, TypeError, RecursionError, OverflowError, struct.error) as e:
-        raise ValueError(f"not a group: {type(e).__name__}: {e}") from e
     arrays.require_end()
     if not group.samples and not group.failed:
         raise ValueError("not a group: it has no samples, and nothing failed")
     return group
+
+
+def decode_samples(raw: bytes) -> list[Sample]:
+    """Raises ValueError for anything but what ``encode_samples`` returned."""
+    with _only_value_errors():
+        found, arrays = _opened(raw)
+        samples = [_sample(sample, arrays) for sample in _of(list, found["samples"])]
+    arrays.require_end()
+    return samples
+
+
+@contextmanager
+def _only_value_errors() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, RecursionError, OverflowError, struct.error) as e:
+        raise ValueError(f"not a group: {type(e).__name__}: {e}") from e
+
+
+def _opened(raw: bytes) -> tuple[dict[str, Any], _Arrays]:
+    """What the JSON has, and the arrays. Raises ValueError and struct.error."""
+    lengths = _LENGTHS.unpack_from(raw)
+    if sum(lengths) != len(raw) - _LENGTHS.size:
+        raise ValueError("not a group: a part of its bytes is missing, or there are others")
+    head, tokens, logprobs = (raw[start:start + length] for start, length in zip(
+        (_LENGTHS.size, _LENGTHS.size + lengths[0], _LENGTHS.size + lengths[0] + lengths[1]), lengths, strict=True))
+    return json.loads(head), _Arrays(tokens, logprobs)
 
 
 def _sample(found: Mapping[str, Any], arrays: _Arrays) -> Sample:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from elastic_rl.engine.sglang import cache_keys, seeds, unread_bodies
+from elastic_rl.engine.sglang import cache_keys, packing, seeds, unread_bodies
 from elastic_rl.host.leftovers import TAG_ENV, tag_temporary_files
 from elastic_rl.net import torch_store
 from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
@@ -130,6 +130,7 @@ def main() -> None:
     seeds.install()
     unread_bodies.install()
     cache_keys.install_in_schedulers()
+    packing.install()
     if path := os.environ.get(KEY_FILE_ENV):
         sys.argv += ["--api-key", read_key(Path(path))]  # here: every user of the host sees the command line
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -1,17 +1,20 @@
-"""The stage generate: groups are sent to the rollout role in requests of some of them, until each has its samples."""
+"""The stage generate: groups are sent to the rollout role in requests of some of them. Each is answered as it ends."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
-from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest, oldest_version
+from elastic_rl.engine.generation import Answers, Generated, GenerateFault, PromptRequest, oldest_version
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable, Unanswered
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Trial, Verdict
 from elastic_rl.pipeline.waits import Waits
@@ -19,61 +22,71 @@ from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
 
-_LEAST, _MOST, _IN_PROBATION = 64, 1024, 32
-"""Requests in flight at once: the least and the most by what engines can take, and those of groups in probation beside
-them. A replica of the role takes as many (``roles/registry.py``)."""
+_LEAST = 64
+"""Full requests whose groups are in flight at once where it is not known what the engines can take, or that is less."""
+_MOST, _IN_PROBATION = 4096, 32
+"""The most requests in flight, each of which has a thread, and the most of groups in probation beside them. A replica
+of the role takes as many (``roles/registry.py``)."""
 _AHEAD = 1.5
-"""Sequences in flight as a multiple of those that engines decode at once: others wait there when some end, since a
-request is answered with its slowest one."""
+"""Sequences in flight as a multiple of those that engines decode at once: others wait there when some end."""
 _SHOW_S = 0.5
 """How often it is said that engines are missing."""
 _RETRY_S = (0.2, 4.0)
-"""First and longest pause before a request that failed is sent again."""
+"""First and longest pause before a group is sent again whose request failed."""
 
-Generate = Callable[[Sequence[PromptRequest], int, bool], Sequence[Generated]]
+Generate = Callable[[Sequence[PromptRequest], int, bool], Iterable[Answers]]
 """One attempt: from prompt groups, the oldest version that is accepted, and whether they are in probation, where they
-get another process of the user's function than all others, to the samples of each, or why there are none."""
+get another process of the user's function than all others, to what becomes of each, as it ends."""
 Answer = tuple[PromptRequest, Sequence[Sample]]
 
 
-class _Asked(NamedTuple):
+@dataclass(frozen=True)
+class _Asked:
     """A group that is to be generated."""
 
     request: PromptRequest
     min_version: int
 
 
-class _Sent(NamedTuple):
-    """A request in flight."""
+@dataclass(eq=False)
+class _Sent:
+    """A request in flight. Its thread adds to ``answers``, and sets ``ended``."""
 
+    lane: Lane
     groups: Sequence[_Asked]
-    trial: Trial[_Asked] | None
-    """What it tries; None for a probe."""
+    trials: dict[int, Trial[_Asked]]
+    """What is tried of its groups and not answered yet, by the place in ``groups``; empty for a probe."""
+    is_probe: bool
+    answers: list[tuple[int, Generated]] = field(default_factory=list)
+    ended: bool = False
+    error: BaseException | None = None
 
 
-def requests_at_once(running: int, sequences: int) -> int:
-    """How many requests of so many sequences keep engines busy that decode ``running`` sequences at once, all of them
-    together; 0 where that is not known. Pure."""
-    return max(_LEAST, min(_MOST, math.ceil(_AHEAD * running / sequences)))
+def groups_at_once(running: int, samples: int, least: int) -> int:
+    """How many groups of so many samples keep engines busy that decode ``running`` sequences at once, all of them
+    together; ``least`` where that is less, or not known. Pure."""
+    return max(least, math.ceil(_AHEAD * running / samples))
 
 
 class GroupRequests:
-    """Generates groups; ``FaultIsolation`` says where and when those are tried again for which the user's function
-    fails. A request that fails as a whole is sent again, after a pause that grows, without end. Used by one thread."""
+    """Generates groups; ``FaultIsolation`` says where and when those are tried again that fail. The groups of a request
+    that fails as a whole are sent again, after a pause that grows, without end. Used by one thread."""
 
     def __init__(self, cfg: Config, generate: Generate, waits: Waits, *, other: Callable[[int], PromptRequest],
                  no_engine: Callable[[], str], on_failed: Callable[[Sequence[int], str], None],
                  running: Callable[[], int] = lambda: 0) -> None:
         """``other``: a prompt to probe with, see ``FaultIsolation.probe``. ``no_engine``: says which engines are
         missing while none serves; else "". ``on_failed``: called with groups that are dropped, and why; it raises
-        nothing but Fenced. ``running``: see ``requests_at_once``."""
+        nothing but Fenced. ``running``: see ``groups_at_once``."""
         self._generate, self._waits, self._other, self._no_engine = generate, waits, other, no_engine
         self._on_failed, self._groups_per_request = on_failed, cfg.groups_per_request
         self._setting = cfg.rollout.generated_by
         # An episode may take minutes: halves show in few rounds which of many groups has ended their process.
         self._isolation: FaultIsolation[_Asked] = FaultIsolation.of(cfg, _RETRY_S, halves=True)
-        self._running_of_pool, self._sequences = running, 1
+        self._running_of_pool, self._samples = running, 1
         self._threads = ThreadPoolExecutor(_MOST + _IN_PROBATION, "generate")  # which starts those that it needs
+        self._lock = threading.Lock()
+        """Guards ``_news`` and what the threads write of each request."""
         self._show_at, self._quiet, self._min_version = 0.0, False, 0
         self.begin()
 
@@ -83,8 +96,10 @@ class GroupRequests:
     def begin(self) -> None:
         """Forgets what is not answered yet."""
         self._isolation.reset()
-        self._running: dict[Lane, dict[Future[Sequence[Generated]], _Sent]] = {lane: {} for lane in Lane}
+        self._running: dict[Lane, dict[_Sent, None]] = {lane: {} for lane in Lane}
         """Requests by lane."""
+        self._news: Future[None] = Future()
+        """Done when a thread has something to take."""
 
     @property
     def pending(self) -> bool:
@@ -93,9 +108,9 @@ class GroupRequests:
 
     def add(self, requests: Sequence[PromptRequest], min_version: int) -> None:
         self._min_version = min_version
-        self._sequences = self._groups_per_request * max((request.samples for request in requests), default=1)
-        for some in batches(requests, self._groups_per_request):
-            self._isolation.add([_Asked(request, min_version) for request in some])
+        self._samples = max((request.samples for request in requests), default=self._samples)
+        for request in requests:
+            self._isolation.add([_Asked(request, min_version)])
 
     def poll(self, timeout_s: float, other: Future[Any] | None = None, *, quiet: bool = False
              ) -> tuple[list[Answer], list[Group]]:
@@ -107,82 +122,135 @@ class GroupRequests:
         for lane in Lane:
             self._send_due(lane, now)
         others = [other] if other is not None else []
-        running = [future for requests in self._running.values() for future in requests]
-        if not running:
+        if not any(self._running.values()):
             pause_s = min(self._isolation.left_s(now), timeout_s)
             if others:
                 wait(others, timeout=pause_s)
             elif self.pending:
                 self._waits.pause(pause_s)
             return [], []
-        ended, _ = wait([*running, *others], timeout=timeout_s, return_when=FIRST_COMPLETED)
+        ended, _ = wait([self._news, *others], timeout=timeout_s, return_when=FIRST_COMPLETED)
         if not ended and time.monotonic() >= self._show_at and (missing := self._no_engine()):
             self._show_at = time.monotonic() + _SHOW_S
             self._say("engines", missing)  # the requests themselves may wait in the router
+        with self._lock:
+            self._news = Future()
         answered: list[Answer] = []
         failed: list[Group] = []
         for lane in Lane:
-            found, given_up = self._take_ended(lane, ended)
-            answered, failed = answered + found, failed + given_up
+            found, given_up = self._take(lane)
+            answered += found
+            failed += given_up
         return answered, failed
 
     def _send_due(self, lane: Lane, now: float) -> None:
         if (probe := self._isolation.probe(lane, lambda number: _Asked(self._other(number), self._min_version))
                 ) is not None:
-            self._submit(lane, [probe], None)
-        most = _IN_PROBATION if lane is Lane.PROBATION else requests_at_once(self._running_of_pool(), self._sequences)
-        for trial in self._isolation.start(lane, now, most):
-            self._submit(lane, trial.groups, trial)
+            self._submit(_Sent(lane, [probe], {}, is_probe=True))
+        if lane is Lane.PROBATION:
+            for trial in self._isolation.start(lane, now, _IN_PROBATION):
+                self._submit(_Sent(lane, trial.groups, {0: trial}, is_probe=False))
+            return
+        size, running = self._groups_per_request, self._running[lane]
+        tried = sum(len(sent.trials) for sent in running)
+        due = defaultdict[int, list[Trial[_Asked]]](list)
+        for trial in self._isolation.start(lane, now, min(
+                groups_at_once(self._running_of_pool(), self._samples, _LEAST * size),
+                tried + max(0, _MOST - len(running)) * size)):
+            due[trial.groups[0].min_version].append(trial)
+        for trials in due.values():
+            for some in batches(trials, size):
+                self._submit(_Sent(lane, [trial.groups[0] for trial in some], dict(enumerate(some)), is_probe=False))
 
-    def _submit(self, lane: Lane, groups: Sequence[_Asked], trial: Trial[_Asked] | None) -> None:
-        self._running[lane][self._threads.submit(
-            self._generate, [asked.request for asked in groups], groups[0].min_version, lane is Lane.PROBATION
-        )] = _Sent(groups, trial)
+    def _submit(self, sent: _Sent) -> None:
+        self._running[sent.lane][sent] = None
+        self._threads.submit(self._ask, sent)
 
-    def _take_ended(self, lane: Lane, ended: Set[Future[Any]]) -> tuple[list[Answer], list[Group]]:
-        """Takes what has ended in a lane, as ``poll`` does."""
-        found = [one for future in [*self._running[lane]] if future in ended
-                 if (one := self._take(lane, future)) is not None]
-        answered = [(asked, samples) for trial, results in found
-                    for asked, samples in zip(trial.groups, results, strict=True)
-                    if not isinstance(samples, GenerateFault)]
-        if answered and not self._quiet:
+    # -- in the threads of the requests ------------------------------------------------------------------------------
+    def _ask(self, sent: _Sent) -> None:
+        try:
+            for some in self._generate([asked.request for asked in sent.groups], sent.groups[0].min_version,
+                                       sent.lane is Lane.PROBATION):
+                if sent not in self._running[sent.lane]:
+                    return  # it was forgotten, and nobody waits for the rest
+                self._answered(sent, some)
+            self._ended(sent)
+        except BaseException as e:  # which the loop raises, or waits for
+            self._ended(sent, e)
+
+    def _answered(self, sent: _Sent, some: Answers) -> None:
+        with self._lock:
+            sent.answers += some
+            self._tell()
+
+    def _ended(self, sent: _Sent, error: BaseException | None = None) -> None:
+        with self._lock:
+            sent.ended, sent.error = True, error
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self._news.done():
+            self._news.set_result(None)
+
+    # -- what they gave ----------------------------------------------------------------------------------------------
+    def _take(self, lane: Lane) -> tuple[list[Answer], list[Group]]:
+        """Takes what the requests of a lane have given, as ``poll`` does."""
+        found: list[tuple[Trial[_Asked], Generated]] = []
+        for sent in [*self._running[lane]]:
+            with self._lock:
+                answers, sent.answers = sent.answers, []
+                ended, error = sent.ended, sent.error
+            if ended or (sent.is_probe and answers):
+                del self._running[lane][sent]
+            answers = [(place, _accepted(one, sent.groups[place].min_version)) for place, one in answers]
+            if sent.is_probe:
+                self._take_probe(lane, answers, ended, error)
+                continue
+            found += [(sent.trials.pop(place), one) for place, one in answers if place in sent.trials]
+            if ended:
+                found += self._unanswered(sent, error)
+        if any(not isinstance(one, GenerateFault) for _, one in found) and not self._quiet:
             self._waits.works()
         verdicts = self._isolation.settle(lane, [(trial, [
             Failure.of(shared=one.shared, away=bool(one.away), unanswered=one.unanswered)
-            if isinstance(one, GenerateFault) else None
-            for one in results]) for trial, results in found], time.monotonic())
-        dropped = [self._dropped(asked.request, fault) for (trial, results), of_trial in zip(
-            found, verdicts, strict=True) for asked, fault, verdict in zip(trial.groups, results, of_trial, strict=True)
-            if isinstance(fault, GenerateFault) and self._is_dropped(fault, verdict)]
-        return [(asked.request, samples) for asked, samples in answered], dropped
+            if isinstance(one, GenerateFault) else None]) for trial, one in found], time.monotonic())
+        answered: list[Answer] = []
+        dropped: list[Group] = []
+        for (trial, one), [verdict] in zip(found, verdicts, strict=True):
+            [asked] = trial.groups
+            if not isinstance(one, GenerateFault):
+                answered.append((asked.request, one))
+            elif self._is_dropped(one, verdict):
+                dropped.append(self._dropped(asked.request, one))
+        return answered, dropped
 
-    def _take(self, lane: Lane, future: Future[Sequence[Generated]]
-              ) -> tuple[Trial[_Asked], Sequence[Generated]] | None:
-        """What became of the groups of an ended request; None for a probe, and for one that failed as a whole."""
-        groups, trial = self._running[lane].pop(future)
-        try:
-            results = [_accepted(found, asked.min_version)
-                       for asked, found in zip(groups, future.result(), strict=True)]
-        except Fenced:
-            raise
-        except Unanswered as e:
-            if trial is not None:
-                return trial, [GenerateFault(f"the engines to generate: {e}", away="engines", unanswered=True)
-                               for _ in trial.groups]
+    def _take_probe(self, lane: Lane, answers: Answers, ended: bool,
+                    error: BaseException | None) -> None:
+        if ended and error is not None and (isinstance(error, Fenced) or not isinstance(error, ElasticRLError)):
+            raise error
+        if answers:
+            self._isolation.probed(lane, works=not isinstance(answers[0][1], GenerateFault))
+        elif ended:
             self._isolation.probed(lane, works=False)
-            return None
-        except ElasticRLError as e:
-            if trial is not None:
-                self._isolation.interrupted(trial, time.monotonic())
-            else:
-                self._isolation.probed(lane, works=False)
-            self._say(*_waited_for(e))
-            return None
-        if trial is None:
-            self._isolation.probed(lane, works=not isinstance(results[0], GenerateFault))
-            return None
-        return trial, results
+            if isinstance(error, ElasticRLError) and not isinstance(error, Unanswered):
+                self._say(*_waited_for(error))
+
+    def _unanswered(self, sent: _Sent, error: BaseException | None) -> list[tuple[Trial[_Asked], Generated]]:
+        """What becomes of the groups that a request has left when it ends: they are sent again. Raises Fenced, and
+        what is no error of a part."""
+        if error is not None and (isinstance(error, Fenced) or not isinstance(error, ElasticRLError)):
+            raise error
+        left, sent.trials = [*sent.trials.values()], {}
+        if isinstance(error, Unanswered):
+            return [(trial, GenerateFault(f"the engines to generate: {error}", away="engines", unanswered=True))
+                    for trial in left]
+        for trial in left:
+            self._isolation.interrupted(trial, time.monotonic())
+        if error is not None:
+            self._say(*_waited_for(error))
+        elif left:
+            self._say("rollout", f"the rollout role ended a request without {len(left)} of its groups")
+        return []
 
     def _say(self, kind: str, what: str) -> None:
         if not self._quiet:

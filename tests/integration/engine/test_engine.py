@@ -27,7 +27,8 @@ from support.tiers import full
 from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.engine.client import Sample
+from elastic_rl.engine import packed_answers
+from elastic_rl.engine.client import Sample, Sampling, parse_sample
 from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState, Member
@@ -54,6 +55,15 @@ def test_engine_serves_the_published_version_and_follows_the_next_one_in_place(t
     assert [s.response_ids for s in testbed.ask(n=8, temperature=1.0, seed=5)] == [s.response_ids for s in drawn]
     assert len({s.response_ids for s in drawn}) > 1
     assert [s.response_ids for s in testbed.ask(n=8, temperature=1.0, seed=6)] != [s.response_ids for s in drawn]
+
+    # Through the router it packs the answers of requests that ask for it, which are the same as those in JSON.
+    body = {"input_ids": [PROMPT] * 8, "return_logprob": True, "sampling_params": Sampling(8, seed=5).params()}
+    as_json, packed = (httpx.post(f"{testbed.router.url}/generate", json=body | more, headers=testbed.access.headers,
+                                  timeout=PATIENCE_S) for more in ({}, {packed_answers.REQUEST_FIELD: True}))
+    assert packed.headers["Content-Type"] == packed_answers.MEDIA_TYPE
+    unpacked = [parse_sample(one) for one in packed_answers.unpack(packed.content)]
+    assert [s.response_ids for s in unpacked] == [parse_sample(one).response_ids for one in as_json.json()]
+    assert [s.response_ids for s in unpacked] == [s.response_ids for s in drawn]
 
     testbed.publish(seed=2)
     updated = testbed.wait_ready(engine_id)

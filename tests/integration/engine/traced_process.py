@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 
+from elastic_rl.engine.generation import Generated
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.rollout import EncodedAnswers, decoded
 from elastic_rl.telemetry import traces
 
 # Each command imports what it needs: torch, which only the first one does, takes longer than all else here.
@@ -29,6 +32,10 @@ def publish(ctx: RunContext) -> None:
         print(publisher.publish(weights, meta={}).number)
 
 
+async def answered(stream: AsyncIterator[EncodedAnswers]) -> list[Generated]:
+    return [group async for answers in stream for _, group in decoded(answers)]
+
+
 def ask(ctx: RunContext) -> None:
     from elastic_rl.data.samples import Prompt
     from elastic_rl.dcs.catalog import reads
@@ -41,7 +48,7 @@ def ask(ctx: RunContext) -> None:
         version = reads.head(role.etcd, ctx.keys, "policy").number
         request = GenerationRequest(tuple(PromptRequest(i, Prompt((5, 6, 3, 4, 7)), Sampling(4), 2)
                                           for i in range(4)), version)
-        groups = asyncio.run(role.generate(request, 0))
+        groups = asyncio.run(answered(role.generate(request, 0)))
         assert all(sample.versions == (version,) for group in groups for sample in group)
     finally:
         role.close()

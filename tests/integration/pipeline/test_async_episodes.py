@@ -21,12 +21,12 @@ from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.model_tokenizer import ModelTokenizer
-from elastic_rl.engine.generation import Generated, PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics, Version, VersionState
-from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, decoded
 
 MODULE = '''
 from elastic_rl.environments.base import Message, Observation
@@ -51,10 +51,13 @@ class EpisodeRoles(Roles):
     loop: asyncio.AbstractEventLoop
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int,  # type: ignore[override]
-                 in_probation: bool = False) -> list[Generated]:
-        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version, in_probation),
-                                      fencing.current_term(self.rollout.etcd, self.rollout.ctx.keys))
-        return asyncio.run_coroutine_threadsafe(asked, self.loop).result(WAIT_S)
+                 in_probation: bool = False) -> list[Answers]:
+        async def answers() -> list[Answers]:
+            return [decoded(some) async for some in self.rollout.generate(
+                GenerationRequest(tuple(prompts), min_version, in_probation),
+                fencing.current_term(self.rollout.etcd, self.rollout.ctx.keys))]
+
+        return asyncio.run_coroutine_threadsafe(answers(), self.loop).result(WAIT_S)
 
 
 @pytest.fixture

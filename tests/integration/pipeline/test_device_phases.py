@@ -16,9 +16,8 @@ from support.simulated_job import Roles, SimulatedJob, TrainerWithoutTensors
 from support.waiting import wait_until
 
 from elastic_rl.config import ROLLOUT_POOL, Stream
-from elastic_rl.data.samples import Sample
 from elastic_rl.dcs.catalog.holders import HeadHolders
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.etcd import device_phase, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.device_claims import DeviceClaims
@@ -132,7 +131,7 @@ class RolesInPhases(Roles):
         """At each request how many engines had memory, and whether the trainer had."""
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
-                 ) -> list[list[Sample]]:
+                 ) -> list[Answers]:
         self.holders.append((sum(e.holds for e in self.engines), self.trainer.has_memory))  # type: ignore[attr-defined]
         return super().generate(prompts, min_version)
 

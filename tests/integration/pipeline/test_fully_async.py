@@ -15,9 +15,8 @@ from support.simulated_job import STEPS, SimulatedJob
 from support.tiers import full, parametrize
 from support.waiting import wait_until
 
-from elastic_rl.data.samples import Sample
 from elastic_rl.dcs.catalog.holders import HeadHolders
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import Answers, GenerateFault, PromptRequest
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -51,10 +50,12 @@ def _slow_once(job: SimulatedJob, ordinal: int) -> tuple[threading.Event, list[i
     versions of which they generated it."""
     generate, release, versions = job.roles.generate, threading.Event(), list[int]()
 
-    def held(prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False) -> list[list[Sample]]:
+    def held(prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False) -> list[Answers]:
         found = generate(prompts, min_version)
         if any(p.ordinal == ordinal and p.samples > 1 for p in prompts):  # and no evaluation
-            versions.append(found[0][0].oldest_version)
+            [[(_, samples), *_]] = found
+            assert not isinstance(samples, GenerateFault)
+            versions.append(samples[0].oldest_version)
             if len(versions) == 1:
                 release.wait(WAIT_S)
         return found

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,8 @@ def clients(term: int) -> RoleClients:
 
 
 def generate(roles: RoleClients, prompt: Sequence[int]) -> Any:
-    return roles.generate([PromptRequest(0, Prompt(tuple(prompt)), Sampling(4), 1)], 1)
+    [[(_, samples)]] = roles.generate([PromptRequest(0, Prompt(tuple(prompt)), Sampling(4), 1)], 1)
+    return samples
 
 
 def test_requests_of_a_killed_actor_end_and_let_those_of_its_successor_in(
@@ -150,11 +151,25 @@ def test_requests_of_a_killed_actor_end_and_let_those_of_its_successor_in(
     wait_until(lambda: router.open == _AT_ONCE, what="the requests of the first actor")
     ray.kill(first)
     term = fencing.begin_term(etcd, keys, ctx.epoch, "second")
-    [[sample]] = generate(clients(term), [_SHORT])  # all places were taken
+    [sample] = generate(clients(term), [_SHORT])  # all places were taken
     assert sample.response_ids == (7,)
     wait_until(lambda: router.open == 0, what="the end of the requests at the engines")
     with pytest.raises(Fenced, match="term 1 of the actor is over"):
         generate(clients(term - 1), [_SHORT])
+
+
+def test_group_is_answered_while_another_of_its_request_is_under_way(
+        ctx: RunContext, etcd: EtcdClient, keys: Keys, router: Router) -> None:
+    """Closed, the call ends what it has left at the engines."""
+    long = Sampling(4096)  # each is an HTTP request by itself
+    answers = clients(fencing.begin_term(etcd, keys, ctx.epoch, "first")).generate(
+        [PromptRequest(i, Prompt((token,)), long, 1) for i, token in enumerate((_ENDLESS, _SHORT))], 1)
+    assert isinstance(answers, Generator)
+    [(place, [sample])] = next(answers)
+    assert (place, sample.response_ids) == (1, (7,))
+    wait_until(lambda: router.open == 1, what="the other group")
+    answers.close()
+    wait_until(lambda: router.open == 0, what="the end of the other group")
 
 
 # -- calls while there is no replica -----------------------------------------------------------------------------------

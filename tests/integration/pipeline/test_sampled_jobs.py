@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.errors import EngineFailed, Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -46,14 +46,14 @@ class Engines:
         self._gate.release(requests)
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
-                 ) -> list[list[Sample]]:
+                 ) -> list[Answers]:
         if self.away.is_set():
             raise EngineFailed("no engine answered in 4 attempts")
         if not self._gate.acquire(timeout=WAIT_S):
             raise EngineFailed("nobody opened the gate")
         self.asked += [p.ordinal for p in prompts]
-        return [[Sample((Segment(ids, (-0.5,) * len(ids), version=1),)) for ids in (
-            p.prompt.answer_ids or (), *[(9, 1)] * (p.samples - 1))] for p in prompts]
+        return [[(place, [Sample((Segment(ids, (-0.5,) * len(ids), version=1),)) for ids in (
+            p.prompt.answer_ids or (), *[(9, 1)] * (p.samples - 1))]) for place, p in enumerate(prompts)]]
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         raise AssertionError("nothing is trained")

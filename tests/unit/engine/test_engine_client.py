@@ -11,6 +11,7 @@ import tracemalloc
 import httpx
 import pytest
 
+from elastic_rl.engine import packed_answers
 from elastic_rl.engine.client import (
     BATCH,
     GenerateClient,
@@ -46,11 +47,42 @@ def echo(bodies):
     return handle
 
 
+def packed(content):
+    return httpx.Response(200, content=content, headers={"Content-Type": packed_answers.MEDIA_TYPE})
+
+
 def ask(client, prompts, n=2, max_new_tokens=4):
     async def run():
         return await asyncio.gather(*(client.generate(p, Sampling(max_new_tokens, stop_token_ids=(1,), seed=5), n)
                                       for p in prompts))
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("tokens", "versions", "finish"), [
+    ([5, 6], ("3", "4"), "length"), ([5], ("default",), "stop"), ([], (), "stop")])
+def test_engines_of_this_release_answer_packed_and_others_as_sglang_does(tokens, versions, finish):
+    given = answer(tokens, versions or ("3",), finish)
+    given["meta_info"]["weight_versions"] = given["meta_info"]["weight_versions"][:len(versions)]
+    bodies = []
+
+    def handle(request):
+        bodies.append(json.loads(request.content))
+        return packed(packed_answers.pack([given] * 2)) if len(bodies) > 1 else httpx.Response(200, json=[given] * 2)
+
+    async def run():
+        client = client_over(handle, retries=1)
+        return [await client.generate([8], Sampling(4), 2) for _ in range(2)]
+
+    as_json, as_bytes = asyncio.run(run())
+    assert as_json == as_bytes and [s.response_ids for s in as_bytes] == [tuple(tokens)] * 2
+    assert all(body["return_bytes"] is True for body in bodies)
+
+
+def test_packed_answers_of_another_number_or_form_fail_the_group():
+    raw = packed_answers.pack([answer([5])] * 2)
+    for content in (packed_answers.pack([answer([5])]), raw[:-1], raw + b"x", b"", b"{}"):
+        with pytest.raises(EngineFailed):
+            ask(client_over(lambda _, content=content: packed(content), retries=1), [[5]])
 
 
 def test_concurrent_groups_share_requests_and_each_gets_its_own_samples():

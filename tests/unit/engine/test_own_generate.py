@@ -27,12 +27,13 @@ from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate, answering, make_generate
-from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
+from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed, Unanswered
 from elastic_rl.host.job_secrets import engine_key, engine_key_file, remove_secret_files
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.plugins.process import PluginProcess, ProcessLost
-from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
+from elastic_rl.roles.actor_requests import ActorRequests
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, decoded
 from elastic_rl.runtime.process import runs
 
 pytestmark = pytest.mark.usefixtures("forked_plugins")
@@ -266,31 +267,37 @@ def test_what_is_no_function_is_a_wrong_setting() -> None:
             OwnGenerate(name, ClientOptions("", 1.0, 1, 1))
 
 
-def test_group_that_no_engine_answered_is_repeated_alone() -> None:
-    good, fault, away = [SAMPLE], GenerateFault("bad"), EngineFailed("no engine")
-    assert of_each([good, away, fault]) == [good, GenerateFault("the engines to generate: no engine", away="engines"),
-                                            fault]
-    assert of_each([good]) == [good]
-    for found, raised in (([away, away], EngineFailed), ([good, RuntimeError("x"), away], RuntimeError)):
-        with pytest.raises(raised):
-            of_each(found)
+def test_each_group_is_answered_as_it_ends_whatever_becomes_of_the_others(role: RolloutRole) -> None:
+    """A request raises when all of its groups have ended: what still ran would go on beside the repeated one."""
+    role.working = lambda: contextlib.nullcontext()  # type: ignore[assignment,method-assign,misc]
+    role.requests = ActorRequests(lambda: 1)
+    faults: dict[int, Exception] = {1: EngineFailed("away"), 2: Unanswered("late"), 3: RuntimeError("of ours")}
 
+    async def answers() -> list[int]:
+        slow = asyncio.Event()
+        places: list[int] = []
 
-def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
-    """What still ran would go on beside the repeated one."""
-    role.working = lambda groups: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
-    ended: list[int] = []
+        async def bounded(prompt: PromptRequest, min_version: int, in_probation: bool) -> Generated:
+            if prompt.ordinal == 0:
+                await slow.wait()  # set once all others were answered
+            if fault := faults.get(prompt.ordinal):
+                raise fault
+            return [SAMPLE] * prompt.samples
 
-    async def bounded(prompt: PromptRequest, min_version: int, in_probation: bool) -> Generated:
-        if prompt.ordinal == 0:
-            raise EngineFailed("no engine")
-        await asyncio.sleep(0.05)
-        ended.append(prompt.ordinal)
-        return [SAMPLE] * prompt.samples
+        role._bounded = bounded  # type: ignore[assignment,method-assign]
+        with pytest.raises(RuntimeError, match="of ours"):
+            async for some in role.generate(GenerationRequest(tuple(map(_request, range(5))), 1), 1):
+                found.update(decoded(some))
+                places += [place for place, _ in some]
+                if len(places) == 3:
+                    slow.set()
+        return places
 
-    role._bounded = bounded  # type: ignore[method-assign]
-    found = asyncio.run(role._generated(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
-    assert ended == [1, 2] and isinstance(found[0], GenerateFault) and found[0].away == "engines"
+    found: dict[int, Generated] = {}
+    assert asyncio.run(asyncio.wait_for(answers(), 60)) == [1, 2, 4, 0]
+    assert found == {0: [SAMPLE] * 2, 4: [SAMPLE] * 2, **{i: GenerateFault(
+        f"the engines to generate: {faults[i]}", away="engines", unanswered=i == 2) for i in (1, 2)}}
+    role.requests.close()
 
 
 # -- the example -------------------------------------------------------------------------------------------------------

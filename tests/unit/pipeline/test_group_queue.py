@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.waiting import wait_until
 
 from elastic_rl import config
-from elastic_rl.data.queue.group_codec import decode_group, encode_group
+from elastic_rl.data.queue.group_codec import decode_group, decode_samples, encode_group, encode_samples
 from elastic_rl.data.queue.packed_group import PackedGroup
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -205,3 +205,8 @@ def test_hanging_start_of_actors_is_repeated_a_bounded_number_of_times(monkeypat
     go_on.set()
     wait_until(lambda: len(closed) == transfer_queue._MAX_LEFT, what="the end of what came too late")
     queue.close()
+
+
+@given(_GROUPS)
+def test_samples_travel_without_their_prompt(group: Group) -> None:
+    assert tuple(decode_samples(encode_samples(group.samples))) == group.samples

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,11 @@ from elastic_rl import config
 from elastic_rl.data.samples import GENERATE_FAILED, Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
-from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.errors import Fenced, Unanswered
+from elastic_rl.engine.generation import Answers, Generated, GenerateFault, PromptRequest
+from elastic_rl.errors import Fenced, RoleUnavailable, Unanswered
 from elastic_rl.pipeline.sampling import group_requests
-from elastic_rl.pipeline.sampling.group_requests import GroupRequests, requests_at_once
+from elastic_rl.pipeline.sampling.fault_isolation import Lane
+from elastic_rl.pipeline.sampling.group_requests import GroupRequests, groups_at_once
 from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.roles.registry import ROLES
@@ -39,9 +41,9 @@ class Loop:
         stopping, self.calls, self.texts = threading.Event(), list[list[int]](), list[str]()
         self.failed: list[tuple[str, list[int]]] = []
 
-        def call(prompts: Sequence[PromptRequest], min_version: int, probation: bool) -> Sequence[Generated]:
+        def call(prompts: Sequence[PromptRequest], min_version: int, probation: bool) -> Iterator[Answers]:
             self.calls.append([p.ordinal for p in prompts])
-            return generate([p.ordinal for p in prompts], probation)
+            yield [*enumerate(generate([p.ordinal for p in prompts], probation))]
 
         def report(stage: str, kind: str, what: str) -> None:
             if kind:
@@ -132,8 +134,11 @@ def test_engines_that_are_all_away_drop_nothing_however_long(monkeypatch: pytest
 
     loop = Loop(monkeypatch, generate)
     assert not any(g.failed for g in loop.groups(24)) and not loop.failed
-    assert max(map(len, loop.calls[400:])) == 4, "the requests were not taken apart"
     assert any(text.startswith("engines: ") for text in loop.texts)
+
+
+def _ordinals(sent: Any) -> list[int]:
+    return [asked.request.ordinal for asked in sent.groups]
 
 
 class _Fleet:
@@ -142,14 +147,12 @@ class _Fleet:
 
     def __init__(self, seed: int, culprits: Collection[int]) -> None:
         self._random, self._culprits = random.Random(seed), culprits
-        self._running: list[list[tuple[Future[Sequence[Generated]], list[int]]]] = [[], []]
+        self._running: list[list[Any]] = [[], []]
+        self.requests: GroupRequests
         self.ends = 0
 
-    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int, probation: bool
-               ) -> Future[Sequence[Generated]]:
-        future: Future[Sequence[Generated]] = Future()
-        self._random.choice(self._running).append((future, [request.ordinal for request in requests]))
-        return future
+    def submit(self, _call: object, sent: Any) -> None:
+        self._random.choice(self._running).append(sent)
 
     def shutdown(self, **_: bool) -> None:
         pass
@@ -157,13 +160,14 @@ class _Fleet:
     def turn(self) -> None:
         for number, running in enumerate(self._running):
             self._running[number] = []
-            dies = any({*ordinals} & {*self._culprits} for _, ordinals in running)
+            dies = any({*_ordinals(sent)} & {*self._culprits} for sent in running)
             self.ends += dies
-            for future, ordinals in running:
+            for sent in running:
                 if dies:
-                    future.set_exception(Unanswered("no engine answered in 4 attempts"))
+                    self.requests._ended(sent, Unanswered("no engine answered in 4 attempts"))
                 else:
-                    future.set_result([_good(i) for i in ordinals])
+                    self.requests._answered(sent, [(place, _good(i)) for place, i in enumerate(_ordinals(sent))])
+                    self.requests._ended(sent)
 
 
 @settings(max_examples=seeds(40), deadline=None)
@@ -187,15 +191,14 @@ class _Processes:
 
     def __init__(self, culprits: Sequence[int] = ()) -> None:
         self.culprits = set(culprits)
-        self._running: dict[bool, list[tuple[Future[Sequence[Generated]], list[int]]]] = {False: [], True: []}
+        self._running: dict[bool, list[Any]] = {False: [], True: []}
+        self.requests: GroupRequests
         self.ends, self.turns = {False: 0, True: 0}, {False: 0, True: 0}
         self.starts = True
         """Whether a process of probation can be started."""
 
-    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int, probation: bool
-               ) -> Future[Sequence[Generated]]:
-        self._running[probation].append((Future(), [request.ordinal for request in requests]))
-        return self._running[probation][-1][0]
+    def submit(self, _call: object, sent: Any) -> None:
+        self._running[sent.lane is Lane.PROBATION].append(sent)
 
     def shutdown(self, **_: bool) -> None:
         pass
@@ -204,12 +207,14 @@ class _Processes:
         """What runs in that process comes to its end."""
         running, self._running[probation] = self._running[probation], []
         self.turns[probation] += bool(running)
-        ends = ends or any(i in self.culprits for _, ordinals in running for i in ordinals)
+        ends = ends or any(i in self.culprits for sent in running for i in _ordinals(sent))
         self.ends[probation] += ends
         fault = GenerateFault("the process died", shared=True) if self.starts or not probation else (
             GenerateFault("no memory for another process", away="plugin"))
-        for future, ordinals in running:
-            future.set_result([fault if ends or (probation and not self.starts) else _good(i) for i in ordinals])
+        for sent in running:
+            self.requests._answered(sent, [(place, fault if ends or (probation and not self.starts) else _good(i))
+                                           for place, i in enumerate(_ordinals(sent))])
+            self.requests._ended(sent)
 
 
 def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes | _Fleet, running: int = 0) -> GroupRequests:
@@ -221,14 +226,15 @@ def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes | _Fleet, r
                          running=lambda: running)
     made.close()
     made._threads = processes  # type: ignore[assignment]
+    processes.requests = made
     return made
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 1 << 10))
-def test_requests_in_flight_follow_what_the_engines_decode_at_once(running: int, sequences: int) -> None:
-    most = requests_at_once(running, sequences)
-    assert 64 <= most <= 1024 and most <= requests_at_once(running + 512, sequences)
-    assert most in (64, 1024) or running < most * sequences <= 1.5 * running + sequences
+def test_groups_in_flight_follow_what_the_engines_decode_at_once(running: int, samples: int) -> None:
+    most = groups_at_once(running, samples, 64)
+    assert 64 <= most <= groups_at_once(running + 512, samples, 64)
+    assert most == 64 or running < most * samples <= 1.5 * running + samples
 
 
 @pytest.mark.parametrize(("running", "sent"), [(0, 64), (128, 96), (10_000, 400)])
@@ -239,6 +245,77 @@ def test_further_requests_are_sent_to_a_larger_pool(monkeypatch: pytest.MonkeyPa
     requests.add([_request(i) for i in range(400)], 0)
     requests.poll(0.0)
     assert len(processes._running[False]) == sent
+    while requests.pending:
+        processes.turn(False)
+        requests.poll(0.0)
+
+
+@settings(max_examples=seeds(40), deadline=None)
+@given(st.integers(0, 10 ** 6))
+def test_groups_are_answered_as_they_end_and_only_those_of_a_lost_replica_are_asked_for_again(seed: int) -> None:
+    draw = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        processes = _Processes()
+        requests = _requests(patch, processes)
+        requests._groups_per_request = 4
+        requests.add([_request(i) for i in range(24)], 0)
+        left: dict[Any, list[int]] = {}
+        answered: list[int] = []
+        done: list[int] = []
+        asked: Counter[int] = Counter()
+        lost: Counter[int] = Counter()
+        while requests.pending:
+            found, failed = requests.poll(0.001)
+            done += [request.ordinal for request, _ in found]
+            assert sorted(done) == sorted(answered), "a group waits for no other"
+            assert not failed
+            for sent in processes._running[False]:
+                left[sent] = list(range(len(sent.groups)))
+                asked.update(_ordinals(sent))
+            processes._running[False] = []
+            for sent, places in [*left.items()]:
+                some = [place for place in places if draw.random() < 0.4]
+                if some:
+                    left[sent] = [place for place in places if place not in some]
+                    answered += [_ordinals(sent)[place] for place in some]
+                    requests._answered(sent, [(place, _good(_ordinals(sent)[place])) for place in some])
+                if not left[sent] or draw.random() < 0.2:
+                    lost.update(_ordinals(sent)[place] for place in left.pop(sent))
+                    requests._ended(sent, RoleUnavailable("the replica is gone"))
+        assert sorted(done) == list(range(24)) and asked == Counter(range(24)) + lost
+
+
+def test_rest_of_a_forgotten_request_is_closed() -> None:
+    goes_on, closed = threading.Event(), threading.Event()
+
+    def generate(prompts: Sequence[PromptRequest], min_version: int, probation: bool) -> Iterator[Answers]:
+        try:
+            for place, prompt in enumerate(prompts):
+                yield [(place, _good(prompt.ordinal))]
+                assert goes_on.wait(60)
+        finally:
+            closed.set()
+
+    requests = GroupRequests(config.Config(), generate, Waits(lambda *_: None, threading.Event()), no_engine=str,
+                             other=lambda number: _request(-1), on_failed=lambda ordinals, why: None)
+    requests.add([_request(i) for i in range(3)], 0)
+    answered: list[Any] = []
+    while not answered:
+        answered, _ = requests.poll(0.1)
+    requests.begin()
+    goes_on.set()
+    assert closed.wait(60) and not requests.pending and requests.poll(0.0) == ([], [])
+    requests.close()
+
+
+def test_more_requests_than_there_may_be_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a thread for as long as its slowest group takes."""
+    monkeypatch.setattr(group_requests, "_MOST", 70)
+    processes = _Processes()
+    requests = _requests(monkeypatch, processes, 10_000)
+    requests.add([_request(i) for i in range(100)], 0)
+    requests.poll(0.0)
+    assert len(processes._running[False]) == 70
     while requests.pending:
         processes.turn(False)
         requests.poll(0.0)

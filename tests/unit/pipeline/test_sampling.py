@@ -13,7 +13,7 @@ from support.waiting import wait_until
 from elastic_rl import config
 from elastic_rl.data.samples import FILTER_FAILED, Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
@@ -43,12 +43,13 @@ class Loop:
         self.sampler = Sampler(cfg, source, self._generate, self.waits, lambda: self.no_engine,
                                lambda part, ordinals, why: self.failed.append((part, list(ordinals))))
 
-    def _generate(self, requests: Sequence[PromptRequest], min_version: int, in_probation: bool) -> list[list[Sample]]:
+    def _generate(self, requests: Sequence[PromptRequest], min_version: int, in_probation: bool) -> list[Answers]:
         self.sent += [request.ordinal for request in requests]
         self.asked += [(request.samples, request.sampling.temperature) for request in requests]
         if len(self.sent) > 1:
             self.answers.wait(60.0)
-        return [[Sample((Segment((1,), (-0.5,), version=1),), metadata={"ordinal": r.ordinal})] for r in requests]
+        return [[(place, [Sample((Segment((1,), (-0.5,), version=1),), metadata={"ordinal": r.ordinal})])
+                 for place, r in enumerate(requests)]]
 
     def groups(self, count: int) -> list[tuple[Group, str]]:
         return self.sampler.training_groups(list(enumerate(self.prompts[:count])), 0)

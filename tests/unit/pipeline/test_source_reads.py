@@ -112,7 +112,7 @@ async def _refuses(prompt: Prompt, samples: Any) -> Any:
 
 
 def _generate(prompts: Any, min_version: int, in_probation: bool) -> Any:
-    return [[Sample((Segment((1,), (-0.5,), version=1),))] * p.samples for p in prompts]
+    return [[(place, [Sample((Segment((1,), (-0.5,), version=1),))] * p.samples) for place, p in enumerate(prompts)]]
 
 
 class _Away(PromptOrder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +143,79 @@ def test_request_that_its_caller_cancels_is_cancelled() -> None:
     run(test)
 
 
+def test_stream_gives_at_once_what_came_while_its_reader_was_busy() -> None:
+    async def test() -> None:
+        requests, goes_on = ActorRequests(lambda: 1), asyncio.Event()
+
+        async def work(give: Callable[[int], None]) -> None:
+            give(0)
+            await goes_on.wait()
+            for i in (1, 2, 3):
+                give(i)
+                await asyncio.sleep(0)
+
+        found = []
+        async for some in requests.stream(1, work):
+            found.append(some)
+            goes_on.set()
+            for _ in range(9):
+                await asyncio.sleep(0)
+        assert found == [[0], [1, 2, 3]]
+        requests.close()
+
+    run(test)
+
+
+def test_stream_gives_what_it_has_before_it_raises() -> None:
+    async def test() -> None:
+        requests, found = ActorRequests(lambda: 1), list[list[int]]()
+
+        async def work(give: Callable[[int], None]) -> None:
+            give(0)
+            raise ValueError("x")
+
+        with pytest.raises(ValueError, match="x"):
+            async for some in requests.stream(1, work):
+                found.append(some)
+        assert found == [[0]]
+        requests.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled", "term over"])
+def test_stream_that_ends_early_has_cancelled_its_work(how: str) -> None:
+    async def test() -> None:
+        requests, work = ActorRequests(lambda: 1), Work(clean_up=True)
+
+        async def given(give: Callable[[int], None]) -> None:
+            give(0)
+            await work()
+
+        stream = requests.stream(1, given)
+        assert await anext(stream) == [0]
+        await work.begun.wait()
+        assert isinstance(stream, AsyncGenerator)
+        reading = asyncio.ensure_future(anext(stream) if how != "closed" else stream.aclose())
+        await asyncio.sleep(0)
+        if how == "cancelled":
+            reading.cancel()
+        elif how == "term over":
+            successor = asyncio.ensure_future(requests.run(2, Work()()))
+        while not work.cancels:
+            await asyncio.sleep(0)
+        assert not reading.done(), "it ends with its work"
+        work.cleaned.set()
+        with contextlib.suppress(asyncio.CancelledError) if how != "term over" else pytest.raises(Fenced):
+            await reading
+        assert work.cancels == 1
+        if how == "term over":
+            successor.cancel()
+        requests.close()
+
+    run(test)
+
+
 # -- the roles ---------------------------------------------------------------------------------------------------------
 class Engines:
     """Requests under way at the engines, of which none is answered."""
@@ -171,11 +244,15 @@ def made(cls: Any, terms: list[int]) -> Any:
     return role
 
 
+async def all_of(stream: AsyncIterator[Any]) -> list[Any]:
+    return [one async for one in stream]
+
+
 def rollout(role: Any, client: GenerateClient) -> Coroutine[Any, Any, Any]:
     role.ctx, role.client, role._vocabulary = SimpleNamespace(config=config.Config()), client, 50
     role.generate_fn = lambda prompt, engines: engines.generate(prompt.prompt.token_ids, prompt.sampling, 2)
-    return role.generate(GenerationRequest(tuple(  # type: ignore[no-any-return]
-        PromptRequest(i, Prompt((5,)), Sampling(12), 2) for i in range(3)), 1), 1)
+    return all_of(role.generate(GenerationRequest(tuple(
+        PromptRequest(i, Prompt((5,)), Sampling(12), 2) for i in range(3)), 1), 1))
 
 
 def judge(role: Any, client: GenerateClient) -> Coroutine[Any, Any, Any]:
@@ -222,8 +299,8 @@ def test_what_a_function_of_the_users_does_for_a_predecessor_ends(own: OwnGenera
         role = made(RolloutRole, terms)
         role.ctx, role.client, role._vocabulary, role.generate_fn = SimpleNamespace(config=config.load(overrides=[
             "--rollout.generate=waits_forever:generate", "--rollout.generate_timeout_s=3600"])), None, 50, own
-        asked = asyncio.ensure_future(role.generate(GenerationRequest((
-            PromptRequest(0, Prompt((5,), str(tmp_path)), Sampling(12), 2),), 1), 1))
+        asked = asyncio.ensure_future(all_of(role.generate(GenerationRequest((
+            PromptRequest(0, Prompt((5,), str(tmp_path)), Sampling(12), 2),), 1), 1)))
         while not (tmp_path / "begun").exists():
             await asyncio.sleep(0.01)
         terms[0] = 2
