@@ -137,6 +137,7 @@ def test_wait_goes_on_beside_a_look_whether_the_version_is_lost_and_begins_no_se
     pool.found = [engine(version=5)]
     assert pool.wait.poll() and not ended.is_set(), "the wait was blocked by the look"
     pool.wait.close()
+    assert pool.sync.looks.held_s is not None, "calls of later waits would wait in line for it"
     pool.found = [engine(version=4)]
     again = pool.sync.begin(5)
     assert not any(again.poll() for _ in range(20)) and pool.looks == 1 and not pool.published
