@@ -130,34 +130,44 @@ def pack(lengths: Sequence[int], budget: int, cost: Callable[[int], float]) -> l
     """Micro-batches without padding, with about as much work each: the stages of a pipeline, and replicas that share
     experts, wait for one another at every micro-batch.
 
-    There are as many as ``fill`` has, or the fewest more with which every sequence fits into one: one that finds room
-    in none would else cost the balance of all others. That is still less than one more than twice as many as the
-    positions need. The largest come first, as in ``cut_by_length``.
+    There are as many as ``fill`` has, or more where some sequence would find room in none of them, though less than one
+    more than twice as many as the positions need. The largest come first, as in ``cut_by_length``.
     """
     number = len(fill(lengths, budget))
-    while (micros := _balanced(lengths, budget, cost, number)) is None:
-        number += 1
+    micros = _balanced(lengths, budget, cost, number)
+    if len(micros) > number:  # the last ones had only what found no room: now all are there from the beginning
+        micros = _balanced(lengths, budget, cost, len(micros))
     return _largest_first(micros, lengths)
 
 
-def _balanced(lengths: Sequence[int], budget: int, cost: Callable[[int], float], number: int
-              ) -> list[list[int]] | None:
-    """So many micro-batches: each sequence, the longest first, goes to the one with the least work of those that it
-    fits into. None where one fits into none; then all others have more than ``budget`` less its length."""
+def _balanced(lengths: Sequence[int], budget: int, cost: Callable[[int], float], number: int) -> list[list[int]]:
+    """Micro-batches, of which there are so many to begin with: each sequence, the longest first, goes to the one with
+    the least work of those that it fits into, or to a further one where it fits into none; then all others have more
+    than half of ``budget``."""
     shortest = min(lengths, default=0)
-    least = [(0.0, micro, 0) for micro in range(number)]  # (work, micro-batch, positions)
-    micros: list[list[int]] = [[] for _ in least]
+    micros: list[list[int]] = [[] for _ in range(number)]
+    least = [(0.0, micro, 0) for micro in range(number)]
+    """(work, micro-batch, positions) of those that may have room for the next sequence."""
+    full: list[tuple[int, int, float]] = []
+    """(positions, micro-batch, work) of those that had none for an earlier one. Each is looked at once for each
+    sequence that it has: what fits once fits until something is added, since sequences only become shorter."""
     for sequence in _longest_first(lengths):
-        full, length = [], lengths[sequence]
+        length = lengths[sequence]
+        while full and full[0][0] + length <= budget:
+            taken, micro, work = heapq.heappop(full)
+            heapq.heappush(least, (work, micro, taken))
         while least and least[0][2] and least[0][2] + length > budget:
-            full.append(heapq.heappop(least))
+            work, micro, taken = heapq.heappop(least)
+            heapq.heappush(full, (taken, micro, work))
         if not least:
-            return None
-        work, micro, taken = heapq.heappop(least)
+            least.append((0.0, len(micros), 0))
+            micros.append([])
+        work, micro, taken = least[0]
         micros[micro].append(sequence)
-        for kept in (*full, (work + cost(length), micro, taken + length)):
-            if kept[2] + shortest <= budget:  # else nothing that is left fits into it
-                heapq.heappush(least, kept)
+        if taken + length + shortest <= budget:
+            heapq.heapreplace(least, (work + cost(length), micro, taken + length))
+        else:  # nothing that is left fits into it
+            heapq.heappop(least)
     return micros
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from support.budget import seeds
 from elastic_rl.config import TrainerConfig
 from elastic_rl.data.batch import Batch
 from elastic_rl.models.flops import SequenceCost
+from elastic_rl.trainer import micro_batches
 from elastic_rl.trainer.micro_batches import ModelInput, cut, cut_by_length, fill, pack
 
 thorough = settings(deadline=None, max_examples=seeds(40))
@@ -97,6 +102,25 @@ def test_sequence_that_finds_no_room_leaves_the_balance_of_the_others() -> None:
 
     assert len(fill(lengths, budget)) == 2 and worst(fill(lengths, budget)) > 1.35
     assert len(packed(lengths, budget)) == 3 and worst(packed(lengths, budget)) < 1.05
+
+
+def test_work_of_packing_grows_with_the_sequences_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a replica's share of 100,000 samples, most of which find room beside few others."""
+    moves = 0
+
+    def counted(move: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> Any:
+            nonlocal moves
+            moves += 1
+            return move(*args)
+        return moved
+
+    monkeypatch.setattr(micro_batches, "heapq", SimpleNamespace(
+        **{name: counted(getattr(heapq, name)) for name in ("heappush", "heappop", "heapreplace")}))
+    draw = random.Random(0)
+    lengths = [min(131_072, int(draw.lognormvariate(8.7, 0.8)) + 1) for _ in range(12_500)]
+    packed(lengths, 16_384)
+    assert moves < 10 * len(lengths)
 
 
 def test_sequences_are_packed_by_their_work_and_not_by_their_tokens() -> None:
