@@ -6,6 +6,7 @@ is a part of the state that follows, and has no advantage, value or return of it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -17,11 +18,13 @@ from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.losses import ClipOptions
 from elastic_rl.config import AlgorithmConfig, CriticConfig
 from elastic_rl.config.options import Options
-from elastic_rl.data.batch import Batch, spans
+from elastic_rl.data.batch import Batch, cut_in_pieces, spans
 
 _STD_EPSILON = 1e-8
 _BLOCK = 256
 """Tokens of one block of ``_discounted``."""
+_PIECE = 1 << 20
+"""Loss tokens of the samples whose advantages are computed together, or of a single one."""
 
 
 class PpoOptions(ClipOptions):
@@ -49,17 +52,31 @@ def gae_advantages(batch: Batch, options: PpoOptions, cfg: AlgorithmConfig) -> T
     each gets less ``kl_coef`` times the divergence from the reference policy at it (arXiv:2203.02155, eq. 2). A sample
     ends with its last loss token, also one that was cut off at its limit: nothing is expected after it.
     """
-    counts = batch.loss_counts
-    rewards = torch.zeros(batch.loss_tokens, dtype=torch.float64)
-    if "ref_logprobs" in batch:
-        rewards -= cfg.kl_coef * kl_estimate(
-            batch["old_logprobs"].double(), batch["ref_logprobs"].double(), cfg.estimator)
-    at_end = batch["advantages"].double()
-    if "turn_rewards" in batch:
-        rewards += (of_turns := batch["turn_rewards"].double())
-        at_end = at_end - batch.sequence_sum(of_turns)
+    counts, found, start = batch.loss_counts, torch.zeros(batch.loss_tokens), 0
+    names = ("values", "turn_rewards", *(("old_logprobs", "ref_logprobs") if "ref_logprobs" in batch else ()))
+    read = {name: batch[name] for name in names if name in batch}
+    for rows in cut_in_pieces(counts.tolist(), _PIECE):  # in float64, of all tokens it would take ten times as much
+        own = counts[rows.start:rows.stop]
+        part = slice(start, start := start + int(own.sum()))
+        rewards = _rewards({name: tensor[part].double() for name, tensor in read.items()}, own,
+                           batch["advantages"][rows.start:rows.stop].double(), cfg)
+        found[part] = estimated(rewards, read["values"][part], own, gamma=options.gamma, lam=options.gae_lambda
+                                ).to(torch.float32)
+    return found
+
+
+def _rewards(read: Mapping[str, Tensor], counts: Tensor, at_end: Tensor, cfg: AlgorithmConfig) -> Tensor:
+    """[L] float64: the reward of each loss token of samples with so many, ``counts`` [N], of which the last gets
+    ``at_end`` [N]."""
+    rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    if "ref_logprobs" in read:
+        rewards -= cfg.kl_coef * kl_estimate(read["old_logprobs"], read["ref_logprobs"], cfg.estimator)
+    if "turn_rewards" in read:
+        rewards += read["turn_rewards"]
+        at_end = at_end - torch.zeros(len(counts), dtype=torch.float64).index_add(
+            0, torch.repeat_interleave(torch.arange(len(counts)), counts), read["turn_rewards"])
     rewards[(counts.cumsum(0) - 1)[counts > 0]] += at_end[counts > 0]
-    return estimated(rewards, batch["values"], counts, gamma=options.gamma, lam=options.gae_lambda).to(torch.float32)
+    return rewards
 
 
 def estimated(rewards: Tensor, values: Tensor, counts: Tensor, *, gamma: float, lam: float) -> Tensor:

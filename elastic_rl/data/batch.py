@@ -10,6 +10,7 @@ for no others. What a tensor [L] holds of a token is about its prediction from t
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,13 +227,9 @@ class Batch:
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[Batch]) -> Batch:
-        """The samples of several batches, which have the same tensors, in order. Raises as the constructor."""
+        """The samples of several batches of the same ``layout``, in order."""
         if len(pieces) == 1:
             return pieces[0]
-        for piece in pieces:
-            if piece.tensors.keys() != pieces[0].tensors.keys():
-                raise ConfigError(f"a piece of a batch has {sorted(piece.tensors)}, another one "
-                                  f"{sorted(pieces[0].tensors)}")
         return cls({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0].tensors})
 
     def joined(self, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -273,9 +270,20 @@ class Batch:
     def from_bytes(cls, raw: bytes) -> Batch:
         """Raises ConfigError when the bytes are not a batch."""
         try:
-            return cls(load(raw))
+            tensors = load(raw)
+            mask = tensors.get("loss_mask")
+            if mask is not None and mask.dtype == torch.bool and mask.numel() and int(mask.view(torch.uint8).max()) > 1:
+                raise ConfigError("a byte of the loss mask is neither 0 nor 1")
+            return cls(tensors)
         except (SafetensorError, ValueError, KeyError) as e:
             raise ConfigError(f"the body is not a batch in safetensors: {e}") from e
+
+
+def layout(raw: bytes) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of a batch in safetensors, and the size of a row of each: batches in which both are the same can
+    become one. ``raw``: what ``Batch.from_bytes`` takes."""
+    header = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
+    return {name: tuple(told["shape"][1:]) for name, told in header.items() if name != "__metadata__"}
 
 
 def collate_answers(prompts: Iterable[Prompt]) -> Batch:

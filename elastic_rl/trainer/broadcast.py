@@ -6,14 +6,18 @@ well within it when there is nothing to do. The next broadcast fails at the late
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elastic_rl.errors import TrainerFailed
 from elastic_rl.trainer.megatron.parallel import ParallelDims
+
+T = TypeVar("T")
 
 _MAGIC = 0x656C7263
 _MAX_PAYLOAD = 1 << 31
@@ -72,27 +76,29 @@ def broadcast_numbers(values: list[int], par: ParallelDims) -> list[int]:
     return tensor.tolist()
 
 
-def share_of_replica(own: list[bytes] | None, par: ParallelDims) -> list[bytes] | None:
-    """The pieces of the share of a batch that the leader of this replica holds, on each of its ranks. None on every
-    rank of the *group* when any leader has none: no rank may begin a step that another cannot take.
+def share_of_replica(own: list[bytes] | None, par: ParallelDims, read: Callable[[bytes], T]) -> list[T] | None:
+    """What ``read`` makes of each piece of the share of a batch that the leader of this replica holds, on each of its
+    ranks. None on every rank of the *group* when any leader has none: no rank may begin a step that another cannot
+    take.
 
-    ``own``: on a leader the pieces of its share, or None if it has none; on others None.
+    ``own``: on a leader the pieces of its share, or None if it has none; on others None. The list is emptied, so that
+    no piece is in memory once more than it must be.
     """
     if par.world == 1:
-        return own
+        return None if own is None else [read(own.pop(0)) for _ in range(len(own))]
     missing = torch.tensor([int(par.is_share_leader and own is None)], dtype=torch.int64, device=par.device)
     dist.all_reduce(missing, op=dist.ReduceOp.MAX)
     if int(missing):
         return None
     group, leader = par.replica_group, par.share_leader
     if group is None:
-        return own
+        return [read(own.pop(0)) for _ in range(len(own or ()))] if own is not None else None
     count = torch.tensor([len(own or ())], dtype=torch.int64, device=par.device)
     dist.broadcast(count, src=leader, group=group)
     sizes = torch.tensor([len(piece) for piece in own or [b""] * int(count)], dtype=torch.int64, device=par.device)
     dist.broadcast(sizes, src=leader, group=group)
-    return [broadcast_bytes(None if own is None else own[i], size, leader, group, par)
-            for i, size in enumerate(sizes.tolist())]
+    return [read(broadcast_bytes(None if own is None else own.pop(0), size, leader, group, par))
+            for size in sizes.tolist()]
 
 
 def gather_text(text: str, par: ParallelDims, width: int = 256) -> list[str]:

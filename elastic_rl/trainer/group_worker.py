@@ -115,8 +115,6 @@ class GroupWorker(ABC):
                 output = self._facts()
             if output is not None:
                 self._finish(command, output)
-        if isinstance(command, BatchCommand):
-            self.board.discard_share(command.batch)
 
     def _finish(self, command: Command, result: dict[str, Any]) -> None:
         self._report()
@@ -128,11 +126,12 @@ class GroupWorker(ABC):
 
     def _share(self, command: BatchCommand) -> Batch:
         """The share of this rank's replica."""
-        pieces = share_of_replica(self.board.share(command.batch) if self.par.is_share_leader else None, self.par)
+        held = self.board.take_share(command.batch) if self.par.is_share_leader else None
+        pieces = share_of_replica(held, self.par, Batch.from_bytes)
         if pieces is None:
             raise Refused(Conflict(f"not every rank has its share of batch {command.batch}",
                                    hint="send the shares again, then the command"))
-        return Batch.of_pieces([Batch.from_bytes(raw) for raw in pieces])
+        return Batch.of_pieces(pieces)
 
 
 def restarts() -> int:

@@ -309,7 +309,7 @@ class TrainerWorker(GroupWorker):
         return self.train_step.forward_values(share)
 
     def _reference_logprobs(self, share: Batch) -> torch.Tensor:
-        """[n, T] fp32, of the reference policy of the next step."""
+        """[l] fp32, of the reference policy of the next step."""
         assert self.reference is not None  # by ``_require_possible``
         with self.reference.in_place():
             return self.train_step.forward_logprobs(share, greedy=False)["logprobs"]
@@ -318,7 +318,8 @@ class TrainerWorker(GroupWorker):
         super()._require_possible(command, share)
         is_critic = self.ctx.group is CRITIC
         if is_critic and isinstance(command, Update | Check) and share is not None:
-            if missing := [name for name in CRITIC_LOSS.needs if name not in share]:
+            needs = (*CRITIC_LOSS.needs, *(("numbers",) if self.cfg.train.minibatches > 1 else ()))
+            if missing := [name for name in needs if name not in share]:
                 raise Refused(ConfigError(f"a batch for a critic needs {', '.join(missing)}"))
         elif isinstance(command, Accumulate | Apply) and self.cfg.train.prompts_per_part is None:
             raise Refused(ConfigError("the settings of this trainer ask for no parts of a step",

@@ -97,5 +97,5 @@ def _write(cfg: Config, batch: Batch, cost: SequenceCost | None, target: Path) -
     for number, own in enumerate(batch.share_rows(cfg.trainer.data_parallel, cfg.train.minibatches,
                                                   float if cost is None else cost.of_sample)):
         found.append(target.with_name(f"{target.name}-{number}.safetensors"))
-        found[-1].write_bytes(batch.share(own).to_bytes())
+        found[-1].write_bytes(batch.rows(own).to_bytes())
     return found

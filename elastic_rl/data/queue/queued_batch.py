@@ -29,6 +29,8 @@ _QUEUE, _REFS, _NAMES = "queue", "refs", "names"
 """Metadata of a share in safetensors that says where its samples are, which, and which of their tensors it has."""
 _PIECE_TOKENS = 1 << 20
 """Tokens of one piece, or of a single sample."""
+_LONGEST = 1 << 32
+"""Tokens of a sample, at most: sums of lengths from elsewhere may not overflow."""
 QUEUED = frozenset(("tokens", "loss_mask", "old_logprobs"))
 """Tensors that samples in the queue make."""
 _READ_TOGETHER = frozenset(("loss_mask", "old_logprobs"))
@@ -235,7 +237,7 @@ class QueuedShare:
     def _lengths(self) -> torch.Tensor:
         lengths = self.tensors.get("lengths")
         if lengths is None or lengths.shape != (len(self.refs),) or lengths.dtype != torch.int64 or (
-                bool((lengths < 1).any())):
+                bool(((lengths < 1) | (lengths > _LONGEST)).any())):
             raise ConfigError("a share of a batch in the queue needs the length of each sample")
         return lengths
 

@@ -46,7 +46,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.pipeline.training.common_state import Available, common_state
-from elastic_rl.pipeline.training.divergence import without_scores
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
@@ -282,7 +281,7 @@ class Trainers:
         return self._policy.forward_logprobs(batch)
 
     def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the reference policy of RL step ``step``. Raises as
+        """[L] of the loss tokens, by the reference policy of RL step ``step``. Raises as
         ``TrainerClient.forward_reference``."""
         if REFERENCE.name not in self._clients:
             return self._policy.forward_reference(batch, step)
@@ -290,7 +289,7 @@ class Trainers:
                                 self._reference_version)
 
     def trainer_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the policy before RL step ``step``. Used by a job with the group
+        """[L] of the loss tokens, by the policy before RL step ``step``. Used by a job with the group
         ``actor_fwd``."""
         return self._by_version(ACTOR_FWD, batch, step - 1, self._version)
 
@@ -328,7 +327,7 @@ class Trainers:
         return found
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] of the loss tokens, by the critic before RL step ``step``. Used by a job that has one. Raises as
+        """[L] of the loss tokens, by the critic before RL step ``step``. Used by a job that has one. Raises as
         ``TrainerClient.forward_values``."""
         assert self._critic is not None
         with _of(CRITIC):
@@ -367,7 +366,7 @@ class Trainers:
 
 def _of_critic(batch: Batch) -> Batch:
     """What the critic needs of a batch."""
-    return without_scores(batch).with_tensors(**{name: batch[name] for name in _OF_CRITIC})
+    return batch.only("tokens", "lengths", "loss_mask", "numbers", *_OF_CRITIC)
 
 
 @contextlib.contextmanager

@@ -91,8 +91,15 @@ class Board:
                 return None
             return self._executing
 
+    def take_share(self, batch_id: str) -> list[bytes] | None:
+        """As ``share``; the board has it no longer."""
+        with self._lock:
+            found = self.share(batch_id)
+            self._shares.pop(batch_id, None)
+            return found
+
     def share(self, batch_id: str) -> list[bytes] | None:
-        """The pieces of a share; None unless all are there."""
+        """The pieces of a share; None unless all are there. Any thread may call it."""
         with self._lock:
             found = self._shares.get(batch_id, [None])
             pieces = [piece for piece in found if piece is not None]

@@ -11,7 +11,7 @@ has. A batch is split over the data-parallel replicas, balanced by the estimated
   read (``QueuedBatch``), that is all it has, but for tensors that an algorithm asks for, which it has whole; each
   replica reads its own share. Where they are in the controller's memory, as in a synchronous run, it has the whole
   batch as tensors too, with the shares that are being sent, up to eight at a time (as tensors and as bytes). Outputs
-  are two tensors [N, T] at most.
+  are two tensors [L] at most.
 
 Each call waits for its result for as long as that takes. Each raises TrainerFailed when the group is lost, Conflict for
 a command about a step that does not fit the trainer's progress, Fenced when another actor has taken over, ConfigError
@@ -65,7 +65,7 @@ class Executed(NamedTuple):
     result: dict[str, Any]
     """What rank 0 returned, which is JSON; what other ranks return is the same, or of no interest."""
     tensors: dict[str, torch.Tensor]
-    """Tensors [N, T] of a ``ForwardCommand``, in the order of its batch."""
+    """Tensors [L] of a ``ForwardCommand``, in the order of its batch."""
 
 
 class TrainerCalls(ABC):
@@ -119,24 +119,24 @@ class TrainerCalls(ABC):
         return self.execute(partial(Check, phase=phase, step=step), batch).result
 
     def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Log-probs by the policy: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N,
-        T] bool: whether the token is the most probable one."""
+        """Log-probs by the policy: ``logprobs`` [L] fp32 of the batch's loss tokens, and ``greedy`` [L] bool: whether
+        the token is the most probable one."""
         return self.execute(ForwardLogprobs, batch).tensors
 
     def forward_reference(self, batch: Batch, step: int) -> torch.Tensor:
-        """Log-probs [N, T] fp32 of the batch's loss tokens (0 elsewhere) by the reference policy of RL step ``step``
-        (the trainer's step + 1). Raises ConfigError when the trainer has no such reference."""
+        """Log-probs [L] fp32 of the batch's loss tokens by the reference policy of RL step ``step`` (the trainer's
+        step + 1). Raises ConfigError when the trainer has no such reference."""
         return self.execute(partial(ForwardReference, step=step), batch).tensors["logprobs"]
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
-        """Values [N, T] fp32, by a critic: of the states in which the batch's loss tokens were chosen (0 elsewhere),
-        before RL step ``step`` (the trainer's step + 1)."""
+        """Values [L] fp32, by a critic: of the states in which the batch's loss tokens were chosen, before RL step
+        ``step`` (the trainer's step + 1)."""
         return self.execute(partial(ForwardValues, step=step), batch).tensors["values"]
 
     def forward_version(self, batch: Batch, step: int, at_least: int = 0) -> Executed:
-        """Log-probs by a group that does not train: ``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere),
-        by the oldest version of the policy that RL step ``step`` made (0: with which RL began), whose number is
-        ``at_least`` this. The result has its number, ``version``, and its step, ``step``. Raises Conflict while there
+        """Log-probs by a group that does not train: ``logprobs`` [L] fp32 of the batch's loss tokens, by the oldest
+        version of the policy that RL step ``step`` made (0: with which RL began), whose number is ``at_least`` this.
+        The result has its number, ``version``, and its step, ``step``. Raises Conflict while there
         is no such version: it may not be committed yet."""
         return self.execute(partial(ForwardVersion, step=step, at_least=at_least), batch)
 

@@ -238,9 +238,13 @@ class TrainerClient(TrainerCalls):
         for url, of_share in zip(self._shares, rows, strict=True):
             pieces = batch.pieces(of_share, self._piece_bytes)
             unsent += [_Piece(url, piece, number, len(pieces)) for number, piece in enumerate(pieces)]
+        unsent.sort(key=lambda piece: piece.number)  # so that all ranks have something to read
         while unsent:
             try:
                 self._send_shares(uploaded.batch, batch, unsent)
+            except (ConfigError, GroupsLost):
+                self.discard(uploaded)
+                raise
             except (httpx.HTTPError, _Unanswered) as e:
                 batch.require_stored()  # a rank cannot say more than that it cannot read them
                 retry.failed(time.monotonic())
@@ -387,7 +391,7 @@ def _refusal(answer: httpx.Response) -> Exception:
     body = _readable(answer)
     message = str(body.get("error") or f"HTTP {answer.status_code}: {answer.text[:200]}")
     hint = str(body.get("hint", ""))
-    if answer.status_code == httpx.codes.BAD_REQUEST:
+    if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
         return ConfigError(f"the trainer refused the request: {message}", hint=hint)
     if answer.status_code == httpx.codes.CONFLICT:
         return Conflict(message, hint=hint)

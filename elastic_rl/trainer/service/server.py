@@ -26,6 +26,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
+from elastic_rl.data.batch import layout
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, GroupsLost, PreflightFailed, QueueUnavailable
 from elastic_rl.net.addresses import host_port
@@ -43,7 +44,7 @@ _BACKLOG = 64
 MAX_WAIT_S = 20.0
 """Longest time that one request waits for a result."""
 _MAX_COMMAND_BYTES = 8 << 20
-MAX_PIECES = 4096
+MAX_PIECES = 1 << 16
 """Pieces of a share."""
 LARGER_PIECES = "it is a single long sample: start the job again with a larger trainer.share_piece_bytes"
 _START_S = 30.0
@@ -106,6 +107,10 @@ def make_app(board: Board, security: Security, take_share: TakeShare) -> FastAPI
             raise ConfigError(f"there is no piece {piece} of {pieces}")
         raw = await _body(request, board.share_piece_bytes, "piece of a share", LARGER_PIECES)
         board.put_share(batch_id, await run_in_threadpool(take_share, raw), piece, pieces)
+        whole = board.share(batch_id) or []
+        if any(layout(other) != layout(whole[0]) for other in whole[1:]):  # no rank may fail on that in a step
+            board.discard_share(batch_id)
+            raise ConfigError("the pieces of a share have different tensors")
         return {}
 
     @app.delete("/v1/batches/{batch_id}/share", status_code=204)

@@ -79,8 +79,11 @@ def batch_of(mask: list[list[int]], **tensors: torch.Tensor) -> Batch:
     return from_rows(torch.ones(n, t), torch.full((n,), t), of_tokens, **tensors)
 
 
-def test_reward_is_at_the_last_trained_token_and_the_divergence_at_each() -> None:
-    """The second sample ends with a turn of its environment."""
+@pytest.mark.parametrize("piece", [1, 4, 1 << 20])
+def test_reward_is_at_the_last_trained_token_and_the_divergence_at_each(monkeypatch: pytest.MonkeyPatch, piece: int
+                                                                         ) -> None:
+    """The second sample ends with a turn of its environment. The result is the same in pieces of some samples."""
+    monkeypatch.setattr(ppo, "_PIECE", piece)
     mask = [[0, 1, 1, 0, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
     generator = torch.Generator().manual_seed(0)
     old, other, values = (torch.randn(3, 5, generator=generator) for _ in range(3))

@@ -94,6 +94,23 @@ def test_inconsistent_batch_raises_config_error(change: dict[str, torch.Tensor],
         Batch({**GOOD, **change})
 
 
+def test_mask_of_other_bytes_than_a_mask_has_is_refused() -> None:
+    """Safetensors give any byte as a truth; counted as numbers, 255 of one sample would be rows of others."""
+    raw = Batch(GOOD).to_bytes()
+    assert Batch.from_bytes(raw).loss_tokens == 4
+    mask = bytes([0, 0, 1, 1, 0, 1, 1])
+    assert raw.count(mask) == 1
+    with pytest.raises(ConfigError, match="neither 0 nor 1"):
+        Batch.from_bytes(raw.replace(mask, bytes([0, 0, 255, 1, 0, 1, 1])))
+
+
+def test_share_without_a_sample_is_a_piece_too() -> None:
+    """A replica that gets no sample of a batch must be told so."""
+    [rows] = [rows for rows in Batch(GOOD).share_rows(3) if not len(rows)]
+    [piece] = Batch(GOOD).pieces(rows, 100)
+    assert Batch.from_bytes(Batch(GOOD).rows(piece).to_bytes()).samples == 0
+
+
 def test_missing_tensor_is_named() -> None:
     with pytest.raises(ConfigError, match="needs the tensor 'lengths'"):
         Batch({"tokens": GOOD["tokens"], "loss_mask": GOOD["loss_mask"]})

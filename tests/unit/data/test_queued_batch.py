@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,18 @@ def test_other_samples_than_those_of_the_batch_are_refused() -> None:
     reader.groups[2] = Group(2, Prompt((1,)), (sample(0.0, (2,)), sample(3.0, (5,))))
     assert share is not None
     with pytest.raises(ConfigError, match="other samples"):
+        share.read(reader)
+
+
+def test_lengths_of_a_share_cannot_be_summed_to_a_small_number() -> None:
+    elsewhere, reader = queued(GROUPS)
+    batch = batch_of(elsewhere).rows(torch.arange(4))
+    share = QueuedShare.from_bytes(batch.to_bytes())
+    assert share is not None and share.read_bytes == int(batch["lengths"].sum()) * 9
+    share = replace(share, tensors={**share.tensors, "lengths": torch.tensor([3, 1 << 62, 1 << 62, 1])})
+    with pytest.raises(ConfigError, match="needs the length of each sample"):
+        share.read_bytes  # noqa: B018
+    with pytest.raises(ConfigError, match="needs the length of each sample"):
         share.read(reader)
 
 
