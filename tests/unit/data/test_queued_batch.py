@@ -24,6 +24,7 @@ from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training.training_batch import TrainingBatches
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.trainer.service.shares import Shares
 
 
 class Elsewhere:
@@ -232,6 +233,21 @@ def test_lengths_of_a_share_cannot_be_summed_to_a_small_number() -> None:
         share.read_bytes  # noqa: B018
     with pytest.raises(ConfigError, match="needs the length of each sample"):
         share.read(reader)
+
+
+def test_rank_refuses_a_share_in_the_queue_that_is_too_large_before_it_reads_it() -> None:
+    long = Group(1, Prompt((1,)), (sample(0.0, (2,) * 200_000),))
+    raw = batch_of(queued([long])[0]).to_bytes()
+    cfg = config.parse({"trainer": {"share_piece_bytes": 1 << 20}})
+    shares = Shares(cfg, needs=[], vocab=10)
+    shares._samples = Unread()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"has up to 1800009 bytes; the limit is 1048576"):
+        shares.take(raw)
+
+
+class Unread:
+    def at(self, address: object) -> object:
+        raise AssertionError("it is read")
 
 
 @pytest.mark.parametrize("ref", ["1e999", "-1e999", "[1]", "null", "NaN"])

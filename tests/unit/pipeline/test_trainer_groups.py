@@ -46,6 +46,8 @@ class TrainerGroup:
     on_wait: Callable[[str], None] = lambda what: None
     versions: tuple[int, ...] = ()
     """Of the samples of the last step."""
+    uploaded: list[str] = field(default_factory=list)
+    """Names of the tensors of the last batch."""
     checked: list[list[str]] = field(default_factory=list)
     """Names of the tensors of each batch that it was to check."""
     away: bool = False
@@ -68,6 +70,7 @@ class TrainerGroup:
 
     def upload(self, batch: Batch) -> Uploaded:
         self._called("upload")
+        self.uploaded = sorted(batch.tensors)
         return Uploaded(str(next(_IDS)), self.taken)
 
     def update(self, phase: str, step: int, batch: Uploaded, *, step_id: str, versions: Sequence[int] = (), **_: Any
@@ -159,6 +162,7 @@ def test_batch_that_one_group_does_not_take_is_trained_on_by_neither(pair: Pair)
         pair.trainers.update("rl", 8, _batch())
     assert (pair.policy.step, pair.critic.step) == (7, 7)
     assert pair.critic.calls[-2:] == ["upload", "discard"], "shares that nobody will use"
+    assert pair.critic.uploaded == ["lengths", "loss_mask", "numbers", "returns", "tokens", "values"], "by minibatches"
     pair.trainers.update("rl", 8, _batch())
     assert (pair.policy.step, pair.critic.step) == (8, 8) and pair.policy.step_id == pair.critic.step_id
 

@@ -139,6 +139,32 @@ def test_share_is_checked_when_it_arrives(board: Board, url: str) -> None:
     assert board.share("b") == [SHARE]
 
 
+def test_share_in_pieces_is_there_when_all_of_them_are(board: Board, url: str) -> None:
+    def put(raw: bytes, piece: int, pieces: int) -> int:
+        return httpx.put(f"{url}/v1/batches/b/share", params={"piece": piece, "pieces": pieces}, content=raw,
+                         headers=TOKEN).status_code
+
+    other = Batch.from_bytes(SHARE).with_tensors(lengths=torch.tensor([3])).to_bytes()
+    assert put(SHARE, 1, 3) == 201 and board.share("b") is None
+    assert put(SHARE, 0, 3) == 201 and put(SHARE, 1, 3) == 201 and board.share("b") is None, "one came twice"
+    assert put(other, 2, 3) == 201 and board.share("b") == [SHARE, SHARE, other]
+    assert put(SHARE, 0, 2) == 201 and board.share("b") is None, "it is another cut of the share"
+    assert put(SHARE, 2, 2) == 400 and put(SHARE, 0, 0) == 422 and put(SHARE, -1, 2) == 422
+    assert put(SHARE, 1, 2) == 201
+    assert board.take_share("b") == [SHARE, SHARE] and board.share("b") is board.take_share("b") is None
+
+
+@pytest.mark.parametrize("change", [
+    {"advantages": torch.zeros(1)}, {"teacher_top_ids": torch.zeros(2, 4, dtype=torch.int32)}])
+def test_pieces_that_cannot_be_one_batch_are_refused_when_the_last_comes(
+        board: Board, url: str, change: dict[str, torch.Tensor]) -> None:
+    first = Batch.from_bytes(SHARE).with_tensors(teacher_top_ids=torch.zeros(2, 3, dtype=torch.int32))
+    answers = [httpx.put(f"{url}/v1/batches/b/share", params={"piece": piece, "pieces": 2}, content=raw, headers=TOKEN)
+               for piece, raw in enumerate([first.to_bytes(), first.with_tensors(**change).to_bytes()])]
+    assert [answer.status_code for answer in answers] == [201, 400]
+    assert "different tensors" in answers[1].json()["error"] and board.share("b") is None
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"{}", b'{"id": 3}', b"\xff", b'"text"',
                                   command().encode().replace(b'"rl"', b'"dream"'),
                                   command().encode().replace(b'"update"', b'"explode"'),
