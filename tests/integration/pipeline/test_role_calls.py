@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -20,17 +22,18 @@ from support import http_servers
 from support.cluster_files import make_secret
 from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from elastic_rl import config
 from elastic_rl.config import Stream
 from elastic_rl.data.samples import Prompt
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import EtcdUnavailable, Fenced, RoleUnavailable
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced, RoleUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.net.addresses import LOOPBACK
@@ -115,11 +118,15 @@ def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router,
     made = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
                       epoch=fencing.raise_epoch(etcd, keys, "test").number, host=LOOPBACK,
                       router_urls={"rollout": router.url})
-    serve.run(serve.deployment(RolloutRole).options(
-        name="rollout", max_ongoing_requests=_AT_ONCE, ray_actor_options={"num_cpus": 0.25}).bind(made), name="rollout",
-        route_prefix=None)
+    deploy(made)
     yield made
     serve.delete("rollout")
+
+
+def deploy(ctx: RunContext, num_replicas: int = 1) -> None:
+    serve.run(serve.deployment(RolloutRole).options(
+        name="rollout", max_ongoing_requests=_AT_ONCE, num_replicas=num_replicas,
+        ray_actor_options={"num_cpus": 0.25}).bind(ctx), name="rollout", route_prefix=None)
 
 
 @ray.remote(num_cpus=0)
@@ -170,6 +177,33 @@ def test_group_is_answered_while_another_of_its_request_is_under_way(
     wait_until(lambda: router.open == 1, what="the other group")
     answers.close()
     wait_until(lambda: router.open == 0, what="the end of the other group")
+
+
+def test_lost_replica_loses_its_own_requests_only(ctx: RunContext, etcd: EtcdClient, keys: Keys, router: Router
+                                                  ) -> None:
+    """The term fences the calls of every replica."""
+    deploy(ctx, num_replicas=2)
+    term = fencing.begin_term(etcd, keys, ctx.epoch, "first")
+    found = wait_until(lambda: found if len(found := members(etcd, keys, "rollout")) == 2 else None,
+                       what="two replicas")
+    outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            generate(clients(term), [_ENDLESS])
+        except ElasticRLError as e:
+            outcomes.put(type(e).__name__)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(2 * _AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: router.open == 2 * _AT_ONCE, what="requests at all places of both replicas")
+    os.kill(found[0].info["pid"], signal.SIGKILL)
+    assert [outcomes.get(timeout=PATIENCE_S) for _ in range(_AT_ONCE)] == ["RoleUnavailable"] * _AT_ONCE
+    wait_until(lambda: router.open == _AT_ONCE, what="the end of its requests at the engines")
+    assert outcomes.empty(), "those of the other one go on"
+    fencing.begin_term(etcd, keys, ctx.epoch, "second")
+    assert [outcomes.get(timeout=PATIENCE_S) for _ in range(_AT_ONCE)] == ["Fenced"] * _AT_ONCE
 
 
 # -- calls while there is no replica -----------------------------------------------------------------------------------
