@@ -17,6 +17,7 @@ from elastic_rl.plugins.user_code import describe, text_of
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """What of a folder the tokenizer and its end tokens are read from."""
+_PROBE = "a"
 _NOW = "strftime_now"
 """The function by which a chat template writes the date, as those of Llama 3.2 and Granite do."""
 
@@ -98,13 +99,23 @@ class ModelTokenizer:
             digest.update(self._now.isoformat().encode())
         return digest.hexdigest()
 
+    @cached_property
+    def _end_of_texts(self) -> list[int]:
+        """What the tokenizer adds after each text, such as its end token (``add_eos_token``): a model that reads it
+        takes the text for finished, and every text here is to be continued."""
+        plain, added = (self._loaded(_PROBE, add_special_tokens=add)["input_ids"] for add in (False, True))
+        after = next((at + len(plain) for at in range(len(added), -1, -1) if added[at:at + len(plain)] == plain), None)
+        return list(added[after:]) if plain and after is not None else []
+
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
         """See ``Tokenizer``."""
         if not texts:
             return []
         tokenizer = self._loaded
         try:
-            return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]]
+            found = [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]]
+            end = self._end_of_texts if special_tokens else []
+            return [ids[:-len(end)] if end and ids[-len(end):] == end else ids for ids in found]
         except Exception as e:  # the library raises TypeError for half of a surrogate pair, and whatever its parts do
             raise ConfigError(f"the tokenizer in {self._folder} cannot encode the text: {describe(e)}") from e
 
