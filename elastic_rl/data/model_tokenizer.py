@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.errors import ConfigError
+from elastic_rl.models.chat_templates import named_templates
 from elastic_rl.plugins.user_code import describe, text_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -91,9 +92,9 @@ class ModelTokenizer:
     def identity(self) -> str:
         """See ``Tokenizer``: a digest of the folder's files, and of the date if the chat template writes one."""
         digest = hashlib.sha256()
-        for name in _FILES:
-            path = self._folder / name
+        for path in [*(self._folder / name for name in _FILES), *named_templates(self._folder)]:
             if path.is_file():
+                name = path.relative_to(self._folder).as_posix()
                 digest.update(f"{name}/{hashlib.sha256(path.read_bytes()).hexdigest()}/".encode())
         if _NOW in self.chat_template:
             digest.update(self._now.isoformat().encode())

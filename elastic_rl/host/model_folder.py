@@ -238,10 +238,16 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
     stored: dict[str, _Stored] = {}
     for name in names:
         try:
-            stored |= _stored(folder / name)
+            of_file = _stored(folder / name)
         except ConfigError as e:
             yield Fault(e.message, again)
             return
+        if not index.exists() and (twice := sorted(stored.keys() & of_file.keys())):
+            yield Fault(f"{folder} has the tensor {twice[0]} in {stored[twice[0]].file.name} and in {name}, and no "
+                        f"{index.name} that says which of them counts",
+                        "move the file that is not the model's out of the folder")
+            return
+        stored |= {tensor: entry for tensor, entry in of_file.items() if listed.get(tensor, name) == name}
     # No more than say what is missing: a damaged config.json may have layers and experts for more than memory holds.
     wanted = list(islice(arch.hf_names(), len(stored) + _SHOWN))
     if arch.value_head and VALUE_HEAD not in stored:

@@ -32,3 +32,18 @@ def test_end_token_that_tokenizer_config_asks_for_is_no_part_of_a_text(tmp_path:
                         encoding="utf-8")
     tokenizer = ModelTokenizer(folder)
     assert tokenizer.encode_batch(["a"], special_tokens=True) == tokenizer.encode_batch(["a"], special_tokens=False)
+
+
+def test_named_chat_template_is_read_and_part_of_the_identity(tmp_path: Path) -> None:
+    folder = make_tokenizer_folder(tmp_path / "m")
+    plain = ModelTokenizer(folder).identity
+    (folder / "additional_chat_templates").mkdir()
+    named = folder / "additional_chat_templates" / "tool_use.jinja"
+    found = [plain]
+    (folder / "chat_template.jinja").write_text("D", encoding="utf-8")
+    for text in ("one", "two"):
+        named.write_text(text, encoding="utf-8")
+        tokenizer = ModelTokenizer(folder)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {"chat_template": "tool_use"}) == text
+        found.append(tokenizer.identity)
+    assert len(set(found)) == 3, "prompts of another template are other prompts"

@@ -151,6 +151,16 @@ def test_tokenizer_in_an_old_form_says_how_to_convert_it(folder: Path) -> None:
     assert "only tokenizer.model" in fault.message and "save_pretrained" in fault.fix
 
 
+def test_tensor_in_two_files_needs_an_index(folder: Path) -> None:
+    """Else each reader might take another one."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "old.safetensors")
+    assert "in model.safetensors and in old.safetensors" in messages(folder)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}), encoding="utf-8")
+    assert messages(folder) == ""
+
+
 def test_pipeline_stages_are_checked_against_the_models_own_layers(folder: Path) -> None:
     stages = {"trainer": {"pipeline_parallel": 3, "tensor_parallel": 1}}
     assert "num_hidden_layers=2 is not a multiple of trainer.pipeline_parallel=3" in messages(folder, **stages)
