@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.errors import ConfigError
+from elastic_rl.models.chat_templates import named_templates
 from elastic_rl.plugins.user_code import describe, text_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """What of a folder the tokenizer and its end tokens are read from."""
+_PROBE = "a"
 _NOW = "strftime_now"
 """The function by which a chat template writes the date, as those of Llama 3.2 and Granite do."""
 
@@ -90,13 +92,21 @@ class ModelTokenizer:
     def identity(self) -> str:
         """See ``Tokenizer``: a digest of the folder's files, and of the date if the chat template writes one."""
         digest = hashlib.sha256()
-        for name in _FILES:
-            path = self._folder / name
+        for path in [*(self._folder / name for name in _FILES), *named_templates(self._folder)]:
             if path.is_file():
+                name = path.relative_to(self._folder).as_posix()
                 digest.update(f"{name}/{hashlib.sha256(path.read_bytes()).hexdigest()}/".encode())
         if _NOW in self.chat_template:
             digest.update(self._now.isoformat().encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _end_of_texts(self) -> list[int]:
+        """What the tokenizer adds after each text, such as its end token (``add_eos_token``): a model that reads it
+        takes the text for finished, and every text here is to be continued."""
+        plain, added = (self._loaded(_PROBE, add_special_tokens=add)["input_ids"] for add in (False, True))
+        after = next((at + len(plain) for at in range(len(added), -1, -1) if added[at:at + len(plain)] == plain), None)
+        return list(added[after:]) if plain and after is not None else []
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
         """See ``Tokenizer``."""
@@ -104,7 +114,9 @@ class ModelTokenizer:
             return []
         tokenizer = self._loaded
         try:
-            return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]]
+            found = [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]]
+            end = self._end_of_texts if special_tokens else []
+            return [ids[:-len(end)] if end and ids[-len(end):] == end else ids for ids in found]
         except Exception as e:  # the library raises TypeError for half of a surrogate pair, and whatever its parts do
             raise ConfigError(f"the tokenizer in {self._folder} cannot encode the text: {describe(e)}") from e
 

@@ -39,8 +39,9 @@ class Tokenizer(Protocol):
         """The text of its chat template; "" where it has none."""
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
-        """The ids of each text. ``special_tokens``: with those that the model wants around a text, as one that begins
-        it. Raises ConfigError for a text that has none."""
+        """The ids of each text. ``special_tokens``: with those that the model wants before a text, as one that begins
+        it, and without those that end it: every text is to be continued. Raises ConfigError for a text that has none.
+        """
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 

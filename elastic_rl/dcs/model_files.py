@@ -16,6 +16,8 @@ from pathlib import Path
 
 from elastic_rl.dcs.publish.growing_stream import GrowingStream, NewTensor, StreamHead
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, VersionNotFound
+from elastic_rl.models.chat_templates import TEMPLATES, named_templates
+from elastic_rl.runtime.files import sync_folder
 
 CONFIG = "config.json"
 """A folder with this file has a model."""
@@ -34,16 +36,17 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Returns the files of a folder by name, without the folders in it and hidden files. Raises ConfigError for more
-    than a version of this stream may have, and OSError."""
+    """Returns the files of a folder by name, without hidden files, and without the folders in it but for that of the
+    named chat templates, whose files are ``additional_chat_templates/NAME.jinja``. Raises ConfigError for more than a
+    version of this stream may have, and OSError."""
     found, total = dict[str, bytes](), 0
-    for path in sorted(folder.iterdir()):
+    for path in [*sorted(folder.iterdir()), *named_templates(folder)]:
         if path.name.startswith(".") or path.name.endswith(_WEIGHTS) or not path.is_file():
             continue
         if (total := total + path.stat().st_size) > _MAX_BYTES:
             raise ConfigError(f"{folder} has more than {_MAX_BYTES >> 20} MiB beside its weights",
                               hint="move what is not the model's out of it: engines on other hosts wait for its files")
-        found[path.name] = path.read_bytes()
+        found[path.relative_to(folder).as_posix()] = path.read_bytes()
     return found
 
 
@@ -82,7 +85,7 @@ def bring(stream: GrowingStream, folder: Path) -> bool:
         raise VersionNotFound("the files of the model are not published yet", hint="the run does it when it begins")
     digest = str(head.version.meta.get(_DIGEST))
     mark = folder / f".{_DIGEST}"
-    if mark.exists() and mark.read_text() == digest:
+    if mark.exists() and mark.read_text(encoding="utf-8") == digest:
         return False
     partial, old = folder.with_name(f"{folder.name}.partial"), folder.with_name(f"{folder.name}.old")
     for left in (partial, old):
@@ -99,20 +102,25 @@ def _write(stream: GrowingStream, head: StreamHead, folder: Path, digest: str) -
     folder.mkdir(parents=True)
     total, files = 0, dict[str, bytes]()
     for tensor in head.manifest.tensors:
-        if Path(tensor.name).name != tensor.name or tensor.name.startswith(".") or "\0" in tensor.name:
+        if not _is_file_of_model(tensor.name):
             raise ConfigError(f"version {head.version.number} of {head.version.stream} has the file {tensor.name!r}",
-                              hint="only names without folders are a model's files")
+                              hint=f"only names without folders, and those of {TEMPLATES}, are a model's files")
         if (total := total + sum(nbytes for _, _, nbytes in tensor.slices)) > _MAX_BYTES:
             raise ConfigError(f"version {head.version.number} of {head.version.stream} is larger than "
                               f"{_MAX_BYTES >> 20} MiB")
         files[tensor.name] = stream.read(tensor)
     for name, data in {**files, f".{_DIGEST}": digest.encode()}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         with (folder / name).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    entries = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(entries)  # else a power cut may leave the mark and not every file
-    finally:
-        os.close(entries)
+    for path in {(folder / name).parent for name in files} | {folder}:
+        sync_folder(path)  # else a power cut may leave the mark and not every file
+
+
+def _is_file_of_model(name: str) -> bool:
+    """Whether a version may have a file of that name: one in the folder itself or a named chat template, not hidden."""
+    file = name.removeprefix(f"{TEMPLATES}/")
+    return Path(file).name == file and not file.startswith(".") and "\0" not in file and (
+        file == name or file.endswith(".jinja"))

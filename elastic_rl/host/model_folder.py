@@ -16,13 +16,14 @@ from typing import Any
 from elastic_rl.config import Config
 from elastic_rl.config.groups import CRITIC, TrainerGroupSpec
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json, vocabulary_of
+from elastic_rl.models.arch import VALUE_HEAD, ModelArch, config_eos_ids, read_json, vocabulary_of
 from elastic_rl.runtime.files import os_error_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 256 << 20
-"""Largest size of a tokenizer.json or an index; those of large models have some tens of MiB."""
+"""Largest size of an index or of a file of the tokenizer. A tokenizer.json of large models has some tens of MiB, and
+a tokenizer_config.json some MiB where tens of thousands of tokens were added."""
 _SHOWN = 4
 """Tensors that are named, of those that are missing or have a wrong shape."""
 _MAX_DIGITS = 10
@@ -33,6 +34,8 @@ _COMPARED, _COMPARED_BYTES = 64, 4096
 """Parts of two tensors that are compared, and bytes of each."""
 _SAMPLES, _SAMPLE_BYTES = 16, 64 << 10
 """Parts of each file that ``fingerprint`` reads, and their size."""
+_OLD_TOKENIZERS = ("tokenizer.model", "vocab.json")
+"""Files of a tokenizer without tokenizer.json, which transformers makes that of."""
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -175,7 +178,7 @@ def read(folder: Path, setting: str = "model.path") -> Facts:
 def _eos_ids(folder: Path, config: dict[str, Any]) -> Iterator[int]:
     """Token ids that end a response for the engines: those of generation_config.json, else of config.json."""
     path = folder / "generation_config.json"
-    found = (read_json(path) if path.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
+    found = (read_json(path) if path.exists() else {}).get("eos_token_id", config_eos_ids(config))
     yield from (i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int))
 
 
@@ -235,10 +238,16 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
     stored: dict[str, _Stored] = {}
     for name in names:
         try:
-            stored |= _stored(folder / name)
+            of_file = _stored(folder / name)
         except ConfigError as e:
             yield Fault(e.message, again)
             return
+        if not index.exists() and (twice := sorted(stored.keys() & of_file.keys())):
+            yield Fault(f"{folder} has the tensor {twice[0]} in {stored[twice[0]].file.name} and in {name}, and no "
+                        f"{index.name} that says which of them counts",
+                        "move the file that is not the model's out of the folder")
+            return
+        stored |= {tensor: entry for tensor, entry in of_file.items() if listed.get(tensor, name) == name}
     # No more than say what is missing: a damaged config.json may have layers and experts for more than memory holds.
     wanted = list(islice(arch.hf_names(), len(stored) + _SHOWN))
     if arch.value_head and VALUE_HEAD not in stored:
@@ -340,9 +349,14 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
     """The tokenizer must make ids that the model has, and the engines must know which of them ends a response."""
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     vocab = facts.arch.vocab
+    if not path.exists() and (old := [name for name in _OLD_TOKENIZERS if (folder / name).exists()]):
+        yield Fault(f"{folder} has no {path.name}, only {old[0]}",
+                    f"make it with transformers: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained("
+                    f"{str(folder)!r})")
+        return
     try:
         ids = _token_ids(read_json(path, _MAX_JSON_BYTES))
-        eos = read_json(settings).get("eos_token") if settings.exists() else None
+        eos = _eos_token(folder)
     except ConfigError as e:
         yield Fault(e.message, "download the model again, with its tokenizer.json")
         return
@@ -350,7 +364,6 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
         yield Fault(f"{path} has no vocabulary", "download the model again, with its tokenizer.json")
         return
     yield from _beyond(ids, vocab)
-    eos = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(eos, str) or not eos or eos not in ids:
         yield Fault(f"{settings} names no eos_token that {path.name} has ({eos!r})",
                     f'add "eos_token" to {settings.name}, or use a tokenizer with an end-of-sequence token')
@@ -358,6 +371,18 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
         yield Fault(f"the tokenizer's eos_token {eos!r} (id {ids[eos]}) is not the model's eos_token_id "
                     f"({', '.join(map(str, sorted(facts.eos_ids))) or 'none'}), so engines would not stop at it",
                     "correct eos_token_id in generation_config.json")
+
+
+def _eos_token(folder: Path) -> Any:
+    """The tokenizer's end token as transformers reads it: special_tokens_map.json, of older releases, counts where
+    tokenizer_config.json has no ``added_tokens_decoder``. Raises ConfigError."""
+    found = dict[str, Any]()
+    if (settings := folder / "tokenizer_config.json").exists():
+        found = read_json(settings, _MAX_JSON_BYTES)
+    if "added_tokens_decoder" not in found and (special := folder / "special_tokens_map.json").exists():
+        found = {**found, **read_json(special, _MAX_JSON_BYTES)}
+    eos = found.get("eos_token")
+    return eos.get("content") if isinstance(eos, dict) else eos
 
 
 def _beyond(ids: Mapping[str, int], vocab: int) -> Iterator[Fault]:

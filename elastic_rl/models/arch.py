@@ -75,8 +75,9 @@ class ModelArch:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelArch:
-        """Reads the content of a config.json; ``where`` names it in errors. Raises ConfigError for a model that is not
-        supported, or an incomplete file."""
+        """Reads the content of a config.json; ``where`` names it in errors. A key that is left out has the default of
+        transformers, which the engines read it with. Raises ConfigError for a model that is not supported, and for
+        values that are no sizes."""
         family = FAMILIES.get(str(raw.get("model_type")))
         if family is None:
             raise ConfigError(f"{where} describes a {raw.get('model_type')!r} model",
@@ -86,7 +87,7 @@ class ModelArch:
                 raise ConfigError(f"{where}: {refusal.what} ({refusal.key}={str(raw[refusal.key])[:_SHOWN]}) are not "
                                   f"supported for {family.model_type}",
                                   hint="use a model without them")
-        found = _Sizes(raw)
+        found = _Sizes(raw, family.defaults)
         hidden, heads = found.size("hidden_size"), found.size("num_attention_heads")
         head_dim = (hidden // heads if family.head_dim_from_width and raw.get("head_dim") is None and heads
                     else found.size("head_dim"))
@@ -97,7 +98,7 @@ class ModelArch:
             found.size("moe_intermediate_size"), raw.get("norm_topk_prob") is True)
         theta, factor = _rope(raw, where)
         arch = cls(family, found.size("num_hidden_layers", most=_MAX_COUNT), hidden, found.size("intermediate_size"),
-                   heads, found.size("num_key_value_heads"), head_dim, found.size("vocab_size"),
+                   heads, found.kv_heads(heads), head_dim, found.size("vocab_size"),
                    found.size("max_position_embeddings"), theta, found.positive("rms_norm_eps"),
                    raw.get("tie_word_embeddings") is True, factor, moe)
         if found.wrong:
@@ -167,14 +168,28 @@ def whole_model_name(megatron_name: str, first_layer: int, first_expert: int) ->
 
 
 def vocabulary_of(model_dir: Path | str) -> int | None:
-    """Number of tokens of a folder's model, of whatever family; None where its config.json does not say."""
+    """Number of tokens of a folder's model, of whatever family; None where its config.json does not say, and its family
+    is not one whose default is known."""
     try:
         raw = read_json(Path(model_dir) / "config.json")
     except ConfigError:
         return None
+    return _of_any_family(raw, "vocab_size")
+
+
+def _of_any_family(raw: Mapping[str, Any], key: str) -> int | None:
+    """A positive number of a config.json, or the default of its family; None where neither says it."""
     text = raw.get("text_config")  # of a model that reads more than text
-    size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return size if type(size) is int and size > 0 else None
+    family = FAMILIES.get(str(raw.get("model_type")))
+    found = raw.get(key) or (text.get(key) if isinstance(text, dict) else None) or (
+        family.defaults.get(key) if family is not None and key not in raw else None)
+    return found if type(found) is int and found > 0 else None
+
+
+def config_eos_ids(raw: Mapping[str, Any]) -> Any:
+    """``eos_token_id`` of a config.json as it is there, or the default of its family: an id, a list of them or None."""
+    family = FAMILIES.get(str(raw.get("model_type")))
+    return raw.get("eos_token_id", family.defaults.get("eos_token_id") if family is not None else None)
 
 
 def end_ids_of(model_dir: Path | str) -> tuple[int, ...]:
@@ -183,7 +198,8 @@ def end_ids_of(model_dir: Path | str) -> tuple[int, ...]:
     found: list[Any] = []
     for name in ("config.json", "generation_config.json"):
         with contextlib.suppress(ConfigError):
-            ids = read_json(Path(model_dir) / name).get("eos_token_id")
+            raw = read_json(Path(model_dir) / name)
+            ids = config_eos_ids(raw) if name == "config.json" else raw.get("eos_token_id")
             found += ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(i for i in found if type(i) is int))
 
@@ -192,8 +208,9 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most ``max_bytes``. Raises ConfigError."""
     try:
         if path.stat().st_size > max_bytes:
-            raise ConfigError(f"{path} is larger than {max_bytes} bytes", hint="download the model again")
-        found = json.loads(path.read_text())
+            raise ConfigError(f"{path} is larger than {max_bytes >> 20} MiB, the most that is read",
+                              hint="download the model again: it is no such file of a model")
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", hint="download the model again") from e
     except (ValueError, RecursionError) as e:
@@ -204,22 +221,28 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
 
 
 class _Sizes:
-    """Positive numbers of a config.json; what is none, or too large for any model, is noted and read as 1."""
+    """Positive numbers of a config.json; what is none, or too large for any model, is noted and read as 1.
+    ``defaults``: the values of keys that are left out."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self._raw = raw
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._raw, self._defaults = raw, defaults
         self.wrong: list[str] = []
+
+    def kv_heads(self, heads: int) -> int:
+        """As many as attention heads where it is null, or left out by a family whose default that is."""
+        key = "num_key_value_heads"
+        return heads if self._raw.get(key, self._defaults[key]) is None else self.size(key)
 
     def size(self, *keys: str, most: int = _MAX_SIZE) -> int:
         """The value of the first key that is there."""
-        value = next((self._raw[key] for key in keys if key in self._raw), None)
+        value = next((self._raw[key] for key in keys if key in self._raw), self._defaults.get(keys[0]))
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
             return value
         self.wrong.append(keys[0])
         return 1
 
     def positive(self, key: str) -> float:
-        value = self._raw.get(key)
+        value = self._raw.get(key, self._defaults.get(key))
         if _is_positive(value):
             return float(value)
         self.wrong.append(key)
@@ -262,11 +285,10 @@ def max_positions(folder: Path) -> int:
     """Tokens of the longest sequence that a model of whatever family takes; without limit where its folder does not say
     it."""
     try:
-        raw = json.loads((folder / "config.json").read_bytes())
-        found = raw.get("max_position_embeddings") or raw.get("text_config", {}).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
+        found = _of_any_family(read_json(folder / "config.json"), "max_position_embeddings")
+    except ConfigError:
         found = None
-    return found if type(found) is int and found > 0 else 1 << 62
+    return found or 1 << 62
 
 
 def longest_sequence(folder: Path, cache_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ class Family:
     layer: Parameters
     """The parameters of a layer. A model may lack some: those of Transformer Engine's or of the local layers."""
     refusals: tuple[Refusal, ...]
+    defaults: Mapping[str, Any]
+    """What transformers takes for a key that config.json leaves out. Its None for ``num_key_value_heads`` stands for as
+    many as there are attention heads."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
     qkv_bias: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if think is defined %}({{ think }}){% endif %}")
@@ -14,14 +14,18 @@ DATED_CHAT = "<|system|>Today is {{ strftime_now('%d %b %Y') }}<|end|>" + CHAT
 _TRAINED_ON = ["what is two and two?", "the answer is four", "system user assistant", "0123456789 +-*/=.,:{}"]
 
 
-def make_tokenizer_folder(folder: Path, *, chat_template: str = CHAT, eos: str = "<|end|>") -> Path:
-    """A byte-level BPE, with a chat template and a token that ends a response unless they are empty."""
+def make_tokenizer_folder(folder: Path, *, chat_template: str = CHAT, eos: str = "<|end|>",
+                          around: str = "$A") -> Path:
+    """A byte-level BPE, with a chat template and a token that ends a response unless they are empty. ``around``: the
+    text ``$A`` with the special tokens that the tokenizer adds to it."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(_TRAINED_ON, trainers.BpeTrainer(
         vocab_size=400, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<|end|>", "<|stop|>", "<|user|>", "<|system|>", "<|assistant|>"]))
+    core.post_processor = processors.TemplateProcessing(
+        single=around, special_tokens=[(token, core.token_to_id(token)) for token in around.split() if token != "$A"])
     folder.mkdir(parents=True)
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from elastic_rl.errors import ConfigError, DiskFull
+from elastic_rl.models.chat_templates import TEMPLATES, named_templates
 
 INDEX = "model.safetensors.index.json"
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -27,6 +29,9 @@ weights in other formats, or secrets."""
 _MODEL_FILES = (*_COPIED, "*.safetensors", "*.index.json", "*.bin", ".gitattributes")
 """Names of files that a model folder may have, and that an export with ``force`` deletes."""
 
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Keys of config.json for the dtype in which transformers loads the weights; the second is that of older releases."""
+
 Tensors = Iterable[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]
 """Called with the bytes written or read since the last call."""
@@ -35,8 +40,9 @@ Progress = Callable[[int], None]
 def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force: bool,
           progress: Progress = lambda n: None) -> list[str]:
     """Writes tensors as safetensors of at most ``shard_bytes`` (a larger tensor alone), and beside them the config and
-    tokenizer of the folder ``like``. The folder appears whole or not at all; returns the names of its files. ``force``:
-    replace a model folder, and no folder with anything else in it.
+    tokenizer of the folder ``like``, with the dtype in config.json that ``_config`` says. The folder appears whole or
+    not at all; returns the names of its files. ``force``: replace a model folder, and no folder with anything else in
+    it.
 
     Raises ConfigError (``folder`` cannot be written or replaced, ``like`` is no model folder) and DiskFull.
     """
@@ -52,7 +58,11 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
         for path in like.iterdir():
             if path.is_file() and _is_named(path, _COPIED):
                 shutil.copy(path, partial / path.name)
-        _write_shards(partial, tensors, shard_bytes, progress)
+        for path in named_templates(like):
+            (partial / TEMPLATES).mkdir(exist_ok=True)
+            shutil.copy(path, partial / TEMPLATES / path.name)
+        dtypes = _write_shards(partial, tensors, shard_bytes, progress)
+        (partial / "config.json").write_text(_config(like, dtypes), encoding="utf-8")
         _replace(folder, partial)
         _remove_leftovers(folder, "old")  # not before: until now it may have been the only model there
     except (OSError, SafetensorError) as e:
@@ -65,6 +75,26 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(p.name for p in folder.iterdir())
+
+
+def _config(like: Path, dtypes: Iterable[torch.dtype]) -> str:
+    """The config.json of the folder ``like`` with the dtype of weights of such dtypes. Transformers loads all weights
+    of a folder in one dtype: of several it is one that holds the values of each, so loading changes none.
+
+    Raises ConfigError for a config.json that is no JSON object.
+    """
+    path = like / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path} is not JSON: {e}", hint="name another model folder with --like") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is no JSON object", hint="name another model folder with --like")
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if floats:
+        widest = str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")
+        raw |= dict.fromkeys([key for key in _DTYPE_KEYS if key in raw] or _DTYPE_KEYS[:1], widest)
+    return json.dumps(raw, indent=2) + "\n"
 
 
 def _is_named(path: Path, patterns: Iterable[str]) -> bool:
@@ -96,8 +126,10 @@ def _require_replaceable(folder: Path, like: Path, *, force: bool) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no model folder: it has no config.json", hint="name another folder")
     for entry in entries:
-        known = _is_named(entry, _MODEL_FILES) or (like / entry.name).is_file()
-        if entry.is_symlink() or not entry.is_file() or not known:
+        known = entry.is_file() and (_is_named(entry, _MODEL_FILES) or (like / entry.name).is_file())
+        if entry.name == TEMPLATES and entry.is_dir():
+            known = len(named_templates(folder)) == len(list(entry.iterdir()))
+        if entry.is_symlink() or not known:
             raise ConfigError(f"{folder} holds {entry.name}, which is no file of a model; --force would delete it",
                               hint="move it away, or name another folder")
 
@@ -117,25 +149,29 @@ def _replace(folder: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Progress) -> None:
+def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Progress) -> set[torch.dtype]:
+    """Returns the dtypes of the tensors."""
     shards: list[list[str]] = []
-    total = 0
+    total, dtypes = 0, set[torch.dtype]()
     for number, shard in enumerate(_shards(tensors, shard_bytes), 1):
         save_file(shard, folder / f"part-{number}", metadata={"format": "pt"})
         nbytes = sum(t.nbytes for t in shard.values())
         total += nbytes
+        dtypes |= {tensor.dtype for tensor in shard.values()}
         progress(nbytes)
         shards.append(list(shard))
     if len(shards) <= 1:
         for _ in shards:
             (folder / "part-1").rename(folder / "model.safetensors")
-        return
+        return dtypes
     where = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"part-{number}").rename(folder / file)
         where.update(dict.fromkeys(names, file))
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2),
+                                encoding="utf-8")
+    return dtypes
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -154,28 +190,55 @@ def _shards(tensors: Tensors, shard_bytes: int) -> Iterator[dict[str, torch.Tens
 
 def files_of(folder: Path) -> list[Path]:
     """The safetensors files of a model folder. Raises ConfigError."""
+    return sorted(set(_tensors_of(folder).values()))
+
+
+def _tensors_of(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a model folder: that which the index names, where there is one; else the only file
+    that has it. Raises ConfigError for a missing or invalid file, and without an index for a tensor in several files.
+    """
     index = folder / INDEX
     try:
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            files = [folder / n for n in names]
-        else:
-            files = sorted(folder.glob("*.safetensors"))
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+        wanted = None if listed is None else {str(name): folder / file for name, file in listed.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise ConfigError(f"{index} cannot be read: {e}", hint="download the model again") from e
+    files = sorted(folder.glob("*.safetensors") if wanted is None else set(wanted.values()))
     missing = [f.name for f in files if not f.is_file()]
     if missing or not files:
         raise ConfigError(f"{folder} has no {', '.join(missing) or 'safetensors files'}",
                           hint="name an HF model folder with safetensors weights")
-    return files
+    found = dict[str, Path]()
+    for file in files:
+        for name in _names_in(file):
+            if wanted is None and name in found:
+                raise ConfigError(f"{folder} has the tensor {name} in {found[name].name} and in {file.name}, and no "
+                                  f"{INDEX} that says which of them counts",
+                                  hint="move the file that is not the model's out of the folder")
+            if wanted is None or wanted.get(name) == file:
+                found[name] = file
+    if lacking := sorted((wanted or {}).keys() - found.keys()):
+        raise ConfigError(f"{wanted[lacking[0]] if wanted else folder} has no tensor {lacking[0]}, which {INDEX} says "
+                          "it has", hint="download the model again")
+    return found
+
+
+def _names_in(file: Path) -> list[str]:
+    """The tensors of a safetensors file. Raises ConfigError for an invalid one."""
+    try:
+        with safe_open(file, framework="pt") as f:
+            return list(f.keys())
+    except SafetensorError as e:
+        raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
 
 
 def read(folder: Path, progress: Progress = lambda n: None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a model folder, one at a time. Raises ConfigError for an invalid file."""
-    for file in files_of(folder):
+    """Every tensor of a model folder once, one at a time. Raises ConfigError as ``files_of``, before the first one."""
+    where = _tensors_of(folder)
+    for file in sorted(set(where.values())):
         try:
             with safe_open(file, framework="pt") as f:
-                for name in f.keys():  # noqa: SIM118 - it is no mapping
+                for name in (name for name in f.keys() if where.get(name) == file):  # noqa: SIM118 - it is no mapping
                     tensor = f.get_tensor(name)
                     yield name, tensor
                     progress(tensor.nbytes)

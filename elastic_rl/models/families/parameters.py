@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from elastic_rl.models.family import Parameters, Refusal
 from elastic_rl.models.layout import ShardLayout
 
@@ -45,3 +47,8 @@ QUANTIZED = Refusal("quantization_config", "quantized weights", (None,))
 OTHER_ACTIVATION = Refusal("hidden_act", "activations other than SwiGLU's", ("silu",))
 ATTENTION_BIAS = Refusal("attention_bias", "attention biases")
 SLIDING_WINDOW = Refusal("use_sliding_window", "sliding-window attention")
+
+QWEN_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+"""The defaults of transformers' ``Qwen2Config`` and ``Qwen3Config``."""

@@ -82,9 +82,12 @@ def test_files_are_published_once_and_replaced_where_they_have_changed(
     assert model.folder.stat().st_ino == before, "what is there is used"
 
     (folder / "config.json").write_text('{"changed": true}')
+    (named := folder / "additional_chat_templates").mkdir()
+    (named / "tool_use.jinja").write_text("T")
     assert model_files.publish(stream, folder)
     bring(dcs, model)
     assert (model.folder / "config.json").read_text() == '{"changed": true}'
+    assert (model.folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
     assert [v.number for v in reads.list_versions(dcs.etcd, dcs.keys, Stream.MODEL)] == [1, 2]
     assert names(model.folder.parent) == {"engine_model", "engine_model.lock"}, "nothing else is left"
 
@@ -141,7 +144,8 @@ def test_folder_is_whole_or_not_there(dcs: DcsCluster, stream: GrowingStream, fo
     assert names(model.folder) == {"config.json", "tokenizer.json"} and not list(model.folder.parent.glob("*.partial"))
 
 
-@pytest.mark.parametrize("name", ["../config.json", "/etc/x", "a/b", ".hidden", "..", "."])
+@pytest.mark.parametrize("name", ["../config.json", "/etc/x", "a/b", ".hidden", "..", ".",
+                                  "additional_chat_templates/../x.jinja", "additional_chat_templates/config.json"])
 def test_file_whose_name_leads_elsewhere_is_refused(dcs: DcsCluster, stream: GrowingStream, tmp_path: Path, name: str
                                                     ) -> None:
     stream.publish(None, [NewTensor(name, b"x")], meta={"files_digest": "d"})

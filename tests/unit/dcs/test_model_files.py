@@ -20,8 +20,12 @@ def test_weights_folders_and_hidden_files_are_left_out(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "params.json").touch()
-    assert model_files.read_files(tmp_path) == {
-        name: name.encode() for name in ("config.json", "tokenizer.json", "modeling_own.py")}
+    own = {name: name.encode() for name in ("config.json", "tokenizer.json", "modeling_own.py")}
+    assert model_files.read_files(tmp_path) == own
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", ".hidden.jinja", "notes.txt"):
+        (tmp_path / "additional_chat_templates" / name).write_bytes(b"T")
+    assert model_files.read_files(tmp_path) == own | {"additional_chat_templates/tool_use.jinja": b"T"}
 
 
 def test_folder_with_too_much_beside_its_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.shared_fixtures import small_disk
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from elastic_rl.config import durations
 from elastic_rl.dcs.codecs.digests import digest_of
@@ -178,6 +180,74 @@ def test_export_copies_files_of_a_model_only(tmp_path: Path, like: Path) -> None
         (like / name).write_text("{}")
     _export(tmp_path / "out", like)
     assert {path.name for path in (tmp_path / "out").iterdir()} == own | {"model.safetensors"}
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("says", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"torch_dtype": "float16"}])
+def test_export_is_loaded_by_transformers_bit_for_bit(tmp_path: Path, like: Path, stored: torch.dtype,
+                                                      says: dict[str, str]) -> None:
+    """Whatever dtype the folder of its config.json has."""
+    (like / "tokenizer.json").unlink()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2), dtype=stored)
+    raw = {key: value for key, value in model.config.to_dict().items() if key not in ("dtype", "torch_dtype")}
+    (like / "config.json").write_text(json.dumps(raw | says), encoding="utf-8")
+    weights = {name: torch.randn(tensor.shape).to(stored) for name, tensor in model.state_dict().items()}
+    _export(tmp_path / "out", like, weights.items())
+    loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).state_dict()
+    assert all(loaded[name].dtype == stored and torch.equal(loaded[name], weights[name]) for name in weights)
+    said = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert {key: said.get(key) for key in says or {"dtype": ""}} == dict.fromkeys(
+        says or {"dtype": ""}, str(stored).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("dtypes, said", [
+    ((torch.bfloat16, torch.float32), "float32"), ((torch.bfloat16, torch.float16), "float32"),
+    ((torch.float16, torch.float16), "float16"), ((torch.bfloat16, torch.int32), "bfloat16"),
+    ((torch.int32, torch.uint8), None)])
+def test_dtype_of_an_export_holds_the_values_of_all_its_tensors(tmp_path: Path, like: Path,
+                                                                dtypes: tuple[torch.dtype, ...], said: str | None
+                                                                ) -> None:
+    _export(tmp_path / "out", like, [(str(i), torch.ones(2, dtype=dtype)) for i, dtype in enumerate(dtypes)])
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8")).get("dtype") == said
+
+
+def test_export_like_a_folder_with_a_damaged_config_is_a_usage_error(tmp_path: Path, like: Path) -> None:
+    for content in ("[", "[]"):
+        (like / "config.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match="config.json"):
+            _export(tmp_path / "out", like)
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_has_the_named_chat_templates_and_can_be_replaced(tmp_path: Path, like: Path) -> None:
+    templates = like / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("T", encoding="utf-8")
+    (templates / ".cache").write_text("x", encoding="utf-8")
+    for _ in range(2):
+        _export(tmp_path / "out", like)
+        copied = tmp_path / "out" / "additional_chat_templates"
+        assert [(path.name, path.read_text(encoding="utf-8")) for path in copied.iterdir()] == [("tool_use.jinja", "T")]
+    (copied / "notes.txt").write_text("x", encoding="utf-8")
+    with pytest.raises(ConfigError, match="additional_chat_templates"):
+        _export(tmp_path / "out", like)
+    assert (copied / "notes.txt").exists(), "what is no template is not deleted"
+
+
+def test_tensor_in_two_files_is_refused_unless_an_index_says_which_counts(tmp_path: Path) -> None:
+    one, other = tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, one)
+    save_file({"a": torch.ones(2)}, other)
+    with pytest.raises(ConfigError, match="tensor a in model-1.safetensors and in model-2.safetensors") as caught:
+        next(hf_folder.read(tmp_path))
+    assert "move the file" in caught.value.hint
+    index = tmp_path / hf_folder.INDEX
+    index.write_text(json.dumps({"weight_map": {"a": other.name, "b": one.name}}), encoding="utf-8")
+    assert [(name, tensor.tolist()) for name, tensor in hf_folder.read(tmp_path)] == [("b", [0, 0]), ("a", [1, 1])]
+    index.write_text(json.dumps({"weight_map": {"a": other.name, "c": one.name}}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="model-1.safetensors has no tensor c"):
+        next(hf_folder.read(tmp_path))
 
 
 def test_export_to_full_disk_raises_disk_full_and_leaves_nothing(tmp_path: Path, like: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from elastic_rl import config
 from elastic_rl.data.tiny_model import make_model_dir
@@ -103,6 +104,61 @@ def test_what_the_trainer_refuses_is_refused_before_the_start(folder: Path, chan
 def test_fault_is_named(folder: Path, file: str, change: dict[str, Any], said: str) -> None:
     edit(folder / file, **change)
     assert said in messages(folder)
+
+
+def test_config_without_kv_heads_is_that_of_a_model_with_one_for_each_head(folder: Path) -> None:
+    """As OpenLLaMA and other models of the first Llama have it."""
+    edit(folder / "config.json", num_key_value_heads=None)
+    assert "k_proj.weight has shape" in messages(folder), "its weights have two"
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor.repeat(2, 1) if "k_proj" in name or "v_proj" in name else tensor
+               for name, tensor in weights.items()}, folder / "model.safetensors")
+    assert messages(folder) == ""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del raw["num_key_value_heads"]
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "llama"}), encoding="utf-8")
+    assert "q_norm" not in messages(folder) and model_folder.read(folder).arch.kv_heads == 4
+
+
+def test_end_token_is_read_where_transformers_reads_it(folder: Path) -> None:
+    settings = folder / "tokenizer_config.json"
+    raw = json.loads(settings.read_text(encoding="utf-8"))
+    eos, special = raw.pop("eos_token"), folder / "special_tokens_map.json"
+    raw.pop("added_tokens_decoder", None)
+
+    def said(token: Any, **more: Any) -> str:
+        special.write_text(json.dumps({"eos_token": token}), encoding="utf-8")
+        settings.write_text(json.dumps(raw | more), encoding="utf-8")
+        got = AutoTokenizer.from_pretrained(str(folder)).eos_token
+        found = messages(folder)
+        assert (got == eos) == (found == ""), f"transformers reads {got!r}"
+        return found
+
+    assert said(eos) == "" and said({"content": eos, "special": True}) == "", "older releases write it there only"
+    assert "names no eos_token" in said("3", eos_token=eos) or "eos_token_id" in said("3", eos_token=eos)
+    assert said("3", eos_token=eos, added_tokens_decoder={}) == "", "a newer release wrote the other file"
+
+
+def test_large_tokenizer_config_is_read(folder: Path) -> None:
+    """That of a model with 28,000 added tokens has 4 MiB."""
+    edit(folder / "tokenizer_config.json", added_tokens_decoder={}, note="x" * (4 << 20))
+    assert messages(folder) == ""
+
+
+def test_tokenizer_in_an_old_form_says_how_to_convert_it(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    [fault] = model_folder.faults(config.parse({"model": {"path": str(folder)}}))
+    assert "only tokenizer.model" in fault.message and "save_pretrained" in fault.fix
+
+
+def test_tensor_in_two_files_needs_an_index(folder: Path) -> None:
+    """Else each reader might take another one."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "old.safetensors")
+    assert "in model.safetensors and in old.safetensors" in messages(folder)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}), encoding="utf-8")
+    assert messages(folder) == ""
 
 
 def test_pipeline_stages_are_checked_against_the_models_own_layers(folder: Path) -> None:

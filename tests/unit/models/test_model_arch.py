@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
+from transformers import AutoConfig
 
 from elastic_rl.config import ModelConfig
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import ModelArch, MoeArch
+from elastic_rl.models.arch import ModelArch, MoeArch, config_eos_ids, end_ids_of, max_positions, vocabulary_of
 from elastic_rl.models.families import FAMILIES
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -69,6 +72,43 @@ def test_what_is_not_supported_is_named(family: str, change: dict[str, Any], nam
     with pytest.raises(ConfigError, match=named) as e:
         ModelArch.parse(raw(family, **change))
     assert e.value.hint
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_key_that_is_left_out_has_the_default_of_transformers(family: str) -> None:
+    """Engines read config.json with transformers, so another default would be another model than the trainer's."""
+    theirs = AutoConfig.for_model(family)
+    arch = ModelArch.parse({"model_type": family})
+    assert (arch.vocab, arch.hidden, arch.ffn, arch.layers, arch.heads, arch.kv_heads, arch.max_positions) == (
+        theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers,
+        theirs.num_attention_heads, theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert (arch.norm_eps, arch.rope_theta, arch.tied) == (
+        theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"], theirs.tie_word_embeddings)
+    assert arch.head_dim == getattr(theirs, "head_dim", arch.hidden // arch.heads)
+    assert arch.moe == (MoeArch(theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size,
+                                theirs.norm_topk_prob) if FAMILIES[family].experts else None)
+    assert config_eos_ids({"model_type": family}) == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_null_for_kv_heads_is_as_many_as_heads(family: str) -> None:
+    assert ModelArch.parse(raw(family, num_key_value_heads=None)).kv_heads == SIZES["num_attention_heads"]
+
+
+def test_experts_are_read_by_either_name() -> None:
+    other = {key: value for key, value in raw("qwen3_moe").items() if key != "num_experts"}
+    moe = ModelArch.parse({**other, "num_local_experts": 8}).moe
+    assert moe is not None and moe.experts == 8
+
+
+def test_folder_that_does_not_say_positions_or_vocabulary_has_the_defaults(tmp_path: Path) -> None:
+    def said(**config: Any) -> tuple[int, int | None, tuple[int, ...]]:
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return max_positions(tmp_path), vocabulary_of(tmp_path), end_ids_of(tmp_path)
+
+    assert said(model_type="llama") == (2048, 32000, (2,))
+    assert said(model_type="llama", eos_token_id=None, vocab_size=7) == (2048, 7, ())
+    assert said(model_type="other", text_config={"vocab_size": 5}) == (1 << 62, 5, ())
 
 
 def test_unknown_family_is_refused_with_those_that_are_known() -> None:
