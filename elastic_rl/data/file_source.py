@@ -46,10 +46,8 @@ class FileSource:
         self._seed, self._folder, self._open = seed, folder, open_file
         self.tokenizer = tokenizer
         self._maker = PromptMaker(self._options, tokenizer)
-        template = self._options.template or (
-            self._options.prompt_key and "{" + self._options.prompt_key + "}")
-        self._template = Template.parse(template, "data.options." + (
-            "template" if self._options.template else "prompt_key")) if template else None
+        self._template = (Template.parse(self._options.template, "data.options.template") if self._options.template else
+                          Template.of_column(self._options.prompt_key) if self._options.prompt_key else None)
         self.stop_token_ids = tokenizer.eos_ids
         self.max_prompt_tokens = self._options.max_prompt_tokens
         self.max_response_tokens = self._options.max_response_tokens

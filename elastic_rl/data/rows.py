@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -245,18 +245,27 @@ def _near(path: Path) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def value_at(row: Mapping[str, Any], key: str, where: str) -> Any:
-    """The value of a column, or for ``a.b`` of the field ``b`` of the column ``a``. Raises SourceFailed, which names
-    the columns that there are and the nearest."""
-    if key in row:
-        return row[key]
+def column_of(key: str, columns: Container[str]) -> str | None:
+    """The column that ``key`` names: the one of this name, or for ``a.b`` the column ``a``, of which it is the field
+    ``b``. Names of columns may have dots; the longest one that is there counts. None: there is none."""
+    names = (key[:end] for end in range(len(key), 0, -1) if end == len(key) or key[end] == ".")
+    return next((name for name in names if name in columns), None)
+
+
+def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "") -> Any:
+    """The value of a column, or of a field of one (see ``column_of``); None for a field of null. Raises SourceFailed,
+    which names the columns that there are and the nearest."""
     found: Any = row
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+    rest = key
+    while found is not None:
+        name = column_of(rest, found) if isinstance(found, Mapping) else None
+        if name is None:
             names = [str(n) for n in found] if isinstance(found, Mapping) else []
             raise SourceFailed(f"{where} has no column {key!r}, only {', '.join(names[:_NAMED]) or 'none'}"
-                               f"{did_you_mean(part, names)}")
-        found = found[part]
+                               f"{did_you_mean(rest.partition('.')[0], names)}", hint=hint)
+        found, rest = found[name], rest[len(name) + 1:]
+        if not rest:
+            break
     return found
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_rl.data import derived
 from elastic_rl.data.file_source import FileSource, jsonl, parquet
-from elastic_rl.data.rows import JsonlRows, files_of
+from elastic_rl.data.rows import JsonlRows, files_of, value_at
 from elastic_rl.data.text_options import with_absolute_paths
 from elastic_rl.data.tokenizer import CharacterTokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
@@ -120,3 +122,43 @@ def test_empty_files_among_others_are_no_fault(tmp_path: Path, kind: str) -> Non
     assert texts(opened(kind, tmp_path, str(files[1]), duplicates="drop")) == sorted(r["q"] for r in ROWS[:50])
     with pytest.raises(ConfigError, match="all 2 files of data.options.paths are empty"):
         opened(kind, tmp_path, [str(files[0]), str(files[2])])
+
+
+ODD = ["prompt", "Question [EN]", "prompt:text", "what?!", "0", "question (raw)", "a.b", "frage ä", "{q}", "q!r",
+       "a.b.c", "."]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", ODD)
+def test_any_text_may_be_the_name_of_a_column(tmp_path: Path, kind: str, name: str) -> None:
+    rows = [{name: row["q"], "other": 1, "a": "a", "s.t": {"u": str(number)}} for number, row in enumerate(ROWS)]
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = opened(kind, tmp_path, str(file), prompt_key=name, answer_key="s.t.u", metadata_keys=[name])
+    assert texts(source) == sorted(row["q"] for row in ROWS)
+    assert all(ROWS[int(p.metadata["answer"])] == {"q": p.metadata[name]} == {"q": p.text} for p in source.train)
+    if not set(name) & set("{}"):
+        template = opened(kind, tmp_path, str(file), prompt_key="", template="1" + "{" + name + "}2")
+        assert texts(template) == sorted("1" + row["q"] + "2" for row in ROWS)
+
+
+@given(st.recursive(st.none() | st.integers(), lambda inner: st.dictionaries(st.sampled_from(["a", "b", "a.b"]), inner),
+                    max_leaves=6))
+def test_key_names_the_longest_column_that_is_there(row: Any) -> None:
+    def at(value: Any, parts: list[str]) -> Any:
+        for end in range(len(parts), 0, -1):
+            if isinstance(value, dict) and (name := ".".join(parts[:end])) in value:
+                return at(value[name], parts[end:])
+        return value if value is None or not parts else "none such"
+
+    def found(key: str) -> Any:
+        try:
+            return value_at(row, key, "it")
+        except SourceFailed:
+            return "none such"
+
+    if isinstance(row, dict):
+        assert all(found(key) == at(row, key.split(".")) for key in ("a", "a.b", "a.b.a", "b.a", "a.b.b.a"))

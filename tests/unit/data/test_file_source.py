@@ -143,20 +143,21 @@ def test_parquet_files_take_no_descriptor_each(tmp_path: Path) -> None:
         files[1].row(0)
 
 
-@given(st.lists(st.tuples(st.text("abc {}", max_size=5), st.sampled_from(["a", "b", "c.d"])), min_size=1, max_size=5),
+@given(st.lists(st.tuples(st.text("abc {}", max_size=5), st.sampled_from(["a", "b", "c.d", "0", "q: [x]!r"])),
+                min_size=1, max_size=5),
        st.text(max_size=5))
 def test_template_puts_columns_between_its_texts(parts: list[tuple[str, str]], end: str) -> None:
     def escaped(text: str) -> str:
         return text.replace("{", "{{").replace("}", "}}")
 
     template = Template.parse("".join(escaped(t) + "{" + field + "}" for t, field in parts) + escaped(end), "t")
-    row = {"a": "{a}", "b": 2, "c": {"d": "x"}}
-    shown = {"a": "{a}", "b": "2", "c.d": "x"}
+    row = {"a": "{a}", "b": 2, "c": {"d": "x"}, "0": "zero", "q: [x]!r": "?"}
+    shown = {"a": "{a}", "b": "2", "c.d": "x", "0": "zero", "q: [x]!r": "?"}
     assert template.render(row, "") == "".join(t + shown[field] for t, field in parts) + end
     assert set(template.fields) == {field for _, field in parts}
 
 
-@pytest.mark.parametrize("text", ["no field", "{", "{}", "{0}", "{a!r}", "{a:>3}", "{a[0]}", "a}"])
+@pytest.mark.parametrize("text", ["no field", "", "{", "{}", "a}", "{{a}", "{a}}", "{a{b}}", "{a} \\boxed{}"])
 def test_wrong_template_is_a_wrong_setting(text: str) -> None:
     with pytest.raises(ConfigError, match="data.options.template"):
         Template.parse(text, "data.options.template")
@@ -381,7 +382,7 @@ def test_file_replaced_while_in_use_is_a_fault_until_put_back(tmp_path: Path, mo
     ('{"question": ["x"]}\n', {}, "a.jsonl:1: the column 'question' is a list, not text"),
     ('{"question": "x"}\n', {}, "one row"),
     ('{"question": "x"}\n', {"answer_key": "answer"}, "has no column 'answer'"),
-    ('{"question": "x"}\n', {"template": "{question!r}"}, "has the field {question!r}"),
+    ('{"question": "x"}\n', {"template": "{question!r}"}, "no column 'question!r', only question.*with no format"),
     ('{"question": "x"}\n', {"template": "{q}"}, "no column 'q'"),
     ('{"question": "x"}\n', {"prompt_key": "", "template": ""}, "set one of prompt_key, messages_key and template"),
     ('{"question": "x"}\n', {"messages_key": "question"}, "messages are no list"),
