@@ -18,7 +18,9 @@ from elastic_rl.errors import SourceFailed
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.runtime.files import replace_file
 
-_NAME = re.compile(r".+-[0-9a-f]{16}\.(arrow|npy|json)")
+_NAME = re.compile(r".*-[0-9a-f]{16}\.(arrow|npy|jsonl?)")
+_STEM_BYTES = 100
+"""Of a file's name, in the name of what is derived from it: a name has at most 255 bytes."""
 _UNFINISHED_S = 86400.0
 """Time after which a file of another machine, which nothing was written to, is one that was not finished."""
 _used: set[Path] = set()
@@ -27,7 +29,8 @@ _used: set[Path] = set()
 def path(folder: Path, stem: str, digest: str, suffix: str) -> Path:
     """A derived file, which may not be there yet, and is in use by this process from now on. ``digest``: hexadecimal,
     of all that it is made from."""
-    named = folder / f"{stem}-{digest[:16]}{suffix}"
+    short = os.fsencode(stem)[:_STEM_BYTES].decode("utf-8", "ignore")
+    named = folder / f"{short}-{digest[:16]}{suffix}"
     _used.add(named)
     return named
 

@@ -46,10 +46,8 @@ class FileSource:
         self._seed, self._folder, self._open = seed, folder, open_file
         self.tokenizer = tokenizer
         self._maker = PromptMaker(self._options, tokenizer)
-        template = self._options.template or (
-            self._options.prompt_key and "{" + self._options.prompt_key + "}")
-        self._template = Template.parse(template, "data.options." + (
-            "template" if self._options.template else "prompt_key")) if template else None
+        self._template = (Template.parse(self._options.template, "data.options.template") if self._options.template else
+                          Template.of_column(self._options.prompt_key) if self._options.prompt_key else None)
         self.stop_token_ids = tokenizer.eos_ids
         self.max_prompt_tokens = self._options.max_prompt_tokens
         self.max_response_tokens = self._options.max_response_tokens
@@ -79,7 +77,12 @@ class FileSource:
         columns = [*(self._template.fields if self._template else [options.messages_key]),
                    *([options.answer_key] if options.answer_key else []), *options.metadata_keys]
         files = [self._open(path, columns, self._folder) for path in files_of(paths, setting)]
+        if not any(map(len, files)):
+            raise ConfigError(f"{files[0].path} is empty" if len(files) == 1 else
+                              f"all {len(files)} files of {setting} are empty", hint=f"check {setting}")
         for file in files:
+            if not len(file):
+                log.warning("%s has no row", file.path)
             for number in range(min(_TRIED, len(file))):
                 row, where = file.row(number), file.where(number)
                 self._made(self._text(row, where), row, where, measure=options.long_prompts == "error")
@@ -199,8 +202,8 @@ class FileSource:
 
 def jsonl(options: Mapping[str, Any], *, seed: int, eval_fraction: float, tokenizer: Tokenizer, folder: Path
           ) -> FileSource:
-    """Prompts from files of one JSON object a line."""
-    return FileSource("jsonl", lambda path, columns, derived: JsonlRows(path), options, seed=seed,
+    """Prompts from files of one JSON object a line, plain or compressed with gzip."""
+    return FileSource("jsonl", lambda path, columns, derived: JsonlRows(path, derived), options, seed=seed,
                       eval_fraction=eval_fraction, tokenizer=tokenizer, folder=folder)
 
 

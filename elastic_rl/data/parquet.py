@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_rl.data import derived
+from elastic_rl.data.rows import column_of, require_unpacked
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
 
@@ -27,20 +28,21 @@ class ParquetRows:
     def __init__(self, path: Path, columns: Sequence[str], folder: Path) -> None:
         """``columns``: names, or ``a.b`` for the field ``b`` of the column ``a``. ``folder``: for the copy, which stays
         there for the next start of the job, and is made again when the file has changed. Raises ConfigError for a file
-        that is missing, empty, damaged or without one of the columns, and for a folder without room."""
+        that is missing, damaged or without one of the columns, and for a folder without room. A file without rows, as
+        some programs write for a part of a data set, needs no columns."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path = path
         try:
             self.state = derived.state_of(path)
+            with path.open("rb") as raw:
+                require_unpacked(path, raw.read(8))
             with pq.ParquetFile(path, memory_map=True) as file:
-                self._require(columns, file.schema_arrow.names)
                 self._count = int(file.metadata.num_rows)
                 if not self._count:
-                    raise ConfigError(f"{path} is empty", hint="check data.options.paths")
-                self._columns = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
-                                                   for name in columns))
+                    return
+                self._columns = list(dict.fromkeys(self._named(name, file.schema_arrow.names) for name in columns))
             known = json.dumps([str(path), *self.state, sorted(self._columns)])
             self._copy = derived.path(folder, path.stem, hashlib.sha256(known.encode()).hexdigest(), ".arrow")
             self._reader()
@@ -49,11 +51,11 @@ class ParquetRows:
                               hint="check that it is a Parquet file, and that the job's folder has room for its "
                               "uncompressed columns") from e
 
-    def _require(self, columns: Sequence[str], there: Sequence[str]) -> None:
-        for name in columns:
-            if name in there or name.split(".")[0] in there:
-                continue
-            raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}{did_you_mean(name, there)}")
+    def _named(self, key: str, there: Sequence[str]) -> str:
+        """The column that ``key`` names."""
+        if (name := column_of(key, there)) is None:
+            raise ConfigError(f"{self.path} has no column {key!r}, only {', '.join(there)}{did_you_mean(key, there)}")
+        return name
 
     def _reader(self) -> Any:
         """A reader of the copy, which is made unless there is one that can be read."""

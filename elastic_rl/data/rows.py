@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import glob
+import gzip
+import hashlib
 import itertools
 import json
 import os
+import shutil
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -27,6 +31,13 @@ _MAX_ROW = 1 << 24
 """Longest line, in bytes."""
 _NAMED = 12
 """Columns and files that an error names."""
+_GZIP = b"\x1f\x8b"
+_OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+"""First bytes of compressed files that are not read."""
+_PARQUET = b"PAR1"
+_MAGIC_BYTES = 6
+_WHITESPACE = b" \t\r\n"
+"""JSON's."""
 
 
 class Rows(Protocol):
@@ -51,22 +62,31 @@ class Rows(Protocol):
 class JsonlRows:
     """A file of one JSON object a line (https://jsonlines.org), which stays as it is while the run lasts."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the file through once, to find its lines. Raises ConfigError for a file that is missing, empty, or has
-        a line of more than 16 MiB."""
+    def __init__(self, path: Path, folder: Path) -> None:
+        """Reads the file through once, to find its lines. ``folder``: for the copy of one that is compressed with gzip,
+        which is unpacked there for the next start of the job. Raises ConfigError for a file that is missing, compressed
+        otherwise, or has a line of more than 16 MiB, and for a folder without room."""
         self.path = path
         try:
             with path.open("rb", buffering=0) as file:
                 self.state = derived.state_of(file.fileno())
+                begin = file.read(_MAGIC_BYTES)
+            require_unpacked(path, begin)
+            if begin.startswith(_PARQUET):
+                raise ConfigError(f"{path} is a Parquet file", hint="set data.source to parquet")
+            known = json.dumps([str(path), *self.state])
+            self._copy = derived.path(folder, path.stem, hashlib.sha256(known.encode()).hexdigest(), ".jsonl") if (
+                begin.startswith(_GZIP)) else None
+            with self._opened(buffering=0) as file:
                 self._count, self._places = self._find_lines(file)
         except OSError as e:
-            raise ConfigError(f"{path} cannot be read: {e.strerror}", hint="check data.options.paths") from e
-        if not self._count:
-            raise ConfigError(f"{path} is empty", hint="check data.options.paths")
+            raise ConfigError(f"{path} cannot be read: {e.strerror or e}", hint="check data.options.paths" + (
+                ", and that the job's folder has room for the unpacked file" if self._copy else "")) from e
 
     def _find_lines(self, file: IO[bytes]) -> tuple[int, np.ndarray]:
-        """Number of lines, and where every ``_STRIDE``-th begins. A line ends with a newline or with the file."""
-        kept, count, at, begun = [np.zeros(1, np.int64)], 0, 0, 0
+        """Number of lines up to the last one that is not blank, and where every ``_STRIDE``-th begins. A line ends with
+        a newline or with the file."""
+        kept, count, at, begun, rows = [np.zeros(1, np.int64)], 0, 0, 0, 0
         while block := file.read(_BLOCK):
             starts = np.flatnonzero(np.frombuffer(block, np.uint8) == 0x0A).astype(np.int64) + at + 1
             if (longest := int(np.diff(starts, prepend=begun).max(initial=0))) > _MAX_ROW or (
@@ -75,17 +95,33 @@ class JsonlRows:
                                   + (f": {longest} bytes" if longest > _MAX_ROW else ""),
                                   hint="write one JSON object a line")
             kept.append(starts[-(count + 1) % _STRIDE::_STRIDE])
+            if written := block.rstrip(_WHITESPACE):
+                rows = count + written.count(b"\n") + 1
             count += len(starts)
             begun = int(starts[-1]) if len(starts) else begun
             at += len(block)
-        return count + (begun < at), np.concatenate(kept)
+        return rows, np.concatenate(kept)
 
     @contextmanager
-    def _opened(self) -> Iterator[IO[bytes]]:
-        """Raises OSError, and SourceFailed for a file whose lines may be elsewhere now."""
-        with self.path.open("rb") as file:
+    def _opened(self, buffering: int = -1) -> Iterator[IO[bytes]]:
+        """The lines' file. Raises OSError, and SourceFailed for a file whose lines may be elsewhere now."""
+        with self.path.open("rb", buffering) as file:
             derived.require_same(self.path, self.state, derived.state_of(file.fileno()))
-            yield file
+            if self._copy is None:
+                yield file
+                return
+            if not self._copy.exists():
+                derived.write(self._copy, lambda out: self._unpack(file, out))
+        with self._copy.open("rb", buffering) as unpacked:
+            yield unpacked
+
+    def _unpack(self, packed: IO[bytes], out: IO[bytes]) -> None:
+        try:
+            with gzip.open(packed) as content:
+                shutil.copyfileobj(content, out, _BLOCK)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+            raise ConfigError(f"{self.path} is compressed with gzip, and damaged: {e}",
+                              hint=f"copy or download it again; `gzip -t {self.path}` checks it") from e
 
     def __len__(self) -> int:
         return self._count
@@ -125,7 +161,7 @@ class JsonlRows:
             raise SourceFailed(f"{self.where(number)} is not UTF-8: {e.reason} at byte {e.start} of the line",
                                hint="write the file as UTF-8, for instance with iconv") from e
         except (ValueError, RecursionError) as e:
-            what = "is empty" if not line.strip() else f"is not JSON: {e}"
+            what = "is empty, with rows after it" if not line.strip() else f"is not JSON: {e}"
             raise SourceFailed(f"{self.where(number)} {what}", hint="write one JSON object a line") from e
         if not isinstance(row, dict):
             raise SourceFailed(f"{self.where(number)} is {_kind(row)}, not an object with columns",
@@ -165,16 +201,20 @@ class FilesRows:
             yield from file.scan()
 
 
+def require_unpacked(path: Path, begin: bytes) -> None:
+    """Raises ConfigError for a file that is compressed in a way that is not read. ``begin``: its first bytes."""
+    if kind := next((name for magic, name in _OTHERS.items() if begin.startswith(magic)), ""):
+        raise ConfigError(f"{path} is compressed with {kind}", hint="unpack it, or compress JSON Lines with gzip")
+
+
 def files_of(paths: str | Sequence[str], setting: str) -> list[Path]:
     """The files that paths and patterns (``*``, ``?``, ``[...]``, ``**``) name, each once: in the order of the paths,
     those of one pattern by name. Raises ConfigError, which names the setting, for a path without a file."""
     found: dict[Path, None] = {}
     for text in [paths] if isinstance(paths, str) else paths:
         plain = Path(text).expanduser()
-        matches = [plain] if plain.is_file() else sorted(
-            p for p in map(Path, glob.glob(str(plain), recursive=True)) if p.is_file())
-        if not matches:
-            if plain.is_dir():
+        if not (matches := _matches(plain)):
+            if os.path.isdir(plain):
                 raise ConfigError(f"{setting}: {text} is a folder", hint=f"name its files, as {plain / '*'}")
             raise ConfigError(f"{setting}: there is no file {text}{_near(plain)}",
                               hint="paths are relative to the folder in which the job was started")
@@ -182,6 +222,16 @@ def files_of(paths: str | Sequence[str], setting: str) -> list[Path]:
     if not found:
         raise ConfigError(f"{setting} names no file")
     return list(found)
+
+
+def _matches(path: Path) -> list[Path]:
+    """The files of a path or pattern. Its folders that are there are no patterns: a name may have brackets, and so may
+    that of the folder in which the job was started."""
+    if os.path.isfile(path):
+        return [path]
+    there = next(folder for folder in (*path.parents, Path(path.anchor)) if os.path.isdir(folder))
+    names = glob.glob(str(path.relative_to(there)), root_dir=there, recursive=True)
+    return sorted(there / name for name in names if os.path.isfile(there / name))
 
 
 def _near(path: Path) -> str:
@@ -195,18 +245,27 @@ def _near(path: Path) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def value_at(row: Mapping[str, Any], key: str, where: str) -> Any:
-    """The value of a column, or for ``a.b`` of the field ``b`` of the column ``a``. Raises SourceFailed, which names
-    the columns that there are and the nearest."""
-    if key in row:
-        return row[key]
+def column_of(key: str, columns: Container[str]) -> str | None:
+    """The column that ``key`` names: the one of this name, or for ``a.b`` the column ``a``, of which it is the field
+    ``b``. Names of columns may have dots; the longest one that is there counts. None: there is none."""
+    names = (key[:end] for end in range(len(key), 0, -1) if end == len(key) or key[end] == ".")
+    return next((name for name in names if name in columns), None)
+
+
+def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "") -> Any:
+    """The value of a column, or of a field of one (see ``column_of``); None for a field of null. Raises SourceFailed,
+    which names the columns that there are and the nearest."""
     found: Any = row
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+    rest = key
+    while found is not None:
+        name = column_of(rest, found) if isinstance(found, Mapping) else None
+        if name is None:
             names = [str(n) for n in found] if isinstance(found, Mapping) else []
             raise SourceFailed(f"{where} has no column {key!r}, only {', '.join(names[:_NAMED]) or 'none'}"
-                               f"{did_you_mean(part, names)}")
-        found = found[part]
+                               f"{did_you_mean(rest.partition('.')[0], names)}", hint=hint)
+        found, rest = found[name], rest[len(name) + 1:]
+        if not rest:
+            break
     return found
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import string
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.data.rows import text_value, value_at
 from elastic_rl.errors import ConfigError
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_FIELD = "a field is a column's name in braces, as {question}, with no format or index; write {{ and }} for braces"
+_SHOWN = 20
+"""Characters before a fault that its error shows."""
 
 
 @dataclass(frozen=True)
@@ -19,22 +24,28 @@ class Template:
 
     @classmethod
     def parse(cls, text: str, setting: str) -> Template:
-        """Reads Python's format syntax: ``{column}`` or ``{column.field}``, and ``{{`` and ``}}`` for braces. Raises
-        ConfigError, which names the setting, for anything else, and for a text without a field."""
-        try:
-            parsed = list(string.Formatter().parse(text))
-        except ValueError as e:
-            raise ConfigError(f"{setting} is no template: {e}", hint="write {{ and }} for braces") from e
-        for _, field, spec, conversion in parsed:
-            if field is not None and (not field or spec or conversion or field.isdecimal() or set(field) & set("[]")):
-                raise ConfigError(f"{setting} has the field {{{field}{f'!{conversion}' if conversion else ''}"
-                                  f"{f':{spec}' if spec else ''}}}", hint="a field is {column} or {column.field}, "
-                                  "with no conversion, format or index")
-        parts = tuple((literal, field) for literal, field, _, _ in parsed)
-        if not any(field for _, field in parts):
-            raise ConfigError(f"{setting} has no field, so all prompts would be the same",
-                              hint="write a column's name in braces, as {question}")
-        return cls(parts)
+        """Reads ``{column}`` or ``{column.field}``, and ``{{`` and ``}}`` for braces. All that is between two braces is
+        the name of a column, which may have any other character. Raises ConfigError, which names the setting, for
+        single braces, and for a text without a field."""
+        parts, literal, at = list[tuple[str, str | None]](), "", 0
+        for piece in _PIECE.finditer(text):
+            literal, at = literal + text[at:piece.start()], piece.end()
+            if piece[0] in ("{{", "}}"):
+                literal += piece[0][0]
+            elif piece[1]:
+                parts.append((literal, piece[1]))
+                literal = ""
+            else:
+                raise ConfigError(f"{setting} is no template: it has {piece[0]} after "
+                                  f"{text[max(0, piece.start() - _SHOWN):piece.start()]!r}", hint=_FIELD)
+        if not parts:
+            raise ConfigError(f"{setting} has no field, so all prompts would be the same", hint=_FIELD)
+        return cls((*parts, (literal + text[at:], None)))
+
+    @classmethod
+    def of_column(cls, name: str) -> Template:
+        """The text of a column, whatever its name has."""
+        return cls((("", name),))
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -47,5 +58,5 @@ class Template:
         for literal, field in self.parts:
             out.append(literal)
             if field:
-                out.append(text_value(value_at(row, field, where), f"{where}: the column {field!r}"))
+                out.append(text_value(value_at(row, field, where, hint=_FIELD), f"{where}: the column {field!r}"))
         return "".join(out)

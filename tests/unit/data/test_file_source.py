@@ -88,14 +88,15 @@ def texts(prompts: Sequence[Prompt]) -> list[str]:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-@given(st.lists(st.text(max_size=9), min_size=1, max_size=200), st.booleans(), st.integers(0, 3))
-def test_jsonl_rows_are_those_of_the_lines(tmp_path_factory: pytest.TempPathFactory, values: list[str], ends: bool,
+@given(st.lists(st.text(max_size=9), min_size=1, max_size=200), st.text("\n\r \t", max_size=150), st.integers(0, 3))
+def test_jsonl_rows_are_those_of_the_lines(tmp_path_factory: pytest.TempPathFactory, values: list[str], end: str,
                                            newlines: int) -> None:
+    """Blank lines at the end are none."""
     path = tmp_path_factory.mktemp("rows") / "a.jsonl"
     lines = [json.dumps({"v": v}, ensure_ascii=False).encode("utf-8", "replace") + b"\r" * (newlines == 1)
              for v in values]
-    path.write_bytes(b"\n".join(lines) + b"\n" * ends)
-    rows = JsonlRows(path)
+    path.write_bytes(b"\n".join(lines) + end.encode())
+    rows = JsonlRows(path, path.parent)
     assert len(rows) == len(values)
     assert [rows.row(i) for i in range(len(rows))] == list(rows.scan()) == [json.loads(line) for line in lines]
 
@@ -104,7 +105,7 @@ def test_jsonl_index_crosses_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("elastic_rl.data.rows._BLOCK", 100)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"n": n, "pad": "x" * (n * 7 % 311)}) + "\n" for n in range(1000)))
-    rows = JsonlRows(path)
+    rows = JsonlRows(path, tmp_path)
     assert [rows.row(n)["n"] for n in range(1000)] == list(range(1000))
 
 
@@ -142,20 +143,21 @@ def test_parquet_files_take_no_descriptor_each(tmp_path: Path) -> None:
         files[1].row(0)
 
 
-@given(st.lists(st.tuples(st.text("abc {}", max_size=5), st.sampled_from(["a", "b", "c.d"])), min_size=1, max_size=5),
+@given(st.lists(st.tuples(st.text("abc {}", max_size=5), st.sampled_from(["a", "b", "c.d", "0", "q: [x]!r"])),
+                min_size=1, max_size=5),
        st.text(max_size=5))
 def test_template_puts_columns_between_its_texts(parts: list[tuple[str, str]], end: str) -> None:
     def escaped(text: str) -> str:
         return text.replace("{", "{{").replace("}", "}}")
 
     template = Template.parse("".join(escaped(t) + "{" + field + "}" for t, field in parts) + escaped(end), "t")
-    row = {"a": "{a}", "b": 2, "c": {"d": "x"}}
-    shown = {"a": "{a}", "b": "2", "c.d": "x"}
+    row = {"a": "{a}", "b": 2, "c": {"d": "x"}, "0": "zero", "q: [x]!r": "?"}
+    shown = {"a": "{a}", "b": "2", "c.d": "x", "0": "zero", "q: [x]!r": "?"}
     assert template.render(row, "") == "".join(t + shown[field] for t, field in parts) + end
     assert set(template.fields) == {field for _, field in parts}
 
 
-@pytest.mark.parametrize("text", ["no field", "{", "{}", "{0}", "{a!r}", "{a:>3}", "{a[0]}", "a}"])
+@pytest.mark.parametrize("text", ["no field", "", "{", "{}", "a}", "{{a}", "{a}}", "{a{b}}", "{a} \\boxed{}"])
 def test_wrong_template_is_a_wrong_setting(text: str) -> None:
     with pytest.raises(ConfigError, match="data.options.template"):
         Template.parse(text, "data.options.template")
@@ -354,7 +356,7 @@ def test_derived_files_are_synced_before_they_have_their_names(tmp_path: Path, m
 
 def test_file_replaced_while_in_use_is_a_fault_until_put_back(tmp_path: Path, model: Path) -> None:
     path = Path(write(tmp_path / "a.jsonl", ROWS))
-    rows, source = JsonlRows(path), make(tmp_path, model, paths=str(path))
+    rows, source = JsonlRows(path, tmp_path), make(tmp_path, model, paths=str(path))
     before = list(rows.scan())
     found, kept = path.stat(), path.rename(tmp_path / "kept")
     write(tmp_path / "new", ROWS[::-1])
@@ -374,13 +376,13 @@ def test_file_replaced_while_in_use_is_a_fault_until_put_back(tmp_path: Path, mo
     ("", {}, "a.jsonl is empty"),
     (None, {}, r"data.options.paths: there is no file .*a.jsonl; did you mean b.jsonl\?"),
     ('{"question": "x"}\n{"question": \n', {}, "a.jsonl:2 is not JSON"),
-    ('{"question": "x"}\n\n{"question": "y"}\n', {}, "a.jsonl:2 is empty"),
+    ('{"question": "x"}\n\n{"question": "y"}\n', {}, "a.jsonl:2 is empty, with rows after it"),
     ('{"question": "x"}\n[1]\n', {}, "a.jsonl:2 is a list, not an object"),
     ('{"qestion": "x"}\n', {}, "a.jsonl:1 has no column 'question', only qestion; did you mean 'qestion'"),
     ('{"question": ["x"]}\n', {}, "a.jsonl:1: the column 'question' is a list, not text"),
     ('{"question": "x"}\n', {}, "one row"),
     ('{"question": "x"}\n', {"answer_key": "answer"}, "has no column 'answer'"),
-    ('{"question": "x"}\n', {"template": "{question!r}"}, "has the field {question!r}"),
+    ('{"question": "x"}\n', {"template": "{question!r}"}, "no column 'question!r', only question.*with no format"),
     ('{"question": "x"}\n', {"template": "{q}"}, "no column 'q'"),
     ('{"question": "x"}\n', {"prompt_key": "", "template": ""}, "set one of prompt_key, messages_key and template"),
     ('{"question": "x"}\n', {"messages_key": "question"}, "messages are no list"),
