@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_rl.data.numbers import number_text
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ElasticRLError, PluginFailed
-from elastic_rl.plugins.user_code import MAX_NAME, is_name, plain
+from elastic_rl.plugins.user_code import MAX_NAME, is_name, number_fault, number_of, plain
 
 if TYPE_CHECKING:  # the process of a user's reward imports this module too, and starts sooner without the settings
     from elastic_rl.config import PoolSettings
@@ -132,8 +131,9 @@ def _plain_parts(given: Mapping[str, float]) -> dict[str, float]:
 
 
 def _plain_number(given: object) -> float:
-    number = float(given) if isinstance(given, Real) else float("nan")
+    number = number_of(given)
+    if number is None:
+        raise PluginFailed(f"it must return finite numbers as rewards, {number_fault(given)}")
     if not abs(number) <= _MAX_REWARD:
-        raise PluginFailed("it must return finite numbers as rewards, not "
-                           + plain(str(given) if isinstance(given, float) else type(given).__name__, 100))
+        raise PluginFailed(f"it must return finite numbers as rewards, of at most {_MAX_REWARD:g}, not {number:g}")
     return number

@@ -16,11 +16,11 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, overload
 
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugins.user_code import number_fault, number_of
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool, values
 
@@ -93,10 +93,10 @@ class _AsyncPerSample:
     def __init__(self, given: PerSample) -> None:
         self._given = given
 
-    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Any]:
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         return list(await asyncio.gather(*(self._one(sample.text, prompt) for sample in samples)))
 
-    async def _one(self, text: str, prompt: Prompt) -> Any:
+    async def _one(self, text: str, prompt: Prompt) -> Reward:
         return _as_reward(await asyncio.wait_for(self._given(text, prompt), self._given.timeout_s))
 
 
@@ -117,16 +117,13 @@ class _PlainPerSample:
 
 
 def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float], list[float]]:
-    """Calls the user's function; in a worker. Raises what it raises, and for what is no reward TypeError or
-    PluginFailed."""
+    """Calls the user's function; in a worker. Raises what it raises, and PluginFailed for what is no
+    reward."""
     raw = job["prompt"]
     answer = raw["answer_ids"]
     prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer), raw["metadata"],
                     raw["question"])
-    reward = _as_reward(_marked(job["name"])(job["text"], prompt))
-    if not isinstance(reward, Reward):
-        raise TypeError(f"it must return a number or a Reward, not {type(reward).__name__}")
-    [sound] = plain_rewards([reward], 1)
+    [sound] = plain_rewards([_as_reward(_marked(job["name"])(job["text"], prompt))], 1)
     return sound.value, dict(sound.parts), list(sound.turns)
 
 
@@ -139,9 +136,14 @@ def _marked(name: str) -> PerSample:
     return found  # type: ignore[no-any-return]
 
 
-def _as_reward(given: Any) -> Any:
-    """A number as Reward; anything else as it is, for whoever checks rewards."""
-    return Reward(float(given)) if isinstance(given, Real) else given
+def _as_reward(given: Any) -> Reward:
+    """What a user's function of one sample returns, a number as a Reward. Raises PluginFailed for anything else."""
+    if isinstance(given, Reward):
+        return given
+    number = number_of(given)
+    if number is None:
+        raise PluginFailed(f"it must return a number or a Reward, {number_fault(given)}")
+    return Reward(number)
 
 
 def require_reward_fn(found: object, setting: str, name: str) -> None:

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("forked_plugins")
 
 MODULE = '''
 import os, subprocess, sys, time
+from decimal import Decimal
+from fractions import Fraction
 from elastic_rl.rewards.base import Reward
 from elastic_rl.rewards.forms import from_options, per_sample
 
@@ -92,11 +94,19 @@ async def later(text, prompt):
 @per_sample
 def of_numpy(text, prompt):
     import numpy as np
-    return {"float32": np.float32(0.5), "int": np.int64(2), "bool": True}[text]
+    return {"float32": np.float32(0.5), "int": np.int64(2), "bool": True, "bool_": np.array([1]).all(),
+            "array": np.array(0.5), "decimal": Decimal("0.5"), "fraction": Fraction(1, 2), "parts": Reward(
+                np.float16(1.0), {"a": np.bool_(True), "b": np.array(2)}, [np.float32(0.5), np.bool_(False)])}[text]
+
+@per_sample
+async def later_of_numpy(text, prompt):
+    import numpy as np
+    return np.bool_(True)
 
 @per_sample
 def no_number(text, prompt):
-    return "1"
+    return {"text": "1", "none": None, "list": [0.5], "mapping": {"score": 0.5}, "nan": float("nan"),
+            "part": Reward(1.0, {"a": None}), "huge": 10**400, "object": object()}[text]
 
 def undecorated(text, prompt):
     return 1.0
@@ -336,6 +346,23 @@ def test_function_of_one_sample_is_a_reward() -> None:
         Reward(0.5), Reward(2.0), Reward(1.0)]
 
 
+def test_scalars_of_numpy_and_numbers_of_the_standard_library_are_rewards_and_parts() -> None:
+    given = ("bool_", "array", "decimal", "fraction", "parts")
+    assert _rewards(make_reward("reward_plugin:of_numpy", {}), PROMPT, *given) == [
+        Reward(1.0), *[Reward(0.5)] * 3, Reward(1.0, {"a": 1.0, "b": 2.0}, (0.5, 0.0))]
+    assert _rewards(make_reward("reward_plugin:later_of_numpy", {}), PROMPT, "x") == [Reward(1.0)]
+
+
+@pytest.mark.parametrize(("given", "named"), [
+    ("text", "a number or a Reward, not str: return float"), ("none", "not None: see that each way through it ends"),
+    ("list", "not list: return one number of it"), ("mapping", "not a mapping: return Reward.value, parts"),
+    ("nan", "finite numbers as rewards, of at most 1e.30, not nan"), ("huge", "finite numbers as rewards"),
+    ("part", "finite numbers as rewards, not None"), ("object", "not object: return float.value")])
+def test_what_is_no_reward_is_named_with_what_to_return(given: str, named: str) -> None:
+    with pytest.raises(PluginFailed, match=named):
+        _rewards(make_reward("reward_plugin:no_number", {}), PROMPT, given)
+
+
 @pytest.mark.parametrize("limits", [{"timeout_s": 0.0}, {"timeout_s": float("inf")}, {"timeout_s": float("nan")},
                                     {"processes": 0}, {"processes": 10_000}, {"memory_mb": 1},
                                     {"memory_mb": 10**13}])
@@ -354,8 +381,6 @@ def test_function_that_hangs_or_returns_nonsense_fails_its_group_only() -> None:
 
     asyncio.run(both())
     close_reward(reward)
-    with pytest.raises(PluginFailed, match="must return a number or a Reward, not str"):
-        _rewards(make_reward("reward_plugin:no_number", {}), PROMPT, "x")
 
 
 def test_reward_fn_of_a_user_is_taken_as_it_is() -> None:
