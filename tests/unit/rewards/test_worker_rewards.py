@@ -427,7 +427,7 @@ def test_mathematical_result_is_compared_by_value(math: RewardFn, answer: Any, r
     for _ in range(2):  # the same texts get the same rewards
         found = asyncio.run(math(prompt, samples))  # type: ignore[arg-type]
         assert [r.value for r in found] == [1.0] * len(right) + [0.0] * len(wrong)
-        assert all(r.parts == {"given_up": 0.0} for r in found)
+        assert all(r.parts["given_up"] == 0.0 for r in found)
 
 
 def test_endless_result_is_worth_nothing_and_holds_up_no_other() -> None:
@@ -455,6 +455,14 @@ def test_deepscaler_rewards_result_and_format() -> None:
         (1.0, 1.0, 1.0), (pytest.approx(0.2), 0.0, 1.0), (0.0, 0.0, 0.0), (0.8, 1.0, 0.0), (0.0, 0.0, 0.0)]
 
 
+def test_response_in_which_nothing_can_be_read_has_a_part_of_its_own(math: RewardFn) -> None:
+    prompt, texts = Prompt((1,), metadata={"answer": "42"}), ("\\boxed{}", "\\boxed{41}", "\\boxed{42}")
+    found = asyncio.run(math(prompt, [Sample((), text=t) for t in texts]))  # type: ignore[arg-type]
+    assert [(r.value, r.parts["unread"]) for r in found] == [(0.0, 1.0), (0.0, 0.0), (1.0, 0.0)]
+    found = _rewards(make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0}), prompt, *texts, "2²")
+    assert [(r.value, r.parts["unread"]) for r in found] == [(0.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.0, 0.0)]
+
+
 def test_deepscaler_reads_an_amount_of_money_as_the_right_answer() -> None:
     pytest.importorskip("math_verify")
     reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0})
@@ -466,7 +474,7 @@ def test_deepscaler_rewards_no_format_where_the_check_was_given_up() -> None:
     pytest.importorskip("math_verify")
     reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 3.0, "format_weight": 0.2})
     [found] = _rewards(reward, Prompt((1,), metadata={"answer": "1"}), "\\boxed{9999999999^{9999999999^{99}}}")
-    assert found == Reward(0.0, {"correct": 0.0, "format": 1.0, "given_up": 1.0})
+    assert found == Reward(0.0, {"correct": 0.0, "format": 1.0, "given_up": 1.0, "unread": 0.0})
 
 
 def test_only_workers_of_reasoning_gym_import_it_and_as_they_start(tmp_path: Path) -> None:
