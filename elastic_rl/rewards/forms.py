@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
 import math
@@ -20,6 +19,7 @@ from typing import Any, overload
 
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugins.process import START_S
 from elastic_rl.plugins.user_code import number_fault, number_of
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool, values
@@ -61,8 +61,9 @@ def per_sample(function: SampleReward | None = None, /, *, timeout_s: float = 10
     """Makes a reward of a function ``(text, prompt) -> float`` (or ``Reward``), which sees one response at a time.
 
     An ``async`` function is called in the process of the loop. A plain one runs in ``processes`` processes of its own,
-    which import its module, have ``memory_mb`` MiB of address space each, and are killed when a response takes longer
-    than ``timeout_s`` seconds. Of the prompt it gets ``token_ids``, ``text``, ``answer_ids`` and ``metadata``.
+    which import its module as they start, have ``memory_mb`` MiB of address space each, and are killed when a response
+    takes longer than ``timeout_s`` seconds. Of the prompt it gets ``token_ids``, ``text``, ``answer_ids`` and
+    ``metadata``.
 
     Raises ValueError for limits that no call could keep.
     """
@@ -102,38 +103,39 @@ class _AsyncPerSample:
 
 class _PlainPerSample:
     def __init__(self, given: PerSample, name: str) -> None:
-        self._given, self._name = given, name
-        self._pool = WorkerPool(f"{__name__}:score", given.processes, memory_mb=given.memory_mb, named=name)
+        self._given = given
+        self._pool = WorkerPool(f"{__name__}:scorer", given.processes, memory_mb=given.memory_mb, named=name,
+                                made_of=name, start_s=START_S)
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         plain = {"token_ids": prompt.token_ids, "text": prompt.text, "answer_ids": prompt.answer_ids,
                  "metadata": dict(prompt.metadata), "question": prompt.question}
-        found = await self._pool.calls([{"name": self._name, "text": sample.text, "prompt": plain}
-                                        for sample in samples], self._given.timeout_s)
+        found = await self._pool.calls([{"text": sample.text, "prompt": plain} for sample in samples],
+                                       self._given.timeout_s, all_or_none=True)
         return [Reward(value, parts, tuple(turns)) for value, parts, turns in values(found)]
 
     def close(self) -> None:
         self._pool.close()
 
 
-def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float], list[float]]:
-    """Calls the user's function; in a worker. Raises what it raises, and PluginFailed for what is no
+def scorer(name: str) -> Callable[[Mapping[str, Any]], tuple[float, dict[str, float], list[float]]]:
+    """The function of a worker that calls the user's function ``name``, whose module is imported here: that may take
+    longer than a call may. What it returns raises what the user's function raises, and PluginFailed for what is no
     reward."""
-    raw = job["prompt"]
-    answer = raw["answer_ids"]
-    prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer), raw["metadata"],
-                    raw["question"])
-    [sound] = plain_rewards([_as_reward(_marked(job["name"])(job["text"], prompt))], 1)
-    return sound.value, dict(sound.parts), list(sound.turns)
-
-
-@functools.cache
-def _marked(name: str) -> PerSample:
     module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
+    marked: Any = importlib.import_module(module)
     for part in attribute.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+        marked = getattr(marked, part)
+
+    def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float], list[float]]:
+        raw = job["prompt"]
+        answer = raw["answer_ids"]
+        prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer),
+                        raw["metadata"], raw["question"])
+        [sound] = plain_rewards([_as_reward(marked(job["text"], prompt))], 1)
+        return sound.value, dict(sound.parts), list(sound.turns)
+
+    return score
 
 
 def _as_reward(given: Any) -> Reward:

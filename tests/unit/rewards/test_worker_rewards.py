@@ -383,6 +383,31 @@ def test_function_that_hangs_or_returns_nonsense_fails_its_group_only() -> None:
     close_reward(reward)
 
 
+def test_module_that_takes_longer_to_import_than_a_call_may_take_is_no_slow_call(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import time\nfrom elastic_rl.rewards.forms import per_sample\ntime.sleep(1.5)\n"
+        "@per_sample(timeout_s=1.0)\ndef one(text, prompt):\n    while text == 'x': pass\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = make_reward("slow_to_import:one", {})
+
+    async def calls() -> None:
+        assert await reward(PROMPT, [Sample((), text="y")]) == [Reward(1.0)]
+        with pytest.raises(PluginFailed, match="took longer than 1 s"):
+            await reward(PROMPT, [Sample((), text="x")])
+        assert await reward(PROMPT, [Sample((), text="y")]) == [Reward(1.0)], "by a worker that was started again"
+
+    asyncio.run(calls())
+    close_reward(reward)
+
+
+def test_calls_of_which_all_are_needed_end_with_the_first_failure(pool: WorkerPool) -> None:
+    jobs = [["say", 1], ["raise", 1], *[["sleep", 60]] * 50]
+    found = asyncio.run(pool.calls(jobs, 50.0, all_or_none=True))
+    assert found[0] == 1 and all(isinstance(outcome, PluginFailed) for outcome in found[1:])
+    assert _call(pool, "calls") == 3
+
+
 def test_reward_fn_of_a_user_is_taken_as_it_is() -> None:
     assert _rewards(make_reward("reward_plugin:whole", {}), PROMPT, "a", "b") == [Reward(2.0)] * 2
     assert _rewards(make_reward("reward_plugin:judge", {}), PROMPT, "a") == [Reward(2.0)]
