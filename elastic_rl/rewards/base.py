@@ -50,8 +50,8 @@ class RewardFn(Protocol):
     """Rewards the samples of one prompt, together, since a judge may compare them.
 
     It may have a method ``close()``, which is called when no more samples come; ``check(prompt)``, which raises
-    PluginFailed for a prompt that cannot be rewarded, for ``config check``; and ``least_timeout_s``, which a call may
-    take where ``rollout.reward_timeout_s`` is less.
+    PluginFailed for a prompt that cannot be rewarded, for ``config check``; and ``least_timeout_s(samples)``, the
+    seconds that its own limits allow a call with so many samples (``call_limit_s``).
     """
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward]:
@@ -77,6 +77,19 @@ class RewardContext:
     """Seed of the job."""
     attempts: int = 1
     """Attempts of a request to engines (``rollout.max_attempts``)."""
+
+
+def call_limit_s(reward: RewardFn, timeout_s: float, samples: int) -> float:
+    """The limit in seconds of a call of the reward with so many samples: ``timeout_s`` (``rollout.reward_timeout_s``),
+    or what the reward's own limits add up to, if that is more. So what those promise of a sample, as 0 for a check that
+    hangs, comes before the call is given up."""
+    own = getattr(reward, "least_timeout_s", None)
+    return max(timeout_s, own(samples)) if callable(own) else timeout_s
+
+
+def rounds(calls: int, at_once: int) -> int:
+    """Rounds in which so many calls are made."""
+    return -(-calls // at_once)
 
 
 RewardFactory = Callable[[Mapping[str, Any], RewardContext], RewardFn]
@@ -135,5 +148,5 @@ def _plain_number(given: object) -> float:
     if number is None:
         raise PluginFailed(f"it must return finite numbers as rewards, {number_fault(given)}")
     if not abs(number) <= _MAX_REWARD:
-        raise PluginFailed(f"it must return finite numbers as rewards, of at most {_MAX_REWARD:g}, not {number:g}")
+        raise PluginFailed(f"it must return finite numbers as rewards, not {number:g}")
     return number

@@ -15,7 +15,7 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
-from elastic_rl.rewards.base import Reward, RewardContext
+from elastic_rl.rewards.base import Reward, RewardContext, rounds
 from elastic_rl.rewards.sandbox import Limits, Sandbox
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB
 
@@ -30,6 +30,8 @@ without."""
 _NEARER = 4
 """Columns: a fence that is indented by so many more than the block's first one is a line of the program."""
 _THINK_END = "</think>"
+_START_S = 1.0
+"""What the start and the end of a sandbox take on a busy machine."""
 _MAX_PROGRAM = 1 << 18
 """Characters of a program."""
 _CALLER = """
@@ -94,6 +96,10 @@ class Code:
                 self._threads.submit(self._one, sample.text, tests, given_up)) for sample in samples)))
         finally:
             given_up.set()  # nobody waits for what is left
+
+    def least_timeout_s(self, samples: int) -> float:
+        chosen = self._options
+        return rounds(samples, chosen.parallel) * chosen.max_tests * (chosen.wall_s + _START_S)
 
     def close(self) -> None:
         self._closing.set()

@@ -13,6 +13,7 @@ import asyncio
 import importlib
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -25,6 +26,8 @@ from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool, values
 
 _MAX_PROCESSES = 256
+_AT_ONCE = 1 << 30
+"""Calls of an async function at once: all of them."""
 _MIN_MEMORY_MB = 256
 """Python with its libraries needs most of it."""
 SampleReward = Callable[[str, Prompt], float | Reward | Awaitable[float | Reward]]
@@ -90,18 +93,29 @@ def from_options(function: Callable[[Mapping[str, Any]], RewardFn]) -> FromOptio
     return FromOptions(function)
 
 
-class _AsyncPerSample:
+class Bounded(ABC):
+    """A reward whose calls have limits."""
+
+    @abstractmethod
+    def bounds(self) -> tuple[float, int]:
+        """Seconds of a call, and how many there are at once."""
+
+
+class _AsyncPerSample(Bounded):
     def __init__(self, given: PerSample) -> None:
         self._given = given
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         return list(await asyncio.gather(*(self._one(sample.text, prompt) for sample in samples)))
 
+    def bounds(self) -> tuple[float, int]:
+        return self._given.timeout_s, _AT_ONCE
+
     async def _one(self, text: str, prompt: Prompt) -> Reward:
         return _as_reward(await asyncio.wait_for(self._given(text, prompt), self._given.timeout_s))
 
 
-class _PlainPerSample:
+class _PlainPerSample(Bounded):
     def __init__(self, given: PerSample, name: str) -> None:
         self._given = given
         self._pool = WorkerPool(f"{__name__}:scorer", given.processes, memory_mb=given.memory_mb, named=name,
@@ -113,6 +127,9 @@ class _PlainPerSample:
         found = await self._pool.calls([{"text": sample.text, "prompt": plain} for sample in samples],
                                        self._given.timeout_s, all_or_none=True)
         return [Reward(value, parts, tuple(turns)) for value, parts, turns in values(found)]
+
+    def bounds(self) -> tuple[float, int]:
+        return self._given.timeout_s, self._given.processes
 
     def close(self) -> None:
         self._pool.close()

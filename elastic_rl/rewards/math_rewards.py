@@ -12,7 +12,7 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError
-from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
+from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
 from elastic_rl.rewards.final_answer import THINK_END, boxed, final_answer
 from elastic_rl.rewards.math_text import spelled
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool, values
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 GIVEN_UP = "given_up"
 """Part of a reward: 1.0 where the check was killed, which makes the reward 0."""
+_START_S = 10.0
+"""What the start of a worker, in place of one that was killed, takes on a busy machine."""
 _GRADE = "elastic_rl.rewards.math_grading:grade"
 UNREAD = "unread"
 """Part of a reward: 1.0 where no answer could be read in the response, which makes the reward 0."""
@@ -58,7 +60,11 @@ class CheckedCalls:
 
     def __init__(self, function: str, options: WorkerOptions, sandbox: WorkerSandbox | None) -> None:
         self._pool = WorkerPool(function, options.processes, memory_mb=options.memory_mb, sandbox=sandbox)
-        self._timeout_s = options.timeout_s
+        self._timeout_s, self._processes = options.timeout_s, options.processes
+
+    def least_timeout_s(self, calls: int) -> float:
+        """Seconds for so many calls, if each hangs, both times."""
+        return 2 * rounds(calls, self._processes) * (self._timeout_s + _START_S)
 
     async def __call__(self, jobs: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The result of each; for a call that was given up twice, ``CallGivenUp``. Raises PluginFailed."""
@@ -105,6 +111,9 @@ class MathVerify:
         right = gold_answers(prompt, self._decode)
         return [checked(found) for found in await self._grade(
             [{"text": sample.text[-self._options.last_characters:], "right": right} for sample in samples])]
+
+    def least_timeout_s(self, samples: int) -> float:
+        return self._grade.least_timeout_s(samples)
 
     def close(self) -> None:
         self._grade.close()
@@ -153,6 +162,9 @@ class DeepScaler:
         value = 0.0 if of_result.parts[GIVEN_UP] else (
             (1.0 - chosen.format_weight) * of_result.value + chosen.format_weight * formatted)
         return Reward(value, {"correct": of_result.value, "format": float(formatted), **of_result.parts})
+
+    def least_timeout_s(self, samples: int) -> float:
+        return self._grade.least_timeout_s(samples)
 
     def close(self) -> None:
         self._grade.close()

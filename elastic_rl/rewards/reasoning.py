@@ -47,5 +47,8 @@ class ReasoningGym:
         return [checked(score if answer.strip() or score else None)  # a verifier says 0 of no answer, as of a wrong one
                 for answer, score in zip(answers, found, strict=True)]
 
+    def least_timeout_s(self, samples: int) -> float:
+        return self._score.least_timeout_s(samples)
+
     def close(self) -> None:
         self._score.close()

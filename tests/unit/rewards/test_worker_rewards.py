@@ -22,8 +22,9 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.host import MAX_MESSAGE
 from elastic_rl.rewards import forms
-from elastic_rl.rewards.base import Reward, RewardFn
+from elastic_rl.rewards.base import Reward, RewardFn, call_limit_s
 from elastic_rl.rewards.registry import close_reward, make_reward
+from elastic_rl.rewards.sandbox import find_bubblewrap
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.runtime.process import runs
 
@@ -356,7 +357,7 @@ def test_scalars_of_numpy_and_numbers_of_the_standard_library_are_rewards_and_pa
 @pytest.mark.parametrize(("given", "named"), [
     ("text", "a number or a Reward, not str: return float"), ("none", "not None: see that each way through it ends"),
     ("list", "not list: return one number of it"), ("mapping", "not a mapping: return Reward.value, parts"),
-    ("nan", "finite numbers as rewards, of at most 1e.30, not nan"), ("huge", "finite numbers as rewards"),
+    ("nan", "finite numbers as rewards, not nan"), ("huge", "finite numbers as rewards"),
     ("part", "finite numbers as rewards, not None"), ("object", "not object: return float.value")])
 def test_what_is_no_reward_is_named_with_what_to_return(given: str, named: str) -> None:
     with pytest.raises(PluginFailed, match=named):
@@ -486,6 +487,43 @@ def test_response_in_which_nothing_can_be_read_has_a_part_of_its_own(math: Rewar
     assert [(r.value, r.parts["unread"]) for r in found] == [(0.0, 1.0), (0.0, 0.0), (1.0, 0.0)]
     found = _rewards(make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0}), prompt, *texts, "2²")
     assert [(r.value, r.parts["unread"]) for r in found] == [(0.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.0, 0.0)]
+
+
+def test_group_of_checks_that_hang_gets_its_0_within_the_limit_of_a_call() -> None:
+    pytest.importorskip("math_verify")
+    reward = make_reward("math_verify", {"processes": 2, "timeout_s": 0.5})
+    texts = ["\\boxed{9999999999^{9999999999^{99}}}"] * 4
+
+    async def within_its_limit() -> list[Reward]:
+        async with asyncio.timeout(call_limit_s(reward, 0.1, len(texts))):
+            return list(await reward(Prompt((1,), metadata={"answer": "1"}), [Sample((), text=t) for t in texts]))
+
+    assert [(r.value, r.parts["given_up"]) for r in asyncio.run(within_its_limit())] == [(0.0, 1.0)] * 4
+    close_reward(reward)
+
+
+@pytest.mark.parametrize(("name", "options", "least_s"), [
+    ("math_verify", {"timeout_s": 10.0, "processes": 2}, 80.0), ("deepscaler", {"timeout_s": 10.0}, 80.0),
+    ("code", {"wall_s": 6.0, "max_tests": 20, "parallel": 2}, 480.0),
+    ("remote", {"urls": ["http://x"], "timeout_s": 20.0, "attempts": 3}, 60.0),
+    ("reward_plugin:hangs_on_x", {}, 24.0), ("reward_plugin:later", {}, 10.0),
+    ("mix", {"parts": [{"reward": "exact_match"}, {"reward": "reward_plugin:hangs_on_x"}]}, 24.0)])
+def test_limits_of_a_reward_for_its_samples_are_within_that_of_a_call(name: str, options: dict[str, Any], least_s: float
+                                                                      ) -> None:
+    if name in ("math_verify", "deepscaler"):
+        pytest.importorskip("math_verify")
+    if name == "code" and not find_bubblewrap():
+        pytest.skip("code needs bubblewrap")
+    reward = make_reward(name, options)
+    assert call_limit_s(reward, 1.0, 8) >= least_s and call_limit_s(reward, 1e6, 8) == 1e6
+    close_reward(reward)
+
+
+def test_reward_without_limits_of_its_own_has_the_one_of_the_settings() -> None:
+    for name in ("exact_match", "reward_plugin:whole"):
+        reward = make_reward(name, {})
+        assert call_limit_s(reward, 7.0, 8) == 7.0
+        close_reward(reward)
 
 
 def test_deepscaler_reads_an_amount_of_money_as_the_right_answer() -> None:
