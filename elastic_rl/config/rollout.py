@@ -57,7 +57,8 @@ class RolloutConfig(Section):
     reward_timeout_s: Seconds = 60.0
     """Seconds that the reward of one prompt group may take, from when its turn comes, and each filter. What takes
     longer is cancelled; a reward of your own that does not end then is killed with its process, and the groups that
-    were rewarded at the same time are tried again."""
+    were rewarded at the same time are tried again. Where the limits of the reward's own calls (``timeout_s``) add up to
+    more for a group, that sum holds."""
     reward_concurrency: Positive = 16
     """Number of prompt groups that are rewarded at once. Lower it for a reward that is slow because many groups wait
     for its processes: a group's time begins when its turn comes."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from elastic_rl.environments.base import Message, Observation
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins.user_code import encodable, is_name, plain
+from elastic_rl.plugins.user_code import encodable, is_name, number_of, plain, scalar
 
 MAX_PARTS = 63
 """Most parts of a reward, besides the number of turns; and characters of a part's name, at most."""
@@ -28,9 +26,9 @@ def require_observation(given: object) -> Observation:
         raise _fault("gave messages that are no tuple of objects Message")
     if not all(isinstance(text, str) for m in messages for text in (m.role, m.content, m.name, m.tool_call_id)):
         raise _fault("gave a message whose role or content is no text")
-    if type(given.done) is not bool:
+    if type(done := scalar(given.done)) is not bool:
         raise _fault("gave an observation whose done is neither True nor False")
-    if not messages and not given.done:
+    if not messages and not done:
         raise _fault("gave no message though the episode is not over: the policy would have nothing to answer")
     if not isinstance(given.parts, Mapping) or len(given.parts) > MAX_PARTS or not all(
             is_name(name, MAX_PARTS) and name != _TURNS for name in given.parts):
@@ -38,7 +36,7 @@ def require_observation(given: object) -> Observation:
                      f"printable characters, and not {_TURNS!r}")
     return replace(given, messages=tuple(replace(m, role=encodable(m.role), content=encodable(m.content),
                                                  name=encodable(m.name), tool_call_id=encodable(m.tool_call_id))
-                                         for m in messages), reward=_number(given.reward, "reward"),
+                                         for m in messages), reward=_number(given.reward, "reward"), done=done,
                    parts={name: _number(value, f"part {name!r}") for name, value in given.parts.items()})
 
 
@@ -66,8 +64,8 @@ class EpisodeRewards:
 
 
 def _number(given: Any, what: str) -> float:
-    number = float(given) if isinstance(given, Real) else math.nan
-    if not abs(number) <= _MAX_REWARD:
+    number = number_of(given)
+    if number is None or not abs(number) <= _MAX_REWARD:
         raise _fault(f"gave a {what} that is no finite number")
     return number
 

@@ -29,7 +29,7 @@ from elastic_rl.pipeline.sampling.sampler import decoder
 from elastic_rl.pipeline.untrained.sampled_modes import rejection_groups
 from elastic_rl.plugins.process import CallLost
 from elastic_rl.plugins.user_code import MAX_NAME, describe, is_name, plain, text_of
-from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards
+from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, call_limit_s, plain_rewards
 from elastic_rl.rewards.own import close_filter, named_filter
 from elastic_rl.rewards.registry import close_reward, make_reward
 
@@ -116,8 +116,14 @@ def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
         return ", ".join(names) or "none"
 
     def reward() -> str:
-        close_reward(make_reward(rollout.reward, rollout.reward_options, pools=cfg.pool_settings("")))
-        return rollout.reward
+        made = make_reward(rollout.reward, rollout.reward_options, pools=cfg.pool_settings(""))
+        try:
+            limit_s = call_limit_s(made, rollout.reward_timeout_s, cfg.train.group_size)
+        finally:
+            close_reward(made)
+        return rollout.reward if limit_s == rollout.reward_timeout_s else (
+            f"{rollout.reward}; by its own limits a group of {cfg.train.group_size} may take {limit_s:g} s, which "
+            f"counts in place of rollout.reward_timeout_s={rollout.reward_timeout_s:g}")
 
     def generate() -> str:
         made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
@@ -460,20 +466,22 @@ def _of_reward(cfg: Config, source: CheckedSource) -> JobFinding:
 
 
 async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], decode: Decode | None) -> list[float]:
-    values = []
+    limit_s, values = call_limit_s(reward, cfg.rollout.reward_timeout_s, 1), []
     for prompt in prompts:
         sample = as_episode(demonstration(prompt))
         if decode is not None:
             sample = replace(sample, text=decode(sample.response_ids))
         try:
-            async with asyncio.timeout(cfg.rollout.reward_timeout_s):
+            async with asyncio.timeout(limit_s):
                 [found] = plain_rewards(await reward(prompt, [sample]), 1)
             values.append(found.value)
         except (KeyboardInterrupt, RewardAway):
             raise
         except (TimeoutError, CallLost) as e:
-            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than rollout.reward_timeout_s="
-                               f"{cfg.rollout.reward_timeout_s:g} for the data's own answer, or ended its process",
+            own = limit_s > cfg.rollout.reward_timeout_s
+            limit = f"{limit_s:g} s" if own else f"rollout.reward_timeout_s={limit_s:g}"
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than {limit} for the data's own "
+                               "answer, or ended its process",
                                hint="raise rollout.reward_timeout_s, or correct the reward") from e
         except BaseException as e:  # whatever a user's function raises
             text = text_of(e) if isinstance(e, PluginFailed) else describe(e)

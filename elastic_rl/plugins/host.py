@@ -207,14 +207,15 @@ def main(descriptor: int) -> None:
         _, _, size = HEAD.unpack(exactly(connection, HEAD.size))
         maker, arguments = pickle.loads(exactly(connection, size))
         try:
-            host = _Host(connection, imported(maker)(*arguments))
+            function = imported(maker)(*arguments)
+            host = _Host(connection, function)
         except ConfigError as e:
             send(connection, {"config": text_of(e), "message": e.message, "hint": e.hint})
             return
         except BaseException as e:  # whatever a user's module raises while it is imported: also SystemExit
             send(connection, {"error": describe(e)})
             return
-        send(connection, {"value": "ready"})
+        send(connection, {"value": getattr(function, "about", None)})
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         try:

@@ -68,6 +68,12 @@ class PluginProcess:
             process.make(self._maker, self._arguments)
         process.ready.result()
 
+    @property
+    def about(self) -> Any:
+        """What the function says of itself, its attribute ``about``, which is JSON; None while there is no process."""
+        with self._lock:
+            return None if self._process is None else self._process.about
+
     def start_first(self) -> None:
         """Starts the process as ``start`` does, where a setting is examined: also a process that does not start raises
         ConfigError."""
@@ -141,6 +147,8 @@ class _Process:
         """Whether it is good for further calls."""
         self.ready: Future[None] = Future()
         """Result that the function was made, or why not."""
+        self.about: Any = None
+        """What the function that was made says of itself: its ``about``, JSON."""
         self._retired = False
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
@@ -190,6 +198,7 @@ class _Process:
             if "config" in answer:
                 raise ConfigError(plain(str(answer["message"])), hint=plain(str(answer["hint"])))
             raise PluginFailed(f"{self._what} cannot be made: {plain(str(answer.get('error')))}")
+        self.about = answer["value"]
         for work in (self._read, self._write):
             threading.Thread(target=work, name="plugin-process", daemon=True).start()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import os
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +43,37 @@ def is_name(given: object, limit: int = MAX_NAME) -> bool:
     """Whether a user's code may call something so: text of 1 to ``limit`` printable characters. Names are shown within
     lines, which one with a line break could forge."""
     return isinstance(given, str) and 0 < len(given) <= limit and str.isprintable(given)
+
+
+def scalar(given: Any) -> Any:
+    """Python's value of what holds one value and has no dimension, as it is otherwise: a scalar of NumPy, such as
+    ``numpy.bool_``, or an array or a tensor of shape ``()``. Raises what a user's own class raises."""
+    item = getattr(given, "item", None)
+    return item() if callable(item) and getattr(given, "shape", None) == () else given
+
+
+def number_of(given: object) -> float | None:
+    """The number that a user's code gives: one of Python's, a ``Decimal``, or a ``scalar`` that is one of these. None
+    for what is no number. Raises what a user's own class raises."""
+    value = scalar(given)
+    try:
+        return float(value) if isinstance(value, Real | Decimal) else None
+    except (OverflowError, ValueError):  # an integer that is larger than any float; a signalling NaN
+        return math.nan
+
+
+def number_fault(given: object, what: str = "a number") -> str:
+    """What a user's code gave in place of a number, and what to return instead; one line for an error."""
+    if given is None:
+        return f"not None: see that each way through it ends with a return of {what}"
+    if isinstance(given, str):
+        return "not str: return float(text)"
+    if isinstance(given, Mapping):
+        return "not a mapping: return Reward(value, parts) of elastic_rl.rewards.base to give numbers a name"
+    name = plain(type(given).__name__, 100)
+    if isinstance(given, list | tuple) or hasattr(given, "shape"):
+        return f"not {name}: return one number of it, as float(values[0])"
+    return f"not {name}: return float(value)"
 
 
 def text_of(error: BaseException) -> str:

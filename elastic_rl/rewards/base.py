@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_rl.data.numbers import number_text
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ElasticRLError, PluginFailed
-from elastic_rl.plugins.user_code import MAX_NAME, is_name, plain
+from elastic_rl.plugins.user_code import MAX_NAME, is_name, number_fault, number_of, plain
 
 if TYPE_CHECKING:  # the process of a user's reward imports this module too, and starts sooner without the settings
     from elastic_rl.config import PoolSettings
@@ -51,8 +50,8 @@ class RewardFn(Protocol):
     """Rewards the samples of one prompt, together, since a judge may compare them.
 
     It may have a method ``close()``, which is called when no more samples come; ``check(prompt)``, which raises
-    PluginFailed for a prompt that cannot be rewarded, for ``config check``; and ``least_timeout_s``, which a call may
-    take where ``rollout.reward_timeout_s`` is less.
+    PluginFailed for a prompt that cannot be rewarded, for ``config check``; and ``least_timeout_s(samples)``, the
+    seconds that its own limits allow a call with so many samples (``call_limit_s``).
     """
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward]:
@@ -78,6 +77,19 @@ class RewardContext:
     """Seed of the job."""
     attempts: int = 1
     """Attempts of a request to engines (``rollout.max_attempts``)."""
+
+
+def call_limit_s(reward: RewardFn, timeout_s: float, samples: int) -> float:
+    """The limit in seconds of a call of the reward with so many samples: ``timeout_s`` (``rollout.reward_timeout_s``),
+    or what the reward's own limits add up to, if that is more. So what those promise of a sample, as 0 for a check that
+    hangs, comes before the call is given up."""
+    own = getattr(reward, "least_timeout_s", None)
+    return max(timeout_s, own(samples)) if callable(own) else timeout_s
+
+
+def rounds(calls: int, at_once: int) -> int:
+    """Rounds in which so many calls are made."""
+    return -(-calls // at_once)
 
 
 RewardFactory = Callable[[Mapping[str, Any], RewardContext], RewardFn]
@@ -132,8 +144,9 @@ def _plain_parts(given: Mapping[str, float]) -> dict[str, float]:
 
 
 def _plain_number(given: object) -> float:
-    number = float(given) if isinstance(given, Real) else float("nan")
+    number = number_of(given)
+    if number is None:
+        raise PluginFailed(f"it must return finite numbers as rewards, {number_fault(given)}")
     if not abs(number) <= _MAX_REWARD:
-        raise PluginFailed("it must return finite numbers as rewards, not "
-                           + plain(str(given) if isinstance(given, float) else type(given).__name__, 100))
+        raise PluginFailed(f"it must return finite numbers as rewards, not {number:g}")
     return number

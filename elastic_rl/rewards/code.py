@@ -15,8 +15,8 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
-from elastic_rl.rewards.base import Reward, RewardContext
-from elastic_rl.rewards.sandbox import FOLDER, Limits, Sandbox
+from elastic_rl.rewards.base import Reward, RewardContext, rounds
+from elastic_rl.rewards.sandbox import Limits, Sandbox
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB
 
 _FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})[ \t]*(.*)")
@@ -30,21 +30,23 @@ without."""
 _NEARER = 4
 """Columns: a fence that is indented by so many more than the block's first one is a line of the program."""
 _THINK_END = "</think>"
+_START_S = 1.0
+"""What the start and the end of a sandbox take on a busy machine."""
 _MAX_PROGRAM = 1 << 18
 """Characters of a program."""
-_CALLER = f"""
+_CALLER = """
 import os, sys
 mark = sys.stdin.buffer.readline()
 answers, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
 os.dup2(nothing, 0), os.dup2(nothing, 1)
-scope = {{"__name__": "program"}}
-for name in ("program", "test"):
-    with open("{FOLDER}/" + name + ".py", encoding="utf-8") as file:
-        exec(compile(file.read(), name + ".py", "exec"), scope)
+import program
+with open(os.path.dirname(__file__) + "/test.py", encoding="utf-8") as file:
+    exec(compile(file.read(), "test.py", "exec", dont_inherit=True), vars(program))
 os.write(answers, mark)
 """
-"""Runs a program and then a test in its scope. Only the end of the test writes the mark: a program that ends the
-process with success before has not passed."""
+"""Imports a program and then runs a test in its scope. Dataclasses, type hints and pickle look for the module of a
+class in ``sys.modules``, by its name. Only the end of the test writes the mark: a program that ends the process with
+success before has not passed."""
 
 
 class CodeOptions(Options):
@@ -94,6 +96,10 @@ class Code:
                 self._threads.submit(self._one, sample.text, tests, given_up)) for sample in samples)))
         finally:
             given_up.set()  # nobody waits for what is left
+
+    def least_timeout_s(self, samples: int) -> float:
+        chosen = self._options
+        return rounds(samples, chosen.parallel) * chosen.max_tests * (chosen.wall_s + _START_S)
 
     def close(self) -> None:
         self._closing.set()

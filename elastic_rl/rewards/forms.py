@@ -10,21 +10,24 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, overload
 
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugins.process import START_S
+from elastic_rl.plugins.user_code import number_fault, number_of
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool, values
 
 _MAX_PROCESSES = 256
+_AT_ONCE = 1 << 30
+"""Calls of an async function at once: all of them."""
 _MIN_MEMORY_MB = 256
 """Python with its libraries needs most of it."""
 SampleReward = Callable[[str, Prompt], float | Reward | Awaitable[float | Reward]]
@@ -61,8 +64,9 @@ def per_sample(function: SampleReward | None = None, /, *, timeout_s: float = 10
     """Makes a reward of a function ``(text, prompt) -> float`` (or ``Reward``), which sees one response at a time.
 
     An ``async`` function is called in the process of the loop. A plain one runs in ``processes`` processes of its own,
-    which import its module, have ``memory_mb`` MiB of address space each, and are killed when a response takes longer
-    than ``timeout_s`` seconds. Of the prompt it gets ``token_ids``, ``text``, ``answer_ids`` and ``metadata``.
+    which import its module as they start, have ``memory_mb`` MiB of address space each, and are killed when a response
+    takes longer than ``timeout_s`` seconds. Of the prompt it gets ``token_ids``, ``text``, ``answer_ids`` and
+    ``metadata``.
 
     Raises ValueError for limits that no call could keep.
     """
@@ -89,59 +93,76 @@ def from_options(function: Callable[[Mapping[str, Any]], RewardFn]) -> FromOptio
     return FromOptions(function)
 
 
-class _AsyncPerSample:
+class Bounded(ABC):
+    """A reward whose calls have limits."""
+
+    @abstractmethod
+    def bounds(self) -> tuple[float, int]:
+        """Seconds of a call, and how many there are at once."""
+
+
+class _AsyncPerSample(Bounded):
     def __init__(self, given: PerSample) -> None:
         self._given = given
 
-    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Any]:
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         return list(await asyncio.gather(*(self._one(sample.text, prompt) for sample in samples)))
 
-    async def _one(self, text: str, prompt: Prompt) -> Any:
+    def bounds(self) -> tuple[float, int]:
+        return self._given.timeout_s, _AT_ONCE
+
+    async def _one(self, text: str, prompt: Prompt) -> Reward:
         return _as_reward(await asyncio.wait_for(self._given(text, prompt), self._given.timeout_s))
 
 
-class _PlainPerSample:
+class _PlainPerSample(Bounded):
     def __init__(self, given: PerSample, name: str) -> None:
-        self._given, self._name = given, name
-        self._pool = WorkerPool(f"{__name__}:score", given.processes, memory_mb=given.memory_mb, named=name)
+        self._given = given
+        self._pool = WorkerPool(f"{__name__}:scorer", given.processes, memory_mb=given.memory_mb, named=name,
+                                made_of=name, start_s=START_S)
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         plain = {"token_ids": prompt.token_ids, "text": prompt.text, "answer_ids": prompt.answer_ids,
                  "metadata": dict(prompt.metadata), "question": prompt.question}
-        found = await self._pool.calls([{"name": self._name, "text": sample.text, "prompt": plain}
-                                        for sample in samples], self._given.timeout_s)
+        found = await self._pool.calls([{"text": sample.text, "prompt": plain} for sample in samples],
+                                       self._given.timeout_s, all_or_none=True)
         return [Reward(value, parts, tuple(turns)) for value, parts, turns in values(found)]
+
+    def bounds(self) -> tuple[float, int]:
+        return self._given.timeout_s, self._given.processes
 
     def close(self) -> None:
         self._pool.close()
 
 
-def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float], list[float]]:
-    """Calls the user's function; in a worker. Raises what it raises, and for what is no reward TypeError or
-    PluginFailed."""
-    raw = job["prompt"]
-    answer = raw["answer_ids"]
-    prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer), raw["metadata"],
-                    raw["question"])
-    reward = _as_reward(_marked(job["name"])(job["text"], prompt))
-    if not isinstance(reward, Reward):
-        raise TypeError(f"it must return a number or a Reward, not {type(reward).__name__}")
-    [sound] = plain_rewards([reward], 1)
-    return sound.value, dict(sound.parts), list(sound.turns)
-
-
-@functools.cache
-def _marked(name: str) -> PerSample:
+def scorer(name: str) -> Callable[[Mapping[str, Any]], tuple[float, dict[str, float], list[float]]]:
+    """The function of a worker that calls the user's function ``name``, whose module is imported here: that may take
+    longer than a call may. What it returns raises what the user's function raises, and PluginFailed for what is no
+    reward."""
     module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
+    marked: Any = importlib.import_module(module)
     for part in attribute.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+        marked = getattr(marked, part)
+
+    def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float], list[float]]:
+        raw = job["prompt"]
+        answer = raw["answer_ids"]
+        prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer),
+                        raw["metadata"], raw["question"])
+        [sound] = plain_rewards([_as_reward(marked(job["text"], prompt))], 1)
+        return sound.value, dict(sound.parts), list(sound.turns)
+
+    return score
 
 
-def _as_reward(given: Any) -> Any:
-    """A number as Reward; anything else as it is, for whoever checks rewards."""
-    return Reward(float(given)) if isinstance(given, Real) else given
+def _as_reward(given: Any) -> Reward:
+    """What a user's function of one sample returns, a number as a Reward. Raises PluginFailed for anything else."""
+    if isinstance(given, Reward):
+        return given
+    number = number_of(given)
+    if number is None:
+        raise PluginFailed(f"it must return a number or a Reward, {number_fault(given)}")
+    return Reward(number)
 
 
 def require_reward_fn(found: object, setting: str, name: str) -> None:

@@ -37,8 +37,11 @@ class GenRm:
                               hint="name a pool of its own: pools.NAME.model is the folder of the judge's model")
         self._prompts, self._judge = JudgePrompts(pool), context.judge
         self._decode, self._seed = context.decode, context.seed
-        self.least_timeout_s = pool.call_timeout_s(context.attempts) + _OWN_S
+        self._call_s = pool.call_timeout_s(context.attempts) + _OWN_S
         self._threads = ThreadPoolExecutor(_CONCURRENCY, "genrm")
+
+    def least_timeout_s(self, samples: int) -> float:
+        return self._call_s
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         lone = self._has_nothing_to_compare(prompt, samples)

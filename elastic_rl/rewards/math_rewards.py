@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -13,8 +12,9 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError
-from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
-from elastic_rl.rewards.text import normalised_text
+from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
+from elastic_rl.rewards.final_answer import THINK_END, boxed, final_answer
+from elastic_rl.rewards.math_text import spelled
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool, values
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
@@ -22,12 +22,11 @@ log = logging.getLogger(__name__)
 
 GIVEN_UP = "given_up"
 """Part of a reward: 1.0 where the check was killed, which makes the reward 0."""
+_START_S = 10.0
+"""What the start of a worker, in place of one that was killed, takes on a busy machine."""
 _GRADE = "elastic_rl.rewards.math_grading:grade"
-_THINK_END = "</think>"
-_ANSWER, _ANSWER_END = "<answer>", "</answer>"
-_BOXED = "\\boxed{"
-_BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-"""An escaped character is passed over, so that an escaped brace is none."""
+UNREAD = "unread"
+"""Part of a reward: 1.0 where no answer could be read in the response, which makes the reward 0."""
 
 
 class WorkerOptions(Options):
@@ -61,15 +60,20 @@ class CheckedCalls:
 
     def __init__(self, function: str, options: WorkerOptions, sandbox: WorkerSandbox | None) -> None:
         self._pool = WorkerPool(function, options.processes, memory_mb=options.memory_mb, sandbox=sandbox)
-        self._timeout_s = options.timeout_s
+        self._timeout_s, self._processes = options.timeout_s, options.processes
+
+    def least_timeout_s(self, calls: int) -> float:
+        """Seconds for so many calls, if each hangs, both times."""
+        return 2 * rounds(calls, self._processes) * (self._timeout_s + _START_S)
 
     async def __call__(self, jobs: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The result of each, None for a call that was given up twice. Raises PluginFailed."""
+        """The result of each; for a call that was given up twice, ``CallGivenUp``. Raises PluginFailed."""
         found = await self._pool.calls(jobs, self._timeout_s)
         again = [i for i, outcome in enumerate(found) if isinstance(outcome, CallGivenUp)]
         for i, outcome in zip(again, await self._pool.calls([jobs[i] for i in again], self._timeout_s), strict=True):
-            found[i] = None if isinstance(outcome, CallGivenUp) else outcome
-        return values(found)
+            found[i] = outcome
+        values([outcome for outcome in found if not isinstance(outcome, CallGivenUp)])
+        return found
 
     def close(self) -> None:
         self._pool.close()
@@ -93,7 +97,8 @@ def require_package(module: str, package: str, reward: str) -> None:
 
 
 class MathVerify:
-    """1.0 for a response whose result equals the prompt's answer, as math-verify finds and compares them, else 0.0."""
+    """1.0 for a response whose answer (``answer_of``) is worth the prompt's answer, as math-verify compares them, else
+    0.0."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
         """Raises ConfigError."""
@@ -107,17 +112,22 @@ class MathVerify:
         return [checked(found) for found in await self._grade(
             [{"text": sample.text[-self._options.last_characters:], "right": right} for sample in samples])]
 
+    def least_timeout_s(self, samples: int) -> float:
+        return self._grade.least_timeout_s(samples)
+
     def close(self) -> None:
         self._grade.close()
 
 
 def checked(found: Any) -> Reward:
-    """The reward of a check: its result, a number; 0 where it was given up."""
-    return Reward(0.0, {GIVEN_UP: 1.0}) if found is None else Reward(float(found), {GIVEN_UP: 0.0})
+    """The reward of a check: its result, a number or None where it could read nothing; 0 where it was given up."""
+    given_up = isinstance(found, CallGivenUp)
+    return Reward(0.0 if given_up or found is None else float(found),
+                  {GIVEN_UP: float(given_up), UNREAD: float(found is None)})
 
 
 class DeepScaler:
-    """The reward of DeepScaleR: the result in ``\\boxed{}``, behind ``</think>``, or in ``<answer>`` tags counts."""
+    """The reward of DeepScaleR: ``math_verify``, and with ``format_weight`` a reward for an answer that is marked."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
         """Raises ConfigError."""
@@ -127,53 +137,34 @@ class DeepScaler:
         self._grade = CheckedCalls(_GRADE, self._options, _sandbox(self._options))
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
-        right = [boxed(text) or text for text in gold_answers(prompt, self._decode)]
+        right = gold_answers(prompt, self._decode)
+        same = {spelled(boxed(text) or text) for text in right}
         answers = [final_answer(sample.text, self._options.last_characters) for sample in samples]
-        same = {normalised_text(one, ignore_case=False) for one in right}
-        found: dict[int, bool | None] = {}
+        found: dict[int, Any] = {}
         for i, (sample, (answer, _)) in enumerate(zip(samples, answers, strict=True)):
-            if not answer or (self._options.require_think and _THINK_END not in sample.text):
+            if self._options.require_think and THINK_END not in sample.text:
                 found[i] = False
-            elif normalised_text(answer, ignore_case=False) in same:
+            elif not answer:
+                found[i] = None
+            elif spelled(answer) in same:
                 found[i] = True
         left = [i for i in range(len(samples)) if i not in found]
-        jobs = [{"text": f"\\boxed{{{answer}}}" if marked else answer, "right": right}
-                for answer, marked in map(answers.__getitem__, left)]
+        jobs = [{"text": samples[i].text.rpartition(THINK_END)[2][-self._options.last_characters:], "right": right}
+                for i in left]
         found |= zip(left, await self._grade(jobs), strict=True)
-        return [self._reward(sample.text, marked, found[i])
+        return [self._reward(sample.text, marked, checked(found[i]))
                 for i, (sample, (_, marked)) in enumerate(zip(samples, answers, strict=True))]
 
-    def _reward(self, text: str, marked: bool, found: bool | None) -> Reward:
-        """``found``: whether the result is right; None where that is not known."""
-        chosen, given_up, correct = self._options, found is None, bool(found)
-        formatted = marked and (_THINK_END in text or not chosen.require_think)
-        value = 0.0 if given_up else (1.0 - chosen.format_weight) * correct + chosen.format_weight * formatted
-        return Reward(value, {"correct": float(correct), "format": float(formatted), GIVEN_UP: float(given_up)})
+    def _reward(self, text: str, marked: bool, of_result: Reward) -> Reward:
+        """``of_result``: the reward of its result alone."""
+        chosen = self._options
+        formatted = marked and (THINK_END in text or not chosen.require_think)
+        value = 0.0 if of_result.parts[GIVEN_UP] else (
+            (1.0 - chosen.format_weight) * of_result.value + chosen.format_weight * formatted)
+        return Reward(value, {"correct": of_result.value, "format": float(formatted), **of_result.parts})
+
+    def least_timeout_s(self, samples: int) -> float:
+        return self._grade.least_timeout_s(samples)
 
     def close(self) -> None:
         self._grade.close()
-
-
-def final_answer(text: str, last_characters: int) -> tuple[str, bool]:
-    """The answer of a response, and whether it is marked as such: the last ``<answer>`` or ``\\boxed{}`` behind the
-    last ``</think>``, else all that is behind it."""
-    behind = text.rpartition(_THINK_END)[2][-last_characters:]
-    before, closed, _ = behind.rpartition(_ANSWER_END)
-    _, opened, inside = before.rpartition(_ANSWER)
-    scope = inside if closed and opened else behind
-    inner = boxed(scope).strip()
-    return (inner, True) if inner else (scope.strip(), scope is inside and bool(scope.strip()))
-
-
-def boxed(text: str) -> str:
-    """What the last ``\\boxed{…}`` with balanced braces holds; "" where there is none. Takes linear time."""
-    open_at, is_boxed, best = list[int](), list[bool](), (-1, -1)
-    for brace in _BRACE.finditer(text):
-        if brace[0] in ("{", _BOXED):
-            open_at.append(brace.end())
-            is_boxed.append(brace[0] == _BOXED)
-        elif brace[0] == "}" and open_at:
-            start = open_at.pop()
-            if is_boxed.pop():
-                best = max(best, (start, brace.start()))
-    return text[best[0]:best[1]] if best[0] >= 0 else ""

@@ -12,7 +12,7 @@ from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.user_code import MAX_NAME, is_name
-from elastic_rl.rewards.base import MAX_PARTS, Reward, RewardAway, RewardContext, RewardFn
+from elastic_rl.rewards.base import MAX_PARTS, Reward, RewardAway, RewardContext, RewardFn, call_limit_s
 
 
 class MixPart(Options):
@@ -81,9 +81,8 @@ class Mix:
                     parts.setdefault(f"{name}/{inner}", number)
         return Reward(value, parts, tuple(turns))
 
-    @property
-    def least_timeout_s(self) -> float:
-        return max((getattr(reward, "least_timeout_s", 0.0) for _, _, reward in self._parts), default=0.0)
+    def least_timeout_s(self, samples: int) -> float:
+        return max(call_limit_s(reward, 0.0, samples) for _, _, reward in self._parts)
 
     def check(self, prompt: Prompt) -> None:
         for _, _, reward in self._parts:

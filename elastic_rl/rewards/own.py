@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ from elastic_rl.data.samples import FAILED, Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, describe, plain, resolve
-from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
+from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards, rounds
 from elastic_rl.rewards.filters import Filter, make_filter
-from elastic_rl.rewards.forms import FromOptions, PerSample, require_reward_fn
+from elastic_rl.rewards.forms import Bounded, FromOptions, PerSample, require_reward_fn
 
 _Given = tuple[float, Mapping[str, float], Sequence[float]]
 """The fields of a ``Reward``."""
+_START_S = 10.0
+"""What the start of a worker takes on a busy machine, besides the import of the user's module."""
 _REASON = 100
 """Characters of a filter's reason that are kept."""
 
@@ -36,6 +39,14 @@ class OwnReward:
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         return [Reward(value, parts, tuple(turns))
                 for value, parts, turns in await self._process.call(prompt, tuple(samples))]
+
+    def least_timeout_s(self, samples: int) -> float:
+        """Of a function of one sample: its calls, one round after the other, and the start of a worker that imports the
+        module as the process has done."""
+        if not (about := self._process.about):
+            return 0.0
+        call_s, at_once, made_s = about
+        return float(rounds(samples, at_once) * call_s + 2 * made_s + _START_S)
 
     def close(self) -> None:
         self._process.close()
@@ -103,15 +114,26 @@ def require_reason(given: object) -> str:
     return reason
 
 
+class _Served:
+    """The function that the process of a reward runs. ``about``: what ``least_timeout_s`` needs of one that has limits:
+    seconds of a call, calls at once, and the seconds that it took to be made."""
+
+    def __init__(self, reward: RewardFn, made_s: float) -> None:
+        self._reward = reward
+        bounds = reward.bounds() if isinstance(reward, Bounded) else None
+        self.about = None if bounds is None else (*bounds, made_s)
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[_Given]:
+        return [(r.value, r.parts, r.turns)
+                for r in plain_rewards(await self._reward(prompt, samples), len(samples))]
+
+
 def serve(name: str, options: Mapping[str, Any], setting: str, options_setting: str
           ) -> Callable[[Prompt, Sequence[Sample]], Awaitable[list[_Given]]]:
     """The function that the process runs, made there. Raises ConfigError."""
+    began = time.monotonic()
     reward = _made(name, options, setting, options_setting)
-
-    async def call(prompt: Prompt, samples: Sequence[Sample]) -> list[_Given]:
-        return [(r.value, r.parts, r.turns) for r in plain_rewards(await reward(prompt, samples), len(samples))]
-
-    return call
+    return _Served(reward, time.monotonic() - began)
 
 
 def _made(name: str, options: Mapping[str, Any], setting: str, options_setting: str) -> RewardFn:

@@ -9,7 +9,8 @@ from elastic_rl.config.options import read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
 from elastic_rl.rewards.base import Reward, RewardContext
-from elastic_rl.rewards.math_rewards import CheckedCalls, WorkerOptions, checked, final_answer, require_package
+from elastic_rl.rewards.final_answer import final_answer
+from elastic_rl.rewards.math_rewards import CheckedCalls, WorkerOptions, checked, require_package
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 _ANSWER_CHARACTERS = 20_000
@@ -42,8 +43,12 @@ class ReasoningGym:
             raise PluginFailed('the prompt has no metadata {"task": NAME, "entry": {…, "answer": …}} of reasoning_gym')
         answers = [final_answer(sample.text, _ANSWER_CHARACTERS)[0] if self._options.extract else sample.text
                    for sample in samples]
-        return [checked(found) for found in await self._score(
-            [{"task": task, "entry": dict(entry), "answer": answer} for answer in answers])]
+        found = await self._score([{"task": task, "entry": dict(entry), "answer": answer} for answer in answers])
+        return [checked(score if answer.strip() or score else None)  # a verifier says 0 of no answer, as of a wrong one
+                for answer, score in zip(answers, found, strict=True)]
+
+    def least_timeout_s(self, samples: int) -> float:
+        return self._score.least_timeout_s(samples)
 
     def close(self) -> None:
         self._score.close()

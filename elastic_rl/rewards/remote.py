@@ -20,7 +20,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.net import http_client
 from elastic_rl.plugins.user_code import plain
-from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
+from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
 from elastic_rl.runtime.backoff import RetryBackoff
 
 _RETRY_S = (0.2, 5.0)
@@ -108,6 +108,11 @@ class Remote:
             for part in parts:
                 part.cancel()  # nobody waits for what is left
         return [reward for rewards in found for reward in rewards]
+
+    def least_timeout_s(self, samples: int) -> float:
+        chosen = self._options
+        requests = rounds(samples, chosen.batch_samples)
+        return rounds(requests, chosen.concurrency) * chosen.attempts * (chosen.timeout_s + _RETRY_S[1])
 
     def close(self) -> None:
         if not self._closing:

@@ -18,15 +18,15 @@ from elastic_rl.runtime.imports import imported
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves as the arguments of the process say: the connection's descriptor, the function, its memory in MiB and, in
-    a sandbox only, the word ``sandboxed``."""
-    descriptor, function, memory_mb, *more = arguments
-    _serve(int(descriptor), function, int(memory_mb), sandboxed=more == ["sandboxed"])
+    """Serves as the arguments of the process say: the connection's descriptor, the function, what makes it ("" for
+    nothing), its memory in MiB and, in a sandbox only, the word ``sandboxed``."""
+    descriptor, function, made_of, memory_mb, *more = arguments
+    _serve(int(descriptor), function, made_of, int(memory_mb), sandboxed=more == ["sandboxed"])
 
 
-def _serve(descriptor: int, function: str, memory_mb: int, *, sandboxed: bool) -> None:
-    """Serves ``module:function``, which is called with the JSON value of each job. ``sandboxed``: in a sandbox, which
-    starts no process and ends with this one."""
+def _serve(descriptor: int, function: str, made_of: str, memory_mb: int, *, sandboxed: bool) -> None:
+    """Serves ``module:function``, which is called with the JSON value of each job; with ``made_of``, what it returns
+    for that. ``sandboxed``: in a sandbox, which starts no process and ends with this one."""
     if not sandboxed:
         guard_family(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
@@ -35,7 +35,9 @@ def _serve(descriptor: int, function: str, memory_mb: int, *, sandboxed: bool) -
         os.set_inheritable(descriptor, False)  # what the function starts does not get it
         try:
             call = imported(function)
-        except BaseException as e:  # whatever a module raises while it is imported
+            if made_of:
+                call = call(made_of)
+        except BaseException as e:  # whatever a module raises while it is imported: also SystemExit
             send(connection, {"error": describe(e)})
             return
         send(connection, {"value": "ready"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -24,7 +25,7 @@ from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 from elastic_rl.runtime.process import start_child
 
 _START_S = 120.0
-"""A worker imports its function within this time."""
+"""A worker imports a function of this project within this time."""
 _MAX_CALLS = 5000
 """Calls after which a worker is replaced: libraries that cache what they parse grow."""
 _END_S = 5.0
@@ -41,11 +42,13 @@ class WorkerPool:
     when they were killed, and end with this process, also when it is killed."""
 
     def __init__(self, function: str, processes: int, *, memory_mb: int, named: str = "",
-                 sandbox: WorkerSandbox | None = None) -> None:
+                 sandbox: WorkerSandbox | None = None, made_of: str = "", start_s: float = _START_S) -> None:
         """``memory_mb``: address space of each process, in MiB. ``named``: what the texts of errors call the function,
-        if not by its name. ``sandbox``: what the processes run in; None: they have the rights of this one."""
-        self._function, self._memory_mb, self._named = function, memory_mb, named or function
-        self._sandbox, self._processes = sandbox, processes
+        if not by its name. ``sandbox``: what the processes run in; None: they have the rights of this one. ``made_of``:
+        what the function is called with as a process starts, which returns the function of the calls; "": it is that
+        itself. ``start_s``: seconds for the start of a process, with all that is imported."""
+        self._named, self._processes, self._start_s = named or function, processes, start_s
+        self._new = functools.partial(_Worker, function, made_of, memory_mb, self._named, sandbox)
         self._threads = ThreadPoolExecutor(processes, "reward-worker")
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
@@ -53,13 +56,15 @@ class WorkerPool:
         self._closed = False
 
     async def call(self, job: Any, timeout_s: float) -> Any:
-        """What the function returns for a JSON value, as JSON value. ``timeout_s`` counts from when a worker takes the
-        call. Raises CallGivenUp, and PluginFailed for what the function raises and when no worker can be started."""
+        """What the function returns for a JSON value, as JSON value. ``timeout_s`` counts from when a worker has the
+        call: its start has a limit of its own. Raises CallGivenUp, and PluginFailed for what the function raises and
+        when no worker can be started."""
         return values(await self.calls([job], timeout_s))[0]
 
-    async def calls(self, jobs: Sequence[Any], timeout_s: float) -> list[Any]:
+    async def calls(self, jobs: Sequence[Any], timeout_s: float, *, all_or_none: bool = False) -> list[Any]:
         """The outcomes of several calls, in order: each what ``call`` returns or, of the errors, an object. They are
-        spread over the processes; what one of them does costs the others nothing but time."""
+        spread over the processes; what one of them does costs the others nothing but time. ``all_or_none``: once one
+        has failed no other is begun, as nobody needs what is left."""
         outcomes: list[Any] = [PluginFailed(f"{self._named} is closed") for _ in jobs]
         left, given_up = queue.SimpleQueue[int](), threading.Event()
         for i in range(len(jobs)):
@@ -70,6 +75,8 @@ class WorkerPool:
                 while not given_up.is_set():
                     i = left.get_nowait()
                     outcomes[i] = self._outcome(jobs[i], timeout_s)
+                    if all_or_none and isinstance(outcomes[i], PluginFailed):
+                        given_up.set()
 
         # A thread makes one call after the other: to change threads takes longer than a short call.
         try:
@@ -132,7 +139,7 @@ class WorkerPool:
                 taken = self._idle.pop()
                 self._running.add(taken)
                 return taken
-        started = _Worker(self._function, self._memory_mb, self._named, self._sandbox)
+        started = self._new()
         with self._lock:
             closed = self._closed
             if not closed:
@@ -151,10 +158,10 @@ class WorkerPool:
     def _ready(self, started: _Worker) -> None:
         """Waits for it. Raises PluginFailed: no call is to blame for a worker that does not start."""
         try:
-            self._value(started.receive(_START_S))
+            self._value(started.receive(self._start_s))
         except CallGivenUp as e:
-            raise PluginFailed(f"no worker of {self._named} starts: it died, or was not ready within {_START_S:g} s"
-                               ) from e
+            raise PluginFailed(f"no worker of {self._named} starts: it died, or was not ready within "
+                               f"{self._start_s:g} s") from e
 
     def _value(self, answer: Any) -> Any:
         if "error" in answer:
@@ -179,12 +186,12 @@ def _is_cancelled() -> bool:
 class _Worker:
     """One process. Used by one thread at a time, but for ``kill``."""
 
-    def __init__(self, function: str, memory_mb: int, named: str, sandbox: WorkerSandbox | None) -> None:
+    def __init__(self, function: str, made_of: str, memory_mb: int, named: str, sandbox: WorkerSandbox | None) -> None:
         """Raises PluginFailed when the process cannot be started."""
         self._named, self.calls, self._lock = named, 0, threading.Lock()
         self._connection, other = socket.socketpair()
         with other:
-            arguments = ["-P", "-m", worker.__name__, str(other.fileno()), function, str(memory_mb)]
+            arguments = ["-P", "-m", worker.__name__, str(other.fileno()), function, made_of, str(memory_mb)]
             try:
                 self._process = sandbox.start([*arguments, "sandboxed"], other.fileno()) if sandbox else start_child(
                     [sys.executable, *arguments], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,

@@ -35,6 +35,10 @@ class LocalPlugin:
             except BaseException as e:
                 raise PluginFailed(f"{self._what} cannot be made: {describe(e)}") from e
 
+    @property
+    def about(self) -> Any:
+        return getattr(self._call, "about", None)
+
     def start_first(self) -> None:
         try:
             self.start()

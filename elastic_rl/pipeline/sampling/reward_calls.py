@@ -20,7 +20,7 @@ from elastic_rl.pipeline.sampling.user_calls import TOO_LONG, UserCalls
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins.process import CANCEL_S, START_S, CallLost, ProcessLost
 from elastic_rl.plugins.user_code import describe, text_of
-from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards, require_turns
+from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, call_limit_s, plain_rewards, require_turns
 from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.registry import close_reward, start_reward
 from elastic_rl.runtime.abandonable import AbandonableCall
@@ -107,7 +107,7 @@ class RewardCalls:
     def __init__(self, cfg: Config, waits: Waits, make: Callable[[], RewardFn], decode: Decode | None) -> None:
         self._waits, self._calls, self._make, self._decode = waits, UserCalls(waits), make, decode
         self._what, self._concurrency = f"rollout.reward={cfg.rollout.reward}", cfg.rollout.reward_concurrency
-        self._timeout_s = cfg.rollout.reward_timeout_s
+        self._timeout_s, self._samples = cfg.rollout.reward_timeout_s, cfg.train.group_size
         self._require_writable = cfg.uses_transfer_queue
         """A group that its queue could never take fails as one without a reward, and is no outage of the queue."""
         self._reward: RewardFn | None = None
@@ -145,7 +145,8 @@ class RewardCalls:
         try:
             self.make()
             # The limit of one call of the reward.
-            limit_s = max(self._timeout_s, getattr(self._reward, "least_timeout_s", 0.0))
+            assert self._reward is not None
+            limit_s = call_limit_s(self._reward, self._timeout_s, self._samples)
             error = self._calls.run(self._what, lambda call: asyncio.run(self._all_of(attempt, call, limit_s)),
                                     limit_s + GRACE_S, shown_after_s=limit_s, since=attempt.since, look=look_on
                                     ).exception()

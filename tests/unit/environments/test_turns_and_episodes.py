@@ -209,6 +209,11 @@ def test_what_is_no_observation_is_refused(given: Any, named: str) -> None:
         require_observation(given)
 
 
+def test_scalars_of_numpy_are_rewards_parts_and_ends() -> None:
+    given = Observation(reward=np.float32(0.5), parts={"won": np.bool_(True)}, done=np.bool_(True))  # type: ignore[arg-type]
+    assert require_observation(given) == Observation(reward=0.5, parts={"won": 1.0}, done=True)
+
+
 def test_observation_is_made_of_plain_values() -> None:
     found = require_observation(Observation([Message("tool", "a\ud800")], np.float32(0.5), False, {"x": np.int64(2)}))
     assert found == Observation((Message("tool", "a?"),), 0.5, False, {"x": 2.0})

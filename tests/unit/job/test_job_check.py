@@ -149,6 +149,14 @@ def test_rewards_above_the_accuracy_at_which_rl_stops_are_pointed_out(local_plug
     assert not free.hint
 
 
+def test_sum_of_the_limits_of_a_reward_is_said_where_it_is_more_than_that_of_a_call() -> None:
+    cfg = config.load(overrides=["--rollout.reward=remote", "--rollout.reward_options.urls=[http://localhost]",
+                                 "--rollout.reward_options.timeout_s=40", "--rollout.reward_options.attempts=5",
+                                 "--train.group_size=4"])
+    found = next(f for f in job_check.check(cfg) if f.part == "reward")
+    assert found.detail.startswith("remote; by its own limits a group of 4 may take 225 s") and not found.fault
+
+
 def test_reward_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_reward_check.py").write_text("async def reward(prompt, samples):\n    return 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -485,6 +485,21 @@ def test_program_is_rewarded_when_the_test_code_ends_after_it() -> None:
 
 
 @needs_sandbox
+@pytest.mark.parametrize(("program", "test"), [
+    ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int",
+     "assert P(1).x == 1"),
+    ("import typing\nclass P:\n    x: 'P'\ndef hints(): return typing.get_type_hints(P)", "assert hints() == {'x': P}"),
+    ("import pickle\nclass P: ...\ndef copied(): return pickle.loads(pickle.dumps(P()))", "assert type(copied()) is P"),
+    ("import inspect\ndef source(): return inspect.getsource(source)", "assert 'getsource' in source()"),
+    ("def f(): return 1", "from program import f\nimport program\nassert f() == 1 and program.f is f"),
+    ("n = 0\ndef count():\n    global n\n    n += 1", "count(); assert n == 1"),
+    ("x = 1", "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Q:\n    y: int"
+     "\nassert Q(x).y == 1")])
+def test_program_under_test_code_is_a_module_that_python_finds_by_its_name(program: str, test: str) -> None:
+    assert _rewards({}, [{"code": test}], program) == [(1.0, 1.0)]
+
+
+@needs_sandbox
 @pytest.mark.parametrize("tests", [None, [], [{}], [{"stdin": "1"}], "x", [{"code": 1}]])
 def test_prompt_without_tests_is_a_failure_of_the_group(tests: object) -> None:
     with pytest.raises(PluginFailed, match='metadata\\["tests"\\]'):

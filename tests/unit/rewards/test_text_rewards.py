@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_rl.data.samples import EPISODE, Prompt, Sample, Segment
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.base import Reward, gold_answers
-from elastic_rl.rewards.math_rewards import boxed, final_answer
+from elastic_rl.rewards.final_answer import boxed, final_answer
 from elastic_rl.rewards.registry import REWARDS, make_reward
 from elastic_rl.rewards.text import normalised_text, squad_tokens, token_f1
 
@@ -100,7 +100,7 @@ def test_f1_is_symmetric_bounded_and_1_for_the_same_bag(a: list[str], b: list[st
 
 
 @pytest.mark.parametrize(("text", "answer", "marked"), [
-    ("so \\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}", True), ("\\boxed{1} then \\boxed{2", "1", True),
+    ("so \\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}", True), ("\\boxed{1} then \\boxed{2", "2", False),
     ("<think>\\boxed{1}</think> it is 2", "it is 2", False), ("<think>x</think> \\boxed{3}", "3", True),
     ("<answer>1</answer> <answer> \\boxed{4} </answer>", "4", True), ("<answer>5</answer>", "5", True),
     ("6", "6", False), ("", "", False), ("<answer></answer>", "", False), ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}", True)])

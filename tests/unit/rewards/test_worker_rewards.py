@@ -22,8 +22,9 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.host import MAX_MESSAGE
 from elastic_rl.rewards import forms
-from elastic_rl.rewards.base import Reward, RewardFn
+from elastic_rl.rewards.base import Reward, RewardFn, call_limit_s
 from elastic_rl.rewards.registry import close_reward, make_reward
+from elastic_rl.rewards.sandbox import find_bubblewrap
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.runtime.process import runs
 
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("forked_plugins")
 
 MODULE = '''
 import os, subprocess, sys, time
+from decimal import Decimal
+from fractions import Fraction
 from elastic_rl.rewards.base import Reward
 from elastic_rl.rewards.forms import from_options, per_sample
 
@@ -92,11 +95,19 @@ async def later(text, prompt):
 @per_sample
 def of_numpy(text, prompt):
     import numpy as np
-    return {"float32": np.float32(0.5), "int": np.int64(2), "bool": True}[text]
+    return {"float32": np.float32(0.5), "int": np.int64(2), "bool": True, "bool_": np.array([1]).all(),
+            "array": np.array(0.5), "decimal": Decimal("0.5"), "fraction": Fraction(1, 2), "parts": Reward(
+                np.float16(1.0), {"a": np.bool_(True), "b": np.array(2)}, [np.float32(0.5), np.bool_(False)])}[text]
+
+@per_sample
+async def later_of_numpy(text, prompt):
+    import numpy as np
+    return np.bool_(True)
 
 @per_sample
 def no_number(text, prompt):
-    return "1"
+    return {"text": "1", "none": None, "list": [0.5], "mapping": {"score": 0.5}, "nan": float("nan"),
+            "part": Reward(1.0, {"a": None}), "huge": 10**400, "object": object()}[text]
 
 def undecorated(text, prompt):
     return 1.0
@@ -336,6 +347,23 @@ def test_function_of_one_sample_is_a_reward() -> None:
         Reward(0.5), Reward(2.0), Reward(1.0)]
 
 
+def test_scalars_of_numpy_and_numbers_of_the_standard_library_are_rewards_and_parts() -> None:
+    given = ("bool_", "array", "decimal", "fraction", "parts")
+    assert _rewards(make_reward("reward_plugin:of_numpy", {}), PROMPT, *given) == [
+        Reward(1.0), *[Reward(0.5)] * 3, Reward(1.0, {"a": 1.0, "b": 2.0}, (0.5, 0.0))]
+    assert _rewards(make_reward("reward_plugin:later_of_numpy", {}), PROMPT, "x") == [Reward(1.0)]
+
+
+@pytest.mark.parametrize(("given", "named"), [
+    ("text", "a number or a Reward, not str: return float"), ("none", "not None: see that each way through it ends"),
+    ("list", "not list: return one number of it"), ("mapping", "not a mapping: return Reward.value, parts"),
+    ("nan", "finite numbers as rewards, not nan"), ("huge", "finite numbers as rewards"),
+    ("part", "finite numbers as rewards, not None"), ("object", "not object: return float.value")])
+def test_what_is_no_reward_is_named_with_what_to_return(given: str, named: str) -> None:
+    with pytest.raises(PluginFailed, match=named):
+        _rewards(make_reward("reward_plugin:no_number", {}), PROMPT, given)
+
+
 @pytest.mark.parametrize("limits", [{"timeout_s": 0.0}, {"timeout_s": float("inf")}, {"timeout_s": float("nan")},
                                     {"processes": 0}, {"processes": 10_000}, {"memory_mb": 1},
                                     {"memory_mb": 10**13}])
@@ -354,8 +382,31 @@ def test_function_that_hangs_or_returns_nonsense_fails_its_group_only() -> None:
 
     asyncio.run(both())
     close_reward(reward)
-    with pytest.raises(PluginFailed, match="must return a number or a Reward, not str"):
-        _rewards(make_reward("reward_plugin:no_number", {}), PROMPT, "x")
+
+
+def test_module_that_takes_longer_to_import_than_a_call_may_take_is_no_slow_call(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import time\nfrom elastic_rl.rewards.forms import per_sample\ntime.sleep(1.5)\n"
+        "@per_sample(timeout_s=1.0)\ndef one(text, prompt):\n    while text == 'x': pass\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = make_reward("slow_to_import:one", {})
+
+    async def calls() -> None:
+        assert await reward(PROMPT, [Sample((), text="y")]) == [Reward(1.0)]
+        with pytest.raises(PluginFailed, match="took longer than 1 s"):
+            await reward(PROMPT, [Sample((), text="x")])
+        assert await reward(PROMPT, [Sample((), text="y")]) == [Reward(1.0)], "by a worker that was started again"
+
+    asyncio.run(calls())
+    close_reward(reward)
+
+
+def test_calls_of_which_all_are_needed_end_with_the_first_failure(pool: WorkerPool) -> None:
+    jobs = [["say", 1], ["raise", 1], *[["sleep", 60]] * 50]
+    found = asyncio.run(pool.calls(jobs, 50.0, all_or_none=True))
+    assert found[0] == 1 and all(isinstance(outcome, PluginFailed) for outcome in found[1:])
+    assert _call(pool, "calls") == 3
 
 
 def test_reward_fn_of_a_user_is_taken_as_it_is() -> None:
@@ -402,7 +453,7 @@ def test_mathematical_result_is_compared_by_value(math: RewardFn, answer: Any, r
     for _ in range(2):  # the same texts get the same rewards
         found = asyncio.run(math(prompt, samples))  # type: ignore[arg-type]
         assert [r.value for r in found] == [1.0] * len(right) + [0.0] * len(wrong)
-        assert all(r.parts == {"given_up": 0.0} for r in found)
+        assert all(r.parts["given_up"] == 0.0 for r in found)
 
 
 def test_endless_result_is_worth_nothing_and_holds_up_no_other() -> None:
@@ -430,6 +481,51 @@ def test_deepscaler_rewards_result_and_format() -> None:
         (1.0, 1.0, 1.0), (pytest.approx(0.2), 0.0, 1.0), (0.0, 0.0, 0.0), (0.8, 1.0, 0.0), (0.0, 0.0, 0.0)]
 
 
+def test_response_in_which_nothing_can_be_read_has_a_part_of_its_own(math: RewardFn) -> None:
+    prompt, texts = Prompt((1,), metadata={"answer": "42"}), ("\\boxed{}", "\\boxed{41}", "\\boxed{42}")
+    found = asyncio.run(math(prompt, [Sample((), text=t) for t in texts]))  # type: ignore[arg-type]
+    assert [(r.value, r.parts["unread"]) for r in found] == [(0.0, 1.0), (0.0, 0.0), (1.0, 0.0)]
+    found = _rewards(make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0}), prompt, *texts, "2²")
+    assert [(r.value, r.parts["unread"]) for r in found] == [(0.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.0, 0.0)]
+
+
+def test_group_of_checks_that_hang_gets_its_0_within_the_limit_of_a_call() -> None:
+    pytest.importorskip("math_verify")
+    reward = make_reward("math_verify", {"processes": 2, "timeout_s": 0.5})
+    texts = ["\\boxed{9999999999^{9999999999^{99}}}"] * 4
+
+    async def within_its_limit() -> list[Reward]:
+        async with asyncio.timeout(call_limit_s(reward, 0.1, len(texts))):
+            return list(await reward(Prompt((1,), metadata={"answer": "1"}), [Sample((), text=t) for t in texts]))
+
+    assert [(r.value, r.parts["given_up"]) for r in asyncio.run(within_its_limit())] == [(0.0, 1.0)] * 4
+    close_reward(reward)
+
+
+@pytest.mark.parametrize(("name", "options", "least_s"), [
+    ("math_verify", {"timeout_s": 10.0, "processes": 2}, 80.0), ("deepscaler", {"timeout_s": 10.0}, 80.0),
+    ("code", {"wall_s": 6.0, "max_tests": 20, "parallel": 2}, 480.0),
+    ("remote", {"urls": ["http://x"], "timeout_s": 20.0, "attempts": 3}, 60.0),
+    ("reward_plugin:hangs_on_x", {}, 24.0), ("reward_plugin:later", {}, 10.0),
+    ("mix", {"parts": [{"reward": "exact_match"}, {"reward": "reward_plugin:hangs_on_x"}]}, 24.0)])
+def test_limits_of_a_reward_for_its_samples_are_within_that_of_a_call(name: str, options: dict[str, Any], least_s: float
+                                                                      ) -> None:
+    if name in ("math_verify", "deepscaler"):
+        pytest.importorskip("math_verify")
+    if name == "code" and not find_bubblewrap():
+        pytest.skip("code needs bubblewrap")
+    reward = make_reward(name, options)
+    assert call_limit_s(reward, 1.0, 8) >= least_s and call_limit_s(reward, 1e6, 8) == 1e6
+    close_reward(reward)
+
+
+def test_reward_without_limits_of_its_own_has_the_one_of_the_settings() -> None:
+    for name in ("exact_match", "reward_plugin:whole"):
+        reward = make_reward(name, {})
+        assert call_limit_s(reward, 7.0, 8) == 7.0
+        close_reward(reward)
+
+
 def test_deepscaler_reads_an_amount_of_money_as_the_right_answer() -> None:
     pytest.importorskip("math_verify")
     reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0})
@@ -441,7 +537,7 @@ def test_deepscaler_rewards_no_format_where_the_check_was_given_up() -> None:
     pytest.importorskip("math_verify")
     reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 3.0, "format_weight": 0.2})
     [found] = _rewards(reward, Prompt((1,), metadata={"answer": "1"}), "\\boxed{9999999999^{9999999999^{99}}}")
-    assert found == Reward(0.0, {"correct": 0.0, "format": 1.0, "given_up": 1.0})
+    assert found == Reward(0.0, {"correct": 0.0, "format": 1.0, "given_up": 1.0, "unread": 0.0})
 
 
 def test_only_workers_of_reasoning_gym_import_it_and_as_they_start(tmp_path: Path) -> None:
