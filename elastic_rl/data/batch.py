@@ -293,7 +293,8 @@ def collate_answers(prompts: Iterable[Prompt]) -> Batch:
 
 def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] | None = None) -> Batch:
     """Samples as a batch. ``advantages``: one per sample, or None for a batch without. Without ``old_logprobs`` where
-    no policy sampled.
+    no policy sampled, as in demonstrations, and nothing says that one should have: a batch for RL has them, also of
+    empty responses alone.
 
     Raises ConfigError for a trained token of a policy without a log-prob.
     """
@@ -302,7 +303,7 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
     # Filled by numpy: a tensor for each sample would take ten times as long.
     tokens, mask = np.zeros(sum(lengths), np.int32), np.zeros(sum(lengths), np.bool_)
     logprobs: list[np.ndarray] = []
-    at, sampled = 0, False
+    at, sampled = 0, advantages is not None
     for prompt, sample in pairs:
         end = at + len(prompt.token_ids)
         tokens[at:end] = prompt.token_ids

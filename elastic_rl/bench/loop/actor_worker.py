@@ -107,7 +107,7 @@ def step() -> Mapping[str, float]:
     cfg = config.Config()
     before = memory()
     summaries = tuple(GroupSummary(ordinal, tuple(SampleSummary(
-        256, (length := int(draw.uniform(0.5, 1.5) * _STEP_TOKENS) - 256), length, True, (1,), 1,
+        256, (length := int(draw.uniform(0.5, 1.5) * _STEP_TOKENS) - 256), length, (1,), 1,
         reward=float(draw.random() < 0.5)) for _ in range(_SAMPLES)), (1,)) for ordinal in range(_STEP_GROUPS))
     batches = TrainingBatches(cfg, _Roles(cfg), Waits(lambda *_: None, threading.Event()),  # type: ignore[arg-type]
                               _STEP_TOKENS, passes=None)  # type: ignore[arg-type]

@@ -67,9 +67,8 @@ class QueuedBatch(Batch):
                    "numbers": torch.arange(len(samples))}
         if advantages is not None:
             tensors["advantages"] = torch.tensor(list(advantages), dtype=torch.float32)
-        names = QUEUED if any(s.has_logprobs for s in samples) else QUEUED - {"old_logprobs"}
         loss_tokens = torch.tensor([s.loss_tokens for s in samples], dtype=torch.int64)
-        return cls(tensors, Stored(tuple(refs), loss_tokens, names, reader))
+        return cls(tensors, Stored(tuple(refs), loss_tokens, QUEUED, reader))
 
     def _require_valid(self) -> None:
         """Checks the tensors that the batch holds; the rest is checked by whoever reads it."""

@@ -17,8 +17,6 @@ class SampleSummary:
     """Number of response tokens of all segments."""
     loss_tokens: int
     """Number of tokens that the policy is trained on."""
-    has_logprobs: bool
-    """Whether a policy sampled some of its tokens."""
     versions: tuple[int, ...]
     """See ``Sample``, as what follows."""
     oldest_version: int
@@ -34,8 +32,8 @@ class SampleSummary:
         segments = sample.segments
         return cls(
             len(prompt.token_ids), sum(len(s.token_ids) for s in segments),
-            sum(len(s.token_ids) for s in segments if s.loss), any(s.logprobs for s in segments), sample.versions,
-            sample.oldest_version, sample.finish_reason, sample.reward, sample.reward_parts,
+            sum(len(s.token_ids) for s in segments if s.loss), sample.versions, sample.oldest_version,
+            sample.finish_reason, sample.reward, sample.reward_parts,
             sample.turn_ends if sample.turn_rewards else (), sample.turn_rewards)
 
     @property

@@ -52,7 +52,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from elastic_rl.config import Config
 from elastic_rl.errors import SourceFailed
@@ -151,9 +151,10 @@ class DropLimit:
         self._dropped: deque[bool] = deque(maxlen=window)
 
     @classmethod
-    def of(cls, cfg: Config) -> DropLimit:
-        """The limit as the section ``rollout`` has it."""
-        return cls(cfg.rollout.max_failed_groups, max(cfg.train.prompts_per_step, cfg.groups_per_request))
+    def of(cls, cfg: Config, phase: Literal["sft", "rl"] = "rl") -> DropLimit:
+        """The limit as the section ``rollout`` has it, of as many groups, or demonstrations, as a step has."""
+        return cls(cfg.rollout.max_failed_groups, cfg.sft.batch_size if phase == "sft" else max(
+            cfg.train.prompts_per_step, cfg.groups_per_request))
 
     def copy(self) -> DropLimit:
         """A limit of the same size, of which nothing is used up."""

@@ -69,7 +69,7 @@ class TrainerStages(Stages):
     def __init__(self, term: ActorTerm, trainer: TrainerAccess, source: CheckedSource, prompts: PromptReader) -> None:
         super().__init__(term, trainer.devices)
         self._trainer, self._source, self._prompts = trainer, source, prompts
-        self._supervised = SupervisedSteps(trainer.groups, self._waits, GroupTrials(term.cfg, self._waits),
+        self._supervised = SupervisedSteps(trainer.groups, self._waits, GroupTrials(term.cfg, self._waits, "sft"),
                                            partial(term.events.groups_failed, "sft"))
 
     def _perform(self, effect: schedule.Effect) -> Any:

@@ -24,6 +24,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from elastic_rl.config import Config
 from elastic_rl.errors import ElasticRLError, PluginFailed, SourceFailed
@@ -45,8 +46,8 @@ Check = Callable[[Sequence[int]], ElasticRLError | None]
 class GroupTrials:
     """The trials of one actor. Used by one thread."""
 
-    def __init__(self, cfg: Config, waits: Waits) -> None:
-        self._cfg, self._waits, self._limit = cfg, waits, DropLimit.of(cfg)
+    def __init__(self, cfg: Config, waits: Waits, phase: Literal["sft", "rl"] = "rl") -> None:
+        self._cfg, self._waits, self._limit = cfg, waits, DropLimit.of(cfg, phase)
         self._without_evidence = 0
         """The last step of which a group was dropped although the trainer computed with no other one of it."""
         self._unexplained = (0, 0)

@@ -65,7 +65,7 @@ class Stepping(Protocol):
 class Batches(Protocol):
     """See ``TrainingBatches``."""
 
-    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> MadeBatch: ...
+    def make(self, groups: StepGroups, step: int, timer: StepTimer, *, tried: bool = False) -> MadeBatch: ...
 
     def forget(self) -> None: ...
 
@@ -195,7 +195,7 @@ class StepMaker:
             # Made of these groups alone: a pass before the trainer's may refuse some, or spoil the values of all.
             some = StepGroups(tuple(by_ordinal[ordinal] for ordinal in ordinals), groups.reader)
             try:
-                batch = self._batches.make(some, step, timer).batch
+                batch = self._batches.make(some, step, timer, tried=True).batch
                 self._waits.stage("train")
                 with timer.stage("train"):
                     self._waits.retry("trainer", lambda: self._trainer.check(step, batch),

@@ -28,9 +28,6 @@ the teacher refuses. Raises ElasticRLError."""
 class Teaching:
     """Has batches scored. Used by one thread."""
 
-    _has_scored = False
-    """Whether the teacher has scored any sample so far: then it is the one that is meant."""
-
     def __init__(self, score: Score, top: int, waits: Waits) -> None:
         self._score, self._top, self._waits = score, top, waits
         self._threads = ThreadPoolExecutor(_REQUESTS, "teacher")
@@ -38,30 +35,35 @@ class Teaching:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def scores(self, batch: Batch) -> dict[int, TokenScores | None]:
-        """What the teacher says of each row that has loss tokens; None of one that it refuses, unless it refuses them
-        all. What fails is tried again without end. Raises Fenced."""
-        rows = batch.loss_counts.nonzero()[:, 0].tolist()
+    def scores(self, batch: Batch, *, may_refuse_all: bool = False) -> dict[int, TokenScores | None]:
+        """What the teacher says of each row that has loss tokens; None of one that it refuses. One that refuses them
+        all is waited for, unless it may. What fails is tried again without end. Raises Fenced."""
         tokens, masks = batch.by_sample("tokens"), batch.by_sample("loss_mask")
-        sequences = [ScoreRequest(tuple(tokens[row].tolist()), int(masks[row].int().argmax())) for row in rows]
+        first = {row: int(masks[row].int().argmax()) for row in batch.loss_counts.nonzero()[:, 0].tolist()}
         # Those with equally long prompts together: a request has one place from which on it is scored.
-        order = sorted(range(len(rows)), key=lambda i: sequences[i].first)
-        rows, sequences = [rows[i] for i in order], [sequences[i] for i in order]
+        rows = sorted(first, key=lambda row: first[row])
         found: dict[int, TokenScores | None] = {}
-        self._waits.retry("teacher", lambda: self._attempt(sequences, found))
-        return {row: found[i] for i, row in enumerate(rows)}
 
-    def _attempt(self, sequences: Sequence[ScoreRequest], found: dict[int, TokenScores | None]) -> None:
+        def request(row: int) -> ScoreRequest:  # not before it is sent: tuples are large
+            return ScoreRequest(tuple(tokens[row].tolist()), first[row])
+
+        lengths = batch["lengths"].tolist()
+        self._waits.retry("teacher", lambda: self._attempt({row: lengths[row] for row in rows}, request, found,
+                                                            may_refuse_all))
+        return found
+
+    def _attempt(self, lengths: Mapping[int, int], request: Callable[[int], ScoreRequest],
+                 found: dict[int, TokenScores | None], may_refuse_all: bool) -> None:
         """Adds the scores of those that have none. After the first request that fails no more is sent; what it raised
         is raised once those in flight have ended."""
-        left = [i for i in range(len(sequences)) if i not in found]
-        unsent = parts([len(sequences[i].token_ids) * (1 + self._top) for i in left], left)[::-1]
+        left = [row for row in lengths if row not in found]
+        unsent = parts([lengths[row] * (1 + self._top) for row in left], left)[::-1]
         running: dict[Future[Sequence[TokenScores | None]], list[int]] = {}
         failed: ElasticRLError | None = None
         while running or (unsent and failed is None):
             while unsent and failed is None and len(running) < _REQUESTS:
                 part = unsent.pop()
-                running[self._threads.submit(self._score, [sequences[i] for i in part], self._top)] = part
+                running[self._threads.submit(self._score, [request(row) for row in part], self._top)] = part
             for future in wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
                 part = running.pop(future)
                 try:
@@ -74,8 +76,7 @@ class Teaching:
                 self._waits.pause(0.0)
         if failed is not None:
             raise failed
-        self._has_scored |= any(found.values())
-        if sequences and not self._has_scored:
+        if lengths and not any(found.values()) and not may_refuse_all:
             found.clear()
             raise PluginFailed("the teacher's engines refuse every sample", hint="the teacher must have the policy's "
                                "tokens, and take sequences as long as a prompt and a response; the role's log has why")

@@ -101,18 +101,19 @@ class TrainingBatches:
         if self._teaching is not None:
             self._teaching.close()
 
-    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> MadeBatch:
-        """A step that is tried again, since the trainer refused it, gets the batch that was made for it: the weights
+    def make(self, groups: StepGroups, step: int, timer: StepTimer, *, tried: bool = False) -> MadeBatch:
+        """``tried``: some groups of a step alone, all of whose samples the teacher may refuse. A step that is tried
+        again, since the trainer refused it, gets the batch that was made for it: the weights
         that made its values are the same. Raises TrainerFailed, Conflict and Fenced."""
         if self._made is None or self._made[0] is not groups or self._made[1] != step:
-            self._made = groups, step, self._make(groups, step, timer)
+            self._made = groups, step, self._make(groups, step, timer, tried=tried)
         return self._made[2]
 
     def forget(self) -> None:
         """The step was made: its batch is not needed again."""
         self._made = self._scores = None
 
-    def _make(self, given: StepGroups, step: int, timer: StepTimer) -> MadeBatch:
+    def _make(self, given: StepGroups, step: int, timer: StepTimer, *, tried: bool) -> MadeBatch:
         groups = replace(given, reader=_Patient(given.reader, self._waits))
         rewards, reference, metrics = self._rewards(groups, step, timer)
         self._waits.stage("advantage")
@@ -123,7 +124,7 @@ class TrainingBatches:
         if self._algorithm.token_advantages is not None and any(s.turn_rewards for s in groups.samples):
             batch = batch.with_tensors(turn_rewards=turn_rewards(groups, batch))
         if self._teaching is not None:
-            batch, taught = self._taught(self._teaching, given, batch, timer)
+            batch, taught = self._taught(self._teaching, given, batch, timer, tried=tried)
             metrics |= taught
         if uses_values(self._algorithm):
             batch = batch.with_tensors(values=self._values(batch, step, timer))
@@ -185,18 +186,19 @@ class TrainingBatches:
                        "return_mean": float(returns.double().sum()) / tokens,
                        "explained_variance": ppo.explained_variance(values, returns)}
 
-    def _scores_of(self, teaching: Teaching, groups: StepGroups, batch: Batch) -> Mapping[int, TokenScores | None]:
+    def _scores_of(self, teaching: Teaching, groups: StepGroups, batch: Batch, *, tried: bool
+                   ) -> Mapping[int, TokenScores | None]:
         """The teacher's scores by row. Those of a step that is tried again, since the trainer refused it, are kept."""
         if self._scores is None or self._scores[0] is not groups:
-            self._scores = groups, teaching.scores(batch)
+            self._scores = groups, teaching.scores(batch, may_refuse_all=tried)
         return self._scores[1]
 
-    def _taught(self, teaching: Teaching, groups: StepGroups, batch: Batch, timer: StepTimer
+    def _taught(self, teaching: Teaching, groups: StepGroups, batch: Batch, timer: StepTimer, *, tried: bool
                 ) -> tuple[Batch, dict[str, float]]:
         """The batch with the teacher's log-probs, and the estimate of the divergence from it by the sampled tokens."""
         self._waits.stage("teacher")
         with timer.stage("teacher"):
-            tokens, scores = batch.loss_tokens, self._scores_of(teaching, groups, batch)
+            tokens, scores = batch.loss_tokens, self._scores_of(teaching, groups, batch, tried=tried)
             batch = with_scores(batch, scores, self._cfg.algorithm.teacher_top_k)
         gap = batch["old_logprobs"] - batch["teacher_logprobs"]
         return batch, {"kl_teacher": float(gap.double().sum()) / max(batch.loss_tokens, 1),

@@ -99,7 +99,7 @@ class Batches:
     def __init__(self, group: Group, poison: int) -> None:
         self._prompts, self._poison = make_source(group.ctx.config).train, poison
 
-    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> MadeBatch:
+    def make(self, groups: StepGroups, step: int, timer: StepTimer, *, tried: bool = False) -> MadeBatch:
         advantages = [OVERFLOWS if g.ordinal == self._poison else 1.0 - 2.0 * i
                       for g in groups.groups for i in range(len(g.samples))]
         prompts = [self._prompts[g.ordinal] for g in groups.groups for _ in g.samples]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl import config
-from elastic_rl.data.batch import SCHEMA, Batch
+from elastic_rl.data.batch import SCHEMA, Batch, collate
 from elastic_rl.data.queue import queued_batch
 from elastic_rl.data.queue.queued_batch import QueuedBatch, QueuedShare, batch_of
 from elastic_rl.data.queue.step_groups import SampleRef, StepGroups
@@ -191,6 +191,15 @@ def test_step_is_trained_on_the_same_wherever_its_samples_are(name: str) -> None
     assert "tokens" in referred.batch.stored.names, "the ranks read these"
     reader.failures = 0
     same(referred.batch.loaded(), held.batch)
+
+
+def test_batch_for_rl_of_empty_responses_has_the_tensors_of_any_other() -> None:
+    """A group is tried alone, and a part may be of one group: what a rank needs may not depend on the samples."""
+    empty = [Group(1, Prompt((1, 2)), (Sample((Segment((), (), True, 3),)),) * 2)]
+    usual = batch_of(StepGroups.from_groups(GROUPS), [0.0] * 4)
+    for made in (batch_of(StepGroups.from_groups(empty), [0.0] * 2), batch_of(queued(empty)[0], [0.0] * 2).loaded(),
+                 collate([(empty[0].prompt, s) for s in empty[0].samples], [0.0] * 2)):
+        assert made.tensors.keys() == usual.tensors.keys() and made.loss_tokens == 0 == len(made["old_logprobs"])
 
 
 def test_lost_groups_end_the_wait_for_the_queue() -> None:

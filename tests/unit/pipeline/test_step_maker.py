@@ -98,8 +98,11 @@ class Batches:
 
     def __init__(self, poison: Collection[int] = (), error: type[ElasticRLError] = StepRefused) -> None:
         self._poison, self._error = {*poison}, error
+        self.tried: list[bool] = []
+        """Of each batch, whether it was made for some groups that are tried."""
 
-    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> Any:
+    def make(self, groups: StepGroups, step: int, timer: StepTimer, *, tried: bool = False) -> Any:
+        self.tried.append(tried)
         if self._poison & {group.ordinal for group in groups.groups}:
             raise self._error("the reference's pass needs too much memory")
         batch = collate([(Prompt((g.ordinal,)), Sample((Segment((2,), (-0.1,), version=1),)))
@@ -173,9 +176,11 @@ def test_step_that_is_refused_is_tried_once_more_before_its_groups_are() -> None
 @pytest.mark.usefixtures("no_pauses")
 def test_group_that_the_trainer_cannot_compute_with_is_found_and_no_other_one_is_blamed() -> None:
     trainer = Trainer(poison=[5])
+    batches = Batches()
     with pytest.raises(GroupsFailed, match=r"groups \[5\]: the norm of the gradient is nan") as failed:
-        _made(_maker(trainer, in_parts=False), _groups(3, 4, 5, 6), Accumulated())
+        _made(_maker(trainer, in_parts=False, batches=batches), _groups(3, 4, 5, 6), Accumulated())
     assert failed.value.ordinals == (5,)
+    assert batches.tried[:2] == [False] * 2 and all(batches.tried[2:]), "a teacher may refuse all of what is tried"
     assert [kind for kind, _ in trainer.log if kind != "check"] == ["update", "update"]
 
 

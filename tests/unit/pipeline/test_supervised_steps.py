@@ -58,7 +58,7 @@ class Made:
     def __init__(self, trainer: Trainer) -> None:
         self.left_out: list[tuple[list[int], str]] = []
         waits = Waits(lambda *_: None, threading.Event())
-        self._steps = SupervisedSteps(trainer, waits, GroupTrials(CFG, waits),
+        self._steps = SupervisedSteps(trainer, waits, GroupTrials(CFG, waits, "sft"),
                                       lambda ordinals, why: self.left_out.append(([*ordinals], why)))
 
     def make(self, demonstrations: Mapping[int, Prompt] = DEMONSTRATIONS) -> dict[str, Any]:

@@ -121,18 +121,24 @@ def test_token_outside_the_teachers_top_has_its_own_column() -> None:
     assert parted["teacher_top_ids"].tolist() == found["teacher_top_ids"].tolist()
 
 
-def test_teacher_that_has_scored_samples_may_refuse_all_of_another_batch() -> None:
-    """As those of a single group that is tried: else the run would wait for a person."""
-    refuses = False
+def test_teacher_may_refuse_all_of_some_groups_that_are_tried_and_not_all_of_a_step() -> None:
+    """A teacher that was replaced by another one refuses whole steps: they may not be trained on nothing."""
+    stopping, shown, refuses = threading.Event(), list[str](), False
 
     def score(sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
         return [None for _ in sequences] if refuses else [*scores(sequences, top)]
 
-    teacher, request = Teaching(score, 0, Waits(lambda *_: None, threading.Event())), ScoreRequest((1, 2, 3), 1)
-    for refuses in (False, True):
-        found: dict[int, TokenScores | None] = {}
-        teacher._attempt([request], found)
-        assert (found[0] is None) is refuses
+    def report(stage: str, kind: str, what: str) -> None:
+        shown.append(f"{kind}: {what}")
+        stopping.set()
+
+    teacher = Teaching(score, 0, Waits(report, stopping))
+    assert all(teacher.scores(BATCH).values())
+    refuses = True
+    assert teacher.scores(BATCH, may_refuse_all=True) == {0: None, 1: None} and not shown
+    with pytest.raises(Fenced):
+        teacher.scores(BATCH)
+    assert shown[0].startswith("plugin: the teacher's engines refuse every sample")
 
 
 def test_no_request_is_sent_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
