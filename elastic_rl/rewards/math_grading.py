@@ -120,7 +120,7 @@ def _exact(value: Any) -> Any:
     parts = map(_exact, getattr(value, "_unsorted_args", value.args))  # latex2sympy's sets keep the order of the text
     try:
         return value.func(*parts, evaluate=False) if isinstance(value, Relational) else value.func(*parts)
-    except (TypeError, ValueError):  # not every class can be made of its arguments
+    except (TypeError, ValueError, RecursionError):  # not every class can be made of its arguments
         return value
 
 
