@@ -259,8 +259,8 @@ class GenerateClient:
                 continue
             if status == httpx.codes.OK:
                 try:
-                    answers: list[dict[str, Any]] = (
-                        packed_answers.unpack if kind == packed_answers.MEDIA_TYPE else orjson.loads)(content)
+                    is_packed = kind.partition(";")[0] == packed_answers.MEDIA_TYPE
+                    answers: list[dict[str, Any]] = (packed_answers.unpack if is_packed else orjson.loads)(content)
                 except ValueError as e:
                     last = f"no JSON, and no packed answers: {e}"
                     continue
@@ -365,7 +365,7 @@ def parse_sample(answer: dict[str, Any]) -> Sample:
     """A Sample from one element of SGLang's answer to /generate, or of an unpacked one, with a segment for each weight
     version."""
     meta = answer["meta_info"]
-    if packed_answers.LOGPROBS in meta:
+    if isinstance(answer, packed_answers.Unpacked):
         ids, logprobs = tuple(answer["output_ids"]), tuple(meta[packed_answers.LOGPROBS])
     else:
         ids = tuple(map(int, answer["output_ids"]))

@@ -45,6 +45,10 @@ def pack(answers: Sequence[Mapping[str, Any]]) -> bytes:
     return b"".join((_LENGTH.pack(len(text)), text, *tokens, *logprobs))
 
 
+class Unpacked(dict[str, Any]):
+    """An answer that was packed: what its arrays are is known."""
+
+
 def unpack(raw: bytes) -> list[dict[str, Any]]:
     """Answers in SGLang's form, but for ``LOGPROBS`` in place of ``output_token_logprobs``. Raises ValueError for
     anything but what ``pack`` returned."""
@@ -56,13 +60,17 @@ def unpack(raw: bytes) -> list[dict[str, Any]]:
         tokens, logprobs = sum(n for n, _ in counts), sum(n for _, n in counts)
         if len(raw) != place + tokens * _TOKENS.itemsize + logprobs * _LOGPROBS.itemsize:
             raise ValueError("a part of the bytes is missing, or there are others")
-        ids = np.frombuffer(raw, _TOKENS, tokens, place).tolist()
-        values = np.frombuffer(raw, _LOGPROBS, logprobs, place + tokens * _TOKENS.itemsize).tolist()
-        answers, i, j = [], 0, 0
+        given_ids = np.frombuffer(raw, _TOKENS, tokens, place)
+        given = np.frombuffer(raw, _LOGPROBS, logprobs, place + tokens * _TOKENS.itemsize)
+        if any(n != m for n, m in counts) or (given_ids < 0).any() or not np.isfinite(given).all():
+            raise ValueError("token ids or log-probs that are none")  # of the engine, and of no prompt
+        ids, values = given_ids.tolist(), given.tolist()
+        answers: list[dict[str, Any]] = []
+        i = j = 0
         for (reason, version, versions, *_), (n_tokens, n_logprobs) in zip(head, counts, strict=True):
-            answers.append({"output_ids": ids[i:i + n_tokens], "meta_info": {
+            answers.append(Unpacked({"output_ids": ids[i:i + n_tokens], "meta_info": {
                 "finish_reason": {"type": reason}, "weight_version": version, "weight_versions": versions,
-                LOGPROBS: values[j:j + n_logprobs]}})
+                LOGPROBS: values[j:j + n_logprobs]}}))
             i, j = i + n_tokens, j + n_logprobs
         return answers
     except (struct.error, TypeError, IndexError, KeyError, OverflowError) as e:

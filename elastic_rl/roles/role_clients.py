@@ -130,19 +130,20 @@ class RoleClients:
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> Iterator[Answers]:
-        """Yields samples of every prompt, or why there are none, as they come. ``in_probation``: see
+        """Yields samples of every prompt, or why there are none, as they come, and an empty list now and then, so that
+        who has forgotten the request can close it. ``in_probation``: see
         ``GenerationRequest``. Raises EngineFailed, RoleUnavailable, PluginFailed for prompts that cannot be sent, and
         Fenced when a later term of the actor has begun; what was yielded before is good. Closed, it cancels the call.
         """
         request = GenerationRequest(tuple(prompts), min_version, in_probation)
-        return self._stream("rollout", lambda handle: handle.generate.remote(request, self._term()), decoded)
+        return self._stream("rollout", lambda handle: handle.generate.remote(request, self._term()), decoded, [])
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         """Advantages of rewards [groups, samples]. Raises as ``generate``."""
         return self._call("advantages", lambda handle: handle.compute.remote(rewards))
 
     def token_advantages(self, batch: bytes) -> np.ndarray:
-        """Advantages [N, T] fp32 of a batch in safetensors. Raises as ``generate``."""
+        """Advantages [L] fp32 of a batch in safetensors. Raises as ``generate``."""
         return self._call("advantages", lambda handle: handle.compute_of_tokens.remote(batch))
 
     def score(self, sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores]:
@@ -165,8 +166,9 @@ class RoleClients:
             return response.result(timeout_s=max(0.0, end - time.monotonic()))
 
     def _stream(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponseGenerator],
-                read: Callable[[Any], T]) -> Iterator[T]:
-        """Yields what ``read`` makes of all that the call gives, whose limit holds for all of it."""
+                read: Callable[[Any], T], nothing: T) -> Iterator[T]:
+        """Yields what ``read`` makes of all that the call gives, and ``nothing`` after each second without. The limit
+        of a call holds for each of these, since some of what it asks for may wait in the role for the rest."""
         call = _Call(role, self._timeout_s)
         end = time.monotonic() + call.limit_s
         with call.translated():
@@ -176,14 +178,17 @@ class RoleClients:
             while True:
                 with call.translated():
                     try:
-                        item = items._next_sync(max(0.0, end - time.monotonic()))
+                        item = items._next_sync(max(0.0, min(_LOOK_S, end - time.monotonic())))
                     except StopIteration:
                         return
-                    if item.is_nil():
+                    if item.is_nil() and time.monotonic() >= end:
                         raise TimeoutError
-                    found = read(ray.get(item, timeout=max(0.0, end - time.monotonic())))
+                    found = nothing
+                    if not item.is_nil():
+                        found = read(ray.get(item, timeout=max(0.0, end - time.monotonic())))
+                        end = time.monotonic() + call.limit_s
                 yield found
-        except GeneratorExit:
+        except BaseException:  # GeneratorExit too: nobody waits for the rest
             call.cancel()
             raise
 

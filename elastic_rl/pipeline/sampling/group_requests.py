@@ -173,7 +173,8 @@ class GroupRequests:
                                        sent.lane is Lane.PROBATION):
                 if sent not in self._running[sent.lane]:
                     return  # it was forgotten, and nobody waits for the rest
-                self._answered(sent, some)
+                if some:
+                    self._answered(sent, some)
             self._ended(sent)
         except BaseException as e:  # which the loop raises, or waits for
             self._ended(sent, e)

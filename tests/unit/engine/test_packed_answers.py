@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +51,27 @@ def test_damaged_bytes_are_no_packed_answers(raw: bytes, data: st.DataObject) ->
         damaged = raw + data.draw(st.binary(min_size=1, max_size=9))
     with pytest.raises(ValueError):
         packed_answers.unpack(damaged)
+
+
+@pytest.mark.parametrize("change", [
+    lambda raw: raw.replace(b"2,2", b"1,2", 1).replace(b"1,1", b"2,1", 1),  # the sums are the same
+    lambda raw: raw.replace((3).to_bytes(4, "little"), (-3).to_bytes(4, "little", signed=True), 1),
+    lambda raw: raw[:-8] + struct.pack("<d", math.nan), lambda raw: raw[:-8] + struct.pack("<d", -math.inf)])
+def test_numbers_that_no_engine_means_are_no_packed_answers(change: Callable[[bytes], bytes]) -> None:
+    """They are the engine's fault, and another one is asked: no prompt is to blame."""
+    raw = packed_answers.pack([{"output_ids": ids, "meta_info": {
+        "finish_reason": {"type": "stop"}, "weight_version": "7", "output_token_logprobs": [(-0.5, t) for t in ids]}}
+        for ids in ([3, 4], [5])])
+    assert len(packed_answers.unpack(raw)) == 2 and change(raw) != raw
+    with pytest.raises(ValueError, match="none"):
+        packed_answers.unpack(change(raw))
+
+
+def test_json_of_an_engine_is_not_taken_for_a_packed_answer() -> None:
+    answer = {"output_ids": ["3"], "meta_info": {"finish_reason": {"type": "stop"}, packed_answers.LOGPROBS: ["x"],
+                                                 "output_token_logprobs": [["-0.5", 3]]}}
+    [segment] = parse_sample(answer).segments
+    assert (segment.token_ids, segment.logprobs) == ((3,), (-0.5,))
 
 
 @settings(max_examples=seeds(200))

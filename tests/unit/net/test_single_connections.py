@@ -79,7 +79,30 @@ def test_requests_share_no_connection_and_use_those_that_are_free(rounds: list[l
                 for connection in made:
                     connection.is_busy = False  # of a request that was cancelled before its answer
                 assert len(transport._free) == len(made) <= max(map(len, rounds))
-                assert len(set(transport._free)) == len(made)
+                assert len({free for _, free in transport._free}) == len(made)
         assert all(connection.closed for connection in made)
+
+    asyncio.run(run())
+
+
+def test_connections_that_a_burst_has_left_are_closed_as_others_become_free() -> None:
+    made: list[_Connection] = []
+    clock = [0.0]
+
+    def make() -> _Connection:
+        made.append(_Connection(len(made)))
+        return made[-1]
+
+    async def run() -> None:
+        transport = SingleConnections(make, lambda: clock[0])
+        async with httpx.AsyncClient(transport=transport) as client:
+            await asyncio.gather(*(client.get("http://router/read") for _ in range(9)))
+            clock[0] = 4.0
+            await client.get("http://router/read")
+            assert len(made) == 9 and not any(connection.closed for connection in made)
+            clock[0] = 8.0
+            await client.get("http://router/read")
+            assert [connection.closed for connection in made].count(False) == 1, "the one that is in use"
+            assert len(transport._all) == len(transport._free) == 1
 
     asyncio.run(run())
