@@ -18,6 +18,7 @@ from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.errors import (
+    ConfigError,
     Conflict,
     ElasticRLError,
     GroupsFailed,
@@ -187,8 +188,8 @@ class StepMaker:
         return bool(found)
 
     def _raise_failed(self, groups: StepGroups, step: int, timer: StepTimer, why: str) -> None:
-        """Raises GroupsFailed with those of these groups that are to be dropped, if there are any. ``why``: the trainer
-        has refused them all together."""
+        """Raises GroupsFailed with those of these groups that are to be dropped, if there are any; and ConfigError for
+        a batch that does not fit the trainer. ``why``: the trainer has refused them all together."""
         by_ordinal = {group.ordinal: group for group in groups.groups}
 
         def check(ordinals: Sequence[int]) -> ElasticRLError | None:
@@ -198,8 +199,10 @@ class StepMaker:
                 batch = self._batches.make(some, step, timer, tried=True).batch
                 self._waits.stage("train")
                 with timer.stage("train"):
+                    # A batch that does not fit the trainer blames no group, and never fits however often it is sent:
+                    # the trial ends with the error, which the loop shows, and the next one has a batch made anew.
                     self._waits.retry("trainer", lambda: self._trainer.check(step, batch),
-                                      end_on=(TrainerFailed, Conflict, *_REFUSED))
+                                      end_on=(TrainerFailed, Conflict, ConfigError, *_REFUSED))
             except StepsHeld as e:
                 raise Conflict(f"the trainer makes no step: {e}") from e
             except _REFUSED as e:

@@ -200,6 +200,8 @@ def test_batch_for_rl_of_empty_responses_has_the_tensors_of_any_other() -> None:
     for made in (batch_of(StepGroups.from_groups(empty), [0.0] * 2), batch_of(queued(empty)[0], [0.0] * 2).loaded(),
                  collate([(empty[0].prompt, s) for s in empty[0].samples], [0.0] * 2)):
         assert made.tensors.keys() == usual.tensors.keys() and made.loss_tokens == 0 == len(made["old_logprobs"])
+    for groups in (StepGroups.from_groups(empty), queued(empty)[0]):  # as for a divergence that is a part of the reward
+        assert batch_of(groups)["old_logprobs"].shape == (0,)
 
 
 def test_lost_groups_end_the_wait_for_the_queue() -> None:

@@ -21,6 +21,7 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import (
+    ConfigError,
     Conflict,
     ElasticRLError,
     Fenced,
@@ -209,6 +210,28 @@ def test_group_with_which_a_pass_before_the_trainers_is_refused_is_found(error: 
     with pytest.raises(GroupsFailed, match="the reference's pass") as failed:
         _made(_maker(trainer, in_parts=False, batches=Batches([5], error)), _groups(3, 4, 5, 6), Accumulated())
     assert failed.value.ordinals == (5,) and {kind for kind, _ in trainer.log} == {"check"}
+
+
+class Unfit(Trainer):
+    """It refuses its first steps, and has no use for what it is to check."""
+
+    def check(self, step: int, batch: Batch) -> None:
+        super().check(step, batch)
+        if len(self.log) > 4:
+            raise AssertionError("the same batch is sent again and again")
+        raise ConfigError("the batch has no tensor 'values'")
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_batch_that_does_not_fit_the_trainer_ends_the_trial_and_blames_no_group() -> None:
+    """The loop shows it as a wait for a person, and makes the batch anew."""
+    trainer, blamed = Unfit(ahead=2), list[object]()
+    waits = Waits(lambda *_: None, threading.Event())
+    maker = StepMaker(Batches(), trainer, waits, GroupTrials(CFG, waits), in_parts=False,
+                      on_failed=lambda *of: blamed.append(of))
+    with pytest.raises(ConfigError, match="'values'"):
+        _made(maker, _groups(3, 4), Accumulated())
+    assert [kind for kind, _ in trainer.log] == ["update", "update", "check"] and not blamed
 
 
 class WentBack(Trainer):

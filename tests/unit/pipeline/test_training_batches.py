@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from elastic_rl.algorithms.ppo import estimated, whitened
 from elastic_rl.data.batch import SCHEMA, Batch
 from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.engine.scoring import ScoreRequest
+from elastic_rl.errors import Fenced
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training.training_batch import MadeBatch, TrainingBatches
 from elastic_rl.pipeline.waits import Waits
@@ -149,3 +152,30 @@ def test_what_groups_of_their_own_have_computed_is_in_the_batch() -> None:
     assert passes.asked == [("trainer", 5), ("reference", 5)] and found.metrics["reference_step"] == 4
     for name, scale in (("trainer_logprobs", -0.3), ("ref_logprobs", -0.2)):
         assert len(found.batch[name]) == found.batch.loss_tokens and bool((found.batch[name] <= scale * 2).all())
+
+
+class Refusing(Roles):
+    """Its teacher refuses every sample."""
+
+    def score(self, sequences: Sequence[ScoreRequest], top: int) -> list[None]:
+        return [None] * len(sequences)
+
+
+def test_teacher_may_refuse_all_samples_of_groups_that_are_tried_only() -> None:
+    cfg = config.parse({"algorithm": {"name": "on_policy_distillation", "teacher": "large"},
+                        "pools": {"large": {"model": "/models/large"}}})
+    stopping, shown = threading.Event(), list[str]()
+
+    def report(stage: str, kind: str, what: str) -> None:
+        if kind:
+            shown.append(f"{kind}: {what}")
+            stopping.set()
+
+    batches = TrainingBatches(cfg, Refusing(), Waits(report, stopping), 16, Passes())  # type: ignore[arg-type]
+    tried = batches.make(HELD, 5, StepTimer(), tried=True)
+    assert tried.batch.loss_tokens == 0 and tried.metrics["teacher_refused"] == 1 and not shown
+    batches.forget()
+    with pytest.raises(Fenced):
+        batches.make(HELD, 5, StepTimer())
+    assert shown[0].startswith("plugin: the teacher's engines refuse every sample"), "a person is waited for"
+    batches.close()
