@@ -114,8 +114,12 @@ class ActorKilled(_Outage):
     name = "actor_killed"
 
     def inject(self) -> tuple[str, str]:
-        wait_until(lambda: any(m.phase == "update" for m in self.context.trainer_ranks()), timeout_s=INJECT_TIMEOUT_S,
-                   what="a step that is being trained", poll_s=0.002)
+        etcd, keys = self.context.etcd, self.context.keys
+        with contextlib.closing(TrainerClient(etcd, keys, dcs_security(self.context.cfg),
+                                              epoch=fencing.current_epoch(etcd, keys), term=0)) as trainer:
+            # The trainer itself says it: heartbeats are too seldom for a step of a moment.
+            wait_until(lambda: (status := trainer.status()) is not None and bool(status.executing),
+                       timeout_s=INJECT_TIMEOUT_S, what="a step that is being trained", poll_s=0.002)
         self._begins()
         return "actor", kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
 

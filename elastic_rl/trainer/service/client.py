@@ -159,6 +159,10 @@ class TrainerClient(TrainerCalls):
             self._on_wait(f"{why or f'the {self._role}'} ({time.monotonic() - began:.0f} s)")
             time.sleep(_POLL_S)
 
+    def status(self) -> TrainerStatus | None:
+        """The status of the group, which is not taken over; None while there is none that is ready."""
+        return self._read_status()[0]
+
     def forget(self) -> None:
         """The next command goes to whichever group there is then, once it is ready."""
         self._group = ""

@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from support.batches import in_rows
 from support.megatron_ranks import ATTENDED
 from support.rank_processes import Scenario, Sizes, Tensors, assert_close, run_ranks
 from support.tiers import parametrize, selected
 
 from elastic_rl import config
 from elastic_rl.config import Config
+from elastic_rl.data.batch import Batch
 from elastic_rl.data.tiny_model import make_model_dir
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups
@@ -90,14 +92,14 @@ def test_log_probs_are_those_of_transformers(runs: Runs, sizes: Sizes) -> None:
     found = runs.dense[sizes]["temperature"]
     reference = transformers.AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.float32).eval()
     for replica in range(sizes[3]):
-        tokens, mask = found[f"tokens {replica}"], found[f"loss_mask {replica}"]
+        share = Batch({name: found[f"{name} {replica}"] for name in ("tokens", "lengths", "loss_mask")})
+        tokens, mask = in_rows(share, share["tokens"]), in_rows(share, share["loss_mask"])
         with torch.no_grad():
             logits = reference(tokens).logits[:, :-1]
         for phase, temperature in (("rl", 0.5), ("sft", 1.0)):
             expected = (logits / temperature).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-            logprobs = found[f"{phase} {replica}"]
-            assert mask.any() and not logprobs[~mask].any()
-            torch.testing.assert_close(logprobs[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
+            assert share.loss_tokens
+            torch.testing.assert_close(found[f"{phase} {replica}"], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
 
 
 @ON_SPLIT
