@@ -47,6 +47,8 @@ class EngineRecord:
         self._etcd, self._keys, self._epoch = etcd, ctx.keys, ctx.epoch
         self._id, self._incarnation = engine_id, incarnation
         self._key = ctx.keys.engine(engine_id)
+        self._existed = False
+        """Whether this runner has seen its record in etcd: one that is missing then was deleted."""
         self._seen: KeyValue | None = None
         """The record as this runner has read or written it last; None also where that is not known."""
 
@@ -65,6 +67,7 @@ class EngineRecord:
         """Whether there is a record, and the record, if it can be read. Raises Fenced for one of another runner."""
         found = self._seen = self._etcd.get(self._key)
         record = readable_one(found, Engine)
+        self._existed |= record is not None and self._is_own(record)
         if record is not None and not self._is_own(record):
             raise Fenced(f"another runner has taken over engine {self._id}")
         return found is not None, record
@@ -79,7 +82,7 @@ class EngineRecord:
         def change(raw: bytes | None) -> bytes:
             nonlocal written, superseded
             written = record
-            if raw is None and seen is not None:
+            if raw is None and self._existed:
                 superseded = True
                 raise Fenced(f"the record of engine {self._id} was deleted: a newer driver has no such engine")
             before = decode_bytes(raw, Engine) if raw else None  # of a record that cannot be read: it is ours to write
@@ -96,6 +99,7 @@ class EngineRecord:
             self._seen = self._etcd.update_from(
                 seen or self._etcd.get(self._key), self._key, change,
                 guards=[fencing.epoch_guard(self._keys, self._epoch), *guards])
+            self._existed = True
         except Fenced:
             if superseded or not guards:
                 raise

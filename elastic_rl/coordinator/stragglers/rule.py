@@ -122,7 +122,8 @@ class Following:
             missing = now if self.missing_since is None else self.missing_since
             return Following(needs, None, missing, excused), Verdicts()
         lacking = sum(1 for e in engines if e.state.serving and 0 < e.version < needs)
-        wait_s = limits.wait_s(lacking, serving)
+        # One that was given up says nothing of how long the others take: its own time would excuse it.
+        wait_s = limits.wait_s(lacking, [e for e in serving if e.straggler is None])
         if self.missing_since is not None and now - self.missing_since > _OUTAGE * wait_s:
             excused = now
         since = self.served_since if self.needs == needs and self.served_since is not None else now

@@ -18,8 +18,8 @@ from elastic_rl.etcd.records import Version
 log = logging.getLogger(__name__)
 
 _DELETE_AFTER_S = 2.0
-"""Pins that have ended are deleted so long after the last of them, unless the next pin takes them along, as in a run of
-short steps: that saves a transaction a step. Also the pause between two attempts while etcd does not answer."""
+"""Pins that have ended are deleted so long after the first of them, unless the next pin takes them along, as in a run
+of short steps: that saves a transaction a step. Also the pause between two attempts while etcd does not answer."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class NodePins:
         self._ids = itertools.count(1)
         self._ended: dict[str, Pin] = {}
         """Pins that are to be deleted, by their keys."""
-        self._ended_at = 0.0
-        """Monotonic time at which the last of them was added."""
+        self._delete_at = 0.0
+        """Monotonic time from which on the thread deletes them."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -71,7 +71,7 @@ class NodePins:
             return Pin(pins.pin(self._etcd, self._keys, stream, number, holder, lease.id, ended), holder, lease)
         except BaseException:
             with self._lock:
-                self._end(ended)
+                self._end(ended, after_s=0.0)  # they have waited, and whoever is refused may ask again and again
             raise
 
     def _alive_lease(self) -> KeptLease:
@@ -86,10 +86,11 @@ class NodePins:
         with self._lock:
             self._end({self._keys.pin(pin.version.stream, pin.version.number, pin.holder): pin})
 
-    def _end(self, ended: Mapping[str, Pin]) -> None:
+    def _end(self, ended: Mapping[str, Pin], after_s: float = _DELETE_AFTER_S) -> None:
         """Has these deleted, by the thread at the latest. Under the lock."""
+        at = time.monotonic() + after_s
+        self._delete_at = min(self._delete_at, at) if self._ended else at
         self._ended.update(ended)
-        self._ended_at = time.monotonic()
         if self._ended and self._thread is None:
             self._thread = threading.Thread(target=self._delete_ended, name="unpin", daemon=True)
             self._thread.start()
@@ -107,7 +108,7 @@ class NodePins:
         while not self._stopping.is_set():
             with self._lock:
                 self._work.wait_for(lambda: self._ended or self._stopping.is_set())
-                while (left_s := self._ended_at + _DELETE_AFTER_S - time.monotonic()) > 0 and not (
+                while self._ended and (left_s := self._delete_at - time.monotonic()) > 0 and not (
                         self._stopping.is_set()):
                     self._work.wait(left_s)
                 ended = self._take_ended()

@@ -52,3 +52,15 @@ def test_refused_pin_ends_none_and_they_end_later(etcd: EtcdClient, keys: Keys, 
         node.pin(STREAM, 9)
     wait_until(lambda: pins.pinned(etcd, keys, STREAM) == {2}, what="the end of the pin")
     assert held.alive
+
+
+def test_readers_that_are_refused_again_and_again_keep_no_pin_that_has_ended(
+        etcd: EtcdClient, keys: Keys, node: NodePins) -> None:
+    node.unpin(node.pin(STREAM, 1))
+
+    def ended() -> bool:
+        with pytest.raises(VersionNotFound):
+            node.pin(STREAM, 9)
+        return not pins.pinned(etcd, keys, STREAM)
+
+    wait_until(ended, poll_s=0.05, what="the end of the pin")

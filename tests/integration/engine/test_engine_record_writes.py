@@ -8,7 +8,7 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.engine.record import EngineRecord
-from elastic_rl.errors import Fenced
+from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -57,6 +57,21 @@ def test_write_finds_what_others_have_asked_for_meanwhile(written: Written) -> N
 
 
 def test_write_of_a_deleted_record_is_refused(written: Written) -> None:
+    written.etcd.delete(written.key)
+    with pytest.raises(Fenced, match="deleted"):
+        written.record.write(written.of_runner.replace(version=2))
+    assert written.etcd.get(written.key) is None
+
+
+def test_record_that_was_deleted_in_an_outage_is_not_made_again_after_it(
+        written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise EtcdUnavailable("etcd does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(written.etcd, "update_from", away)
+        with pytest.raises(EtcdUnavailable):
+            written.record.write(written.of_runner.replace(version=2))
     written.etcd.delete(written.key)
     with pytest.raises(Fenced, match="deleted"):
         written.record.write(written.of_runner.replace(version=2))

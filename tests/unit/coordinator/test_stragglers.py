@@ -178,10 +178,10 @@ class Pool:
     def write(self, name: str) -> None:
         self.records[name] = self.memory[name] = requested(self.records[name], self.memory[name])
 
-    def pulls(self, name: str, version: int) -> None:
+    def pulls(self, name: str, version: int, takes_s: float = 0.0) -> None:
         mine = self.memory[name]
         if version > mine.version:
-            self.memory[name] = mine.replace(version=version)
+            self.memory[name] = mine.replace(version=version, pull_apply_s=takes_s)
 
     def joins(self, name: str) -> None:
         """As ``EngineRunner._join_router``: after a write that says that it has caught up."""
@@ -287,7 +287,7 @@ def test_engine_that_always_takes_as_long_is_waited_for_if_that_is_within_the_li
             pool.joins(n)
         while pool.now < began + 60:
             if pool.now >= began + takes_s:
-                pool.pulls("slower", version)
+                pool.pulls("slower", version, takes_s=float(takes_s))
                 pool.joins("slower")
             pool.leader(other=False)
             pool.driver()
