@@ -3,9 +3,9 @@ what its role's history makes usual. Pure.
 
 A member that states the cost of its work (``StatedWork``) has a multiple of the time that this cost takes at its own
 rate or at its role's slowest, whichever is slower: one long sequence after many short ones is not hung, and neither is
-a replica that is ten times slower than the others. What it may take beyond what is expected is bounded all the same: a
-hang in a piece of work that takes an hour is not to be found after ten, nor after days where its rate was seen while
-its machine slept. One that is past half of its limit is late, which is only shown.
+a replica that is ten times slower than the others. In work of more than ten minutes or so it is less than ten times,
+since what a member may take beyond what is expected has a bound of its own: a hang in a piece of work that takes an
+hour is not to be found after ten. One that is past half of its limit is late, which is only shown.
 
 A member sends heartbeats from a thread of its own and records progress from the thread that works. Both times come from
 the member's own clock, so ``beat_at - progress_at`` is right on any leader, whatever its clock says. A process that is
