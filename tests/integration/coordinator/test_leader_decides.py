@@ -248,7 +248,7 @@ def test_late_rank_is_shown_with_what_was_expected_and_left_alone(
     """A sequence that is expected to take 10 s, where 2 s without progress are a hang of other work."""
     lead("a")
     rank = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="i", phase="micro-batches",
-                  progress_at=100.0, beat_at=115.0, work=StatedWork(flops=1e12, s_per_flop=1e-11))
+                  progress_at=100.0, beat_at=112.0, work=StatedWork(flops=1e12, s_per_flop=1e-11))
     etcd.put(keys.member("trainer", "rank-0"), rank.encode())
 
     def entry() -> LastSeen | None:
@@ -257,8 +257,8 @@ def test_late_rank_is_shown_with_what_was_expected_and_left_alone(
     wait_until(lambda: (found := entry()) is not None and found.late_at > 0, what="that it is late")
     [event] = events_of(etcd, keys, "trainer.late")
     assert event.severity is Severity.INFO and event.message.endswith(
-        "is late in step 0, micro-batches: 15 s without progress, of 10 s that were expected; it counts as hung after "
-        "20 s")
+        "is late in step 0, micro-batches: 12 s without progress, of 10 s that were expected; it counts as hung after "
+        "14 s"), "at most twice hang_max_s more than expected"
     etcd.put(keys.member("trainer", "rank-0"), rank.replace(progress_at=118.0, beat_at=119.0).encode())
     wait_until(lambda: (found := entry()) is not None and not found.late_at, what="that it makes progress")
     assert not events_of(etcd, keys, "trainer.hung") and not open_requests(etcd, keys)
