@@ -18,7 +18,7 @@ from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.losses import ClipOptions
 from elastic_rl.config import AlgorithmConfig, CriticConfig
 from elastic_rl.config.options import Options
-from elastic_rl.data.batch import Batch, cut_in_pieces, spans
+from elastic_rl.data.batch import Batch, cut_in_pieces, spans, starts_of
 
 _STD_EPSILON = 1e-8
 _BLOCK = 256
@@ -75,7 +75,7 @@ def _rewards(read: Mapping[str, Tensor], counts: Tensor, at_end: Tensor, cfg: Al
         rewards += read["turn_rewards"]
         at_end = at_end - torch.zeros(len(counts), dtype=torch.float64).index_add(
             0, torch.repeat_interleave(torch.arange(len(counts)), counts), read["turn_rewards"])
-    rewards[(counts.cumsum(0) - 1)[counts > 0]] += at_end[counts > 0]
+    rewards[_last(counts)] += at_end[counts > 0]
     return rewards
 
 
@@ -84,8 +84,13 @@ def estimated(rewards: Tensor, values: Tensor, counts: Tensor, *, gamma: float, 
     same sample, and 0 for what would be after its last one. ``rewards`` and ``values`` are [L], the latter of the
     states in which the tokens are chosen; ``counts`` [N]: loss tokens of each sample."""
     following = torch.cat([values[1:], values.new_zeros(1)])[:len(values)].double()
-    following[(counts.cumsum(0) - 1)[counts > 0]] = 0.0
+    following[_last(counts)] = 0.0
     return _discounted(rewards.double() + gamma * following - values.double(), counts, gamma * lam)
+
+
+def _last(counts: Tensor) -> Tensor:
+    """int64: where in [L] the last loss token of each sample is that has one. ``counts`` [N]: those of each sample."""
+    return (counts.cumsum(0) - 1)[counts > 0]
 
 
 def _discounted(errors: Tensor, counts: Tensor, factor: float) -> Tensor:
@@ -93,7 +98,7 @@ def _discounted(errors: Tensor, counts: Tensor, factor: float) -> Tensor:
     them. In blocks, so that a response of 100,000 tokens takes hundreds of operations in a row and not as many as it
     has tokens."""
     blocks = (counts + _BLOCK - 1) // _BLOCK
-    places = spans((blocks.cumsum(0) - blocks) * _BLOCK, counts)
+    places = spans(starts_of(blocks) * _BLOCK, counts)
     within = torch.zeros(int(blocks.sum()) * _BLOCK, dtype=torch.float64)
     within[places] = errors
     within = within.view(-1, _BLOCK)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class Batch:
     @cached_property
     def starts(self) -> torch.Tensor:
         """[N] int64: where the tokens of each sample begin in tensors [V]."""
-        return _starts(self["lengths"])
+        return starts_of(self["lengths"])
 
     def by_sample(self, name: str) -> tuple[torch.Tensor, ...]:
         """A tensor [V, …] or [L, …] as one for each sample, without a copy. Raises ConfigError as ``[]``."""
@@ -154,7 +155,7 @@ class Batch:
     @cached_property
     def _loss_starts(self) -> torch.Tensor:
         """[N] int64: where the loss tokens of each sample begin in tensors [L]."""
-        return _starts(self.loss_counts)
+        return starts_of(self.loss_counts)
 
     def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[N] sums of values [L]; 0 for a sample without a loss token."""
@@ -282,8 +283,17 @@ class Batch:
 def layout(raw: bytes) -> Mapping[str, tuple[int, ...]]:
     """The tensors of a batch in safetensors, and the size of a row of each: batches in which both are the same can
     become one. ``raw``: what ``Batch.from_bytes`` takes."""
-    header = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
-    return {name: tuple(told["shape"][1:]) for name, told in header.items() if name != "__metadata__"}
+    return {name: tuple(told["shape"][1:]) for name, told in header(raw).items() if name != "__metadata__"}
+
+
+def header(raw: bytes) -> Mapping[str, Any]:
+    """What bytes in safetensors begin with: the dtype and the shape of each tensor by its name, and under
+    "__metadata__" texts by theirs. Empty for bytes that have no such header."""
+    try:
+        found = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def collate_answers(prompts: Iterable[Prompt]) -> Batch:
@@ -332,10 +342,10 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
 
 def spans(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """int64 numbers of ``counts`` [n] consecutive elements from each of ``starts`` [n] on, one span after the other."""
-    return torch.repeat_interleave(starts - _starts(counts), counts) + torch.arange(int(counts.sum()))
+    return torch.repeat_interleave(starts - starts_of(counts), counts) + torch.arange(int(counts.sum()))
 
 
-def _starts(counts: torch.Tensor) -> torch.Tensor:
+def starts_of(counts: torch.Tensor) -> torch.Tensor:
     """[N] int64: where each of N spans begins that have so many elements [N] and lie one after the other."""
     return counts.cumsum(0) - counts
 

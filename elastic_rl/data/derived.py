@@ -20,7 +20,7 @@ from elastic_rl.runtime.files import replace_file
 
 _NAME = re.compile(r".*-[0-9a-f]{16}\.(arrow|npy|jsonl?)")
 _STEM_BYTES = 100
-"""Of a file's name, in the name of what is derived from it: a name has at most 255 bytes."""
+"""Bytes of a file's name, at most, in the name of what is derived from it: a name has at most 255 bytes."""
 _UNFINISHED_S = 86400.0
 """Time after which a file of another machine, which nothing was written to, is one that was not finished."""
 _used: set[Path] = set()

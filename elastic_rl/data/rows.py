@@ -37,7 +37,7 @@ _OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"
 _PARQUET = b"PAR1"
 _MAGIC_BYTES = 6
 _WHITESPACE = b" \t\r\n"
-"""JSON's."""
+"""The blanks that JSON allows between values."""
 
 
 class Rows(Protocol):

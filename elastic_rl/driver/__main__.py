@@ -112,7 +112,7 @@ def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
 
 def _begin(etcd: EtcdClient, ctx: RunContext, driver_id: str) -> tuple[int, int, bool]:
     """Begins as the driver of the job; returns epoch and generation, and whether another driver has begun this epoch.
-    Raises EtcdUnavailable, Conflict, and Fenced where the job is assigned anew."""
+    Raises EtcdUnavailable, Conflict, and Fenced where the job is assigned again."""
     token = fencing.assigned(ClusterKeys(ctx.config.cluster_name), ctx.job, ctx.assignment)
     epoch = fencing.current_epoch(etcd, ctx.keys)
     if epoch and ray_epoch(JobPaths.of(ctx.config)) == epoch:

@@ -27,7 +27,7 @@ class Selection:
     """Why there is no such host now; empty where there is one."""
 
     def allows_more_than(self, before: Selection) -> bool:
-        """Whether what waits for room by an earlier selection should be placed anew: it may go to other hosts now, or
+        """Whether what waits for room by an earlier selection should be placed again: it may go to other hosts now, or
         not any more to some."""
         return not self.avoid <= before.avoid or self.among != before.among
 

@@ -338,7 +338,7 @@ class EnginePool:
             records.pop(engine_id, None)
 
     def _replace_pending(self, yields: bool) -> None:
-        """Has engines that have no room yet placed anew when they might get it on a host that was closed meanwhile, or
+        """Has engines that have no room yet placed again when they might get it on a host that was closed meanwhile, or
         may be on other hosts now, and later when they would take the room of a trainer group: Ray gives what is free to
         who has waited longest."""
         for engine_id, slot in list(self._slots.items()):

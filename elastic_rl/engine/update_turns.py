@@ -4,7 +4,7 @@ before it pauses, and frees it afterwards.
 Nobody lists the slots or the engines: an engine that finds a slot taken tries another one, at random, a little later.
 So a version costs each engine a few reads, however large its pool is, and no process has to be there to hand out turns.
 An engine that ends loses its slot with its lease. Who waits keeps the version that it has staged, applies it when its
-turn comes, and goes on to the newest one then: an engine that staged anew for each version that comes meanwhile would
+turn comes, and goes on to the newest one then: an engine that staged again for each version that comes meanwhile would
 never apply one where versions come faster than turns.
 
 A slot bounds how much of the pool is away; what an engine may serve does not depend on it. Where etcd has lost a lease

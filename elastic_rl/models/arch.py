@@ -229,7 +229,8 @@ class _Sizes:
         self.wrong: list[str] = []
 
     def kv_heads(self, heads: int) -> int:
-        """As many as attention heads where it is null, or left out by a family whose default that is."""
+        """The number of KV heads: that of attention heads where the key is null, or left out by a family whose default
+        that is."""
         key = "num_key_value_heads"
         return heads if self._raw.get(key, self._defaults[key]) is None else self.size(key)
 

@@ -23,7 +23,7 @@ class SingleConnections(httpx.AsyncBaseTransport):
         self._make, self._now = make, now
         self._all: set[httpx.AsyncBaseTransport] = set()
         self._free: deque[tuple[float, httpx.AsyncBaseTransport]] = deque()
-        """When each became free, and it; the one that was used last is the last."""
+        """Connections that are free, each with the time when it became so; the one that was used last is the last."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         transport = self._free.pop()[1] if self._free else self._added()

@@ -21,7 +21,7 @@ _ARGUMENTS = re.compile(r"\\([dt]?(?:frac|binom))\s*(\d)\s+(\d)")
 _NUMBERS = re.compile(rf"\d(?:\s|{_SPACE})+\d")
 _TIMES = re.compile(r"(?<=\d)\s*[×·]\s*(?=\d)")
 _FRACTION = re.compile(r"(?:(\d+) +)?(\d+)\u2044(\d+)")
-"""With its whole number, from which ``plain_number_signs`` has parted it."""
+"""A fraction, and the whole number before it if there is one, from which ``plain_number_signs`` has parted it."""
 _PERCENT = re.compile(r"(?:\s|\\[,;:! ]){0,4}(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|percent)[\s.]*\Z", re.IGNORECASE)
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SUPERSCRIPT = re.compile(f"[{_SUPERSCRIPTS}]+")

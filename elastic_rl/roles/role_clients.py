@@ -126,7 +126,7 @@ class RoleClients:
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
         self._lock = threading.Lock()
         self._streams: dict[str, DeploymentHandle] = {}
-        """Guarded by the lock."""
+        """Handles whose calls answer as streams, by role; guarded by the lock."""
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int, in_probation: bool = False
                  ) -> Iterator[Answers]:

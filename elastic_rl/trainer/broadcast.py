@@ -84,15 +84,14 @@ def share_of_replica(own: list[bytes] | None, par: ParallelDims, read: Callable[
     ``own``: on a leader the pieces of its share, or None if it has none; on others None. The list is emptied, so that
     no piece is in memory once more than it must be.
     """
-    if par.world == 1:
-        return None if own is None else [read(own.pop(0)) for _ in range(len(own))]
-    missing = torch.tensor([int(par.is_share_leader and own is None)], dtype=torch.int64, device=par.device)
-    dist.all_reduce(missing, op=dist.ReduceOp.MAX)
-    if int(missing):
-        return None
+    if par.world > 1:
+        missing = torch.tensor([int(par.is_share_leader and own is None)], dtype=torch.int64, device=par.device)
+        dist.all_reduce(missing, op=dist.ReduceOp.MAX)
+        if int(missing):
+            return None
     group, leader = par.replica_group, par.share_leader
     if group is None:
-        return [read(own.pop(0)) for _ in range(len(own or ()))] if own is not None else None
+        return None if own is None else [read(own.pop(0)) for _ in range(len(own))]
     count = torch.tensor([len(own or ())], dtype=torch.int64, device=par.device)
     dist.broadcast(count, src=leader, group=group)
     sizes = torch.tensor([len(piece) for piece in own or [b""] * int(count)], dtype=torch.int64, device=par.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_rl.config import TrainerConfig
-from elastic_rl.data.batch import Batch, spans
+from elastic_rl.data.batch import Batch, spans, starts_of
 from elastic_rl.models.flops import SequenceCost
 from elastic_rl.trainer.context_parallel import multiple
 
@@ -74,7 +74,7 @@ class MicroBatch:
         filled up."""
         own = positions(batch)
         lengths = filled_up(own, multiple)
-        starts = lengths.cumsum(0) - lengths
+        starts = starts_of(lengths)
         tokens = _placed(batch, own, starts, int(lengths.sum()))[None]
         return cls(rows, batch, ModelInput(tokens, tuple(lengths.tolist())), starts)
 

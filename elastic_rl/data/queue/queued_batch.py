@@ -10,7 +10,6 @@ whole and kept for as long as the batch. For each token ``loss_mask`` takes 1 by
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from elastic_rl.data.batch import SCHEMA, Batch, bytes_of, collate, cut_in_pieces
+from elastic_rl.data.batch import SCHEMA, Batch, bytes_of, collate, cut_in_pieces, header
 from elastic_rl.data.queue.step_groups import SampleReader, SampleRef, StepGroups
 from elastic_rl.data.queue.summary import SampleSummary
 from elastic_rl.errors import ConfigError
@@ -133,7 +132,7 @@ class QueuedBatch(Batch):
 
     @property
     def _elsewhere_bytes(self) -> torch.Tensor:
-        """[N] int64."""
+        """[N] int64: bytes of each sample in the tensors that the queue has."""
         return bytes_of(dict.fromkeys(self.stored.names, 1), self.tensors["lengths"], self.loss_counts)
 
     @property
@@ -216,8 +215,8 @@ class QueuedShare:
     def from_bytes(cls, raw: bytes) -> QueuedShare | None:
         """None for a batch that has its samples itself, or that is none. Raises ConfigError for anything else but what
         ``QueuedBatch.to_bytes`` returned."""
-        metadata = _metadata(raw)
-        if _QUEUE not in metadata:
+        metadata = header(raw).get("__metadata__")
+        if not isinstance(metadata, dict) or _QUEUE not in metadata:
             return None
         try:
             refs = tuple((int(ordinal), int(index)) for ordinal, index in json.loads(metadata[_REFS]))
@@ -246,14 +245,3 @@ class QueuedShare:
         if unknown := self.names - QUEUED:
             raise ConfigError(f"samples in the queue have no tensors {sorted(unknown)}")
         return Batch({**_tensors(self.refs, self._lengths(), self.names, reader), **self.tensors})
-
-
-def _metadata(raw: bytes) -> Mapping[str, str]:
-    """The texts in the header of safetensors: its length as uint64, and JSON with "__metadata__". Empty where there
-    are none."""
-    try:
-        [size] = struct.unpack_from("<Q", raw)
-        found = json.loads(raw[8:8 + size]).get("__metadata__", {})
-        return {str(name): str(value) for name, value in found.items()}
-    except (struct.error, ValueError, AttributeError, RecursionError):
-        return {}

@@ -1,7 +1,7 @@
 """Committed versions that have fewer copies than wanted, and for how long there have been any. Pure.
 
 The repair of the leader finds them on its rounds. A leader that has just begun knows nothing yet: that is neither
-"some" nor "none", so that a change of leaders ends no alert, and begins none anew.
+"some" nor "none", so that a change of leaders ends no alert, and begins none again.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Singletons:
                  clock: Callable[[], float] = boottime_s) -> None:
         """``files``: of singletons only. ``log_of``: the log of a service by the name of its file. ``on_released``:
         ends what a singleton has started to outlive it, by its name, when this host is not to run it any more: whoever
-        does then begins anew. ``env``: for each singleton. ``clock``: that of the host's lease."""
+        does then begins again. ``env``: for each singleton. ``clock``: that of the host's lease."""
         self._host_id, self._incarnation, self._files = host_id, incarnation, files
         self._log_of, self._command_of, self._env = log_of, command_of, dict(env or {})
         self._on_released = on_released

@@ -24,7 +24,7 @@ class RowAttempts:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._putting = set[int]()
-        """Attempts in progress."""
+        """Attempts whose rows are being written."""
         self._held: dict[int, GroupSummary] = {}
 
     @property
@@ -69,5 +69,5 @@ class RowAttempts:
         return group is not None and group.attempt == name.attempt
 
     def dead(self, names: Collection[RowName]) -> list[RowName]:
-        """Those of these rows, which were listed before, that are of no use to anybody."""
+        """Returns those of these rows, which were listed before, that nobody can use any more."""
         return [name for name in names if not self.holds(name) and name.attempt not in self._putting]

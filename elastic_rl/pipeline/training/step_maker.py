@@ -200,7 +200,7 @@ class StepMaker:
                 self._waits.stage("train")
                 with timer.stage("train"):
                     # A batch that does not fit the trainer blames no group, and never fits however often it is sent:
-                    # the trial ends with the error, which the loop shows, and the next one has a batch made anew.
+                    # the trial ends with the error, which the loop shows, and the next one has a new batch made.
                     self._waits.retry("trainer", lambda: self._trainer.check(step, batch),
                                       end_on=(TrainerFailed, Conflict, ConfigError, *_REFUSED))
             except StepsHeld as e:

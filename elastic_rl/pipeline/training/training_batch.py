@@ -205,7 +205,7 @@ class TrainingBatches:
                        "teacher_refused": (tokens - batch.loss_tokens) / max(tokens, 1)}
 
     def _token_advantages(self, batch: Batch, spec: AlgorithmSpec) -> torch.Tensor:
-        """[L]. Those of a user's own code are made by the role, which it cannot hold up for long."""
+        """[L] fp32: the advantage of each loss token. A user's own code runs in the role, which it may stop."""
         if ":" not in self._cfg.algorithm.name and spec.token_advantages is not None:
             return spec.token_advantages(batch, options_of(spec, self._cfg.algorithm), self._cfg.algorithm)
         raw = batch.only("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", *spec.inputs,

@@ -92,7 +92,7 @@ class Board:
             return self._executing
 
     def take_share(self, batch_id: str) -> list[bytes] | None:
-        """As ``share``; the board has it no longer."""
+        """Returns what ``share`` does, and drops it."""
         with self._lock:
             found = self.share(batch_id)
             self._shares.pop(batch_id, None)

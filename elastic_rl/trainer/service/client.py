@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from elastic_rl.config import TrainerConfig
 from elastic_rl.config.groups import ACTOR, TrainerGroupSpec
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
@@ -53,6 +54,7 @@ _QUEUE_S = 60.0
 _WAIT_S = 2.0
 """How long one request waits for a result on the other side. Short, so that a stopped trainer is noticed."""
 _SHARE_THREADS = 8
+_SHARE_PIECE_BYTES = TrainerConfig().share_piece_bytes
 _OUTPUT_ATTEMPTS, _OUTPUT_RETRY_S = 6, (0.2, 4.0)
 _UPLOAD_RETRY_S = (_POLL_S, 2.0)
 """First and longest pause before shares are sent again, which may be large."""
@@ -104,7 +106,7 @@ class _Piece:
 
     url: str
     rows: torch.Tensor
-    """[n] rows of the batch."""
+    """[n] int64: the samples of the batch that the piece has."""
     number: int
     of: int
     """Number of pieces of the share."""
@@ -115,7 +117,7 @@ class TrainerClient(TrainerCalls):
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, *, epoch: int, term: int,
                  group: TrainerGroupSpec = ACTOR, on_wait: Callable[[str], None] = lambda text: None,
-                 share_piece_bytes: int = 256 << 20) -> None:
+                 share_piece_bytes: int = _SHARE_PIECE_BYTES) -> None:
         """``on_wait`` is called again and again during a wait, with what is waited for; "" for a trainer that answers.
         It may raise, which ends the wait. ``share_piece_bytes``: what a rank takes as one message."""
         self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait
