@@ -225,12 +225,26 @@ CHECKS: tuple[Check, ...] = (
             "model.path"),
     # Rollout.
     _way_to_generate,
+    Refused(lambda c: c.rollout.penalties and c.mode == "rl",
+            "{rollout.penalties} in rollout with mode=rl: an engine's log-probs are those of the changed logits, with "
+            "which the trainer's cannot be compared; leave them to eval, or to mode=rejection_sampling"),
+    Refused(lambda c: c.rollout.top_k == 1 and c.train.group_size > 1 and c.mode in ("rl", "rejection_sampling"),
+            "rollout.top_k=1: all samples of a prompt would be the same; set a larger one, or null for all tokens"),
+    Refused(lambda c: (c.rollout.stop or c.eval.stop) and _built_in(c),
+            "rollout.stop or eval.stop with the built-in model, which has no text; set model.path"),
+    Refused(lambda c: (c.rollout.min_p or c.eval.min_p) and (c.deterministic or c.engine.seeded_sampling == "on"),
+            "rollout.min_p={rollout.min_p} and eval.min_p={eval.min_p} with samples that are drawn by seeds "
+            "(deterministic={deterministic}, engine.seeded_sampling={engine.seeded_sampling}): SGLang has no seeds "
+            "with min_p; set min_p to 0"),
     # Modes.
     Refused(lambda c: c.mode == "sft" and not c.sft.max_steps,
             "sft.max_steps=0 with mode=sft: there is nothing to do; set it to the number of steps"),
     Refused(lambda c: c.eval.samples > 1 and not c.eval.temperature,
             "eval.samples={eval.samples} with eval.temperature=0: all samples of a prompt would be the same; set a "
             "temperature, or one sample"),
+    Refused(lambda c: c.eval.samples > 1 and c.eval.top_k == 1,
+            "eval.samples={eval.samples} with eval.top_k=1: all samples of a prompt would be the same; set a larger "
+            "top_k, or one sample"),
     Refused(lambda c: c.rejection.keep > c.train.group_size,
             "rejection.keep={rejection.keep} is more than train.group_size={train.group_size}, the samples that a "
             "prompt has"),

@@ -106,7 +106,8 @@ class EngineConfig(Section):
     seeded_sampling: Literal["auto", "on", "off"] = "auto"
     """Whether samples are drawn by seeds that follow from the run's ``seed``, the prompt group and the sample, so that
     the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it
-    needs kernels that do not depend on the batch, which are slower. ``auto``: on a CPU only."""
+    needs kernels that do not depend on the batch, which are slower. ``auto``: on a CPU only, and not for a pool that is
+    sampled with ``min_p``, for which SGLang has no seeds."""
     extra_args: list[str] = []
     """Further arguments of ``sglang.launch_server``, passed on unchanged. Options that the engine's own arguments set
     are refused: the last one of an option counts. So are those with which a server asks for no key, or writes it to

@@ -6,10 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from elastic_rl.config.section import Positive, Section
+from elastic_rl.config.sampling import SamplingOptions
+from elastic_rl.config.section import Positive
 
 
-class EvalConfig(Section):
+class EvalConfig(SamplingOptions):
     samples: Positive = 1
     """Number of samples of each prompt, whose reward is their mean. With more than one, ``mode: eval`` reports pass@k
     besides, for k = 1, 2, 4, … up to this number."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_rl.config import secrets
 from elastic_rl.config.root import Config
+from elastic_rl.config.sampling import SamplingOptions
 from elastic_rl.config.section import Section
 
 _MAX_VALUE = 300
@@ -55,7 +56,7 @@ FIXED = (
     *(Fixed(f"rollout.{key}", "the output so far was made the other way", modes=modes) for key, modes in (
         ("reward", _SAMPLED), ("reward_options", _SAMPLED), ("generate", _SAMPLED),
         ("environment", _SAMPLED),
-        ("filters", ("rejection_sampling",)), ("temperature", ("rejection_sampling",)))),
+        *((key, ("rejection_sampling",)) for key in ("filters", "temperature", *SamplingOptions.model_fields)))),
     Fixed("train.prompts_per_step", "it gives each step its prompts, so some would be skipped or trained on twice"),
     Fixed("train.group_size", "rewards are compared within a group of this size"),
     Fixed("algorithm.name", "the committed optimizer state belongs to it"),

@@ -53,6 +53,8 @@ class PoolSettings:
     """Whether its engines share devices with the trainer, in alternation."""
     host_selector: HostSelector = field(default_factory=dict)
     """Labels of the hosts that its engines may be on; empty: any host that its weights can be on."""
+    reads_text: bool = False
+    """Whether some requests have texts with which a response ends, so that its engines need their tokenizer."""
     template_date: date | None = None
     """The date of ``data.template_date``, for the chat template of its model."""
 

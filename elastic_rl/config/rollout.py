@@ -10,14 +10,15 @@ from pydantic import Field, field_validator
 from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.host_selector import HostSelector
 from elastic_rl.config.json_values import require_json
-from elastic_rl.config.section import Positive, Seconds, Section
+from elastic_rl.config.sampling import SamplingOptions
+from elastic_rl.config.section import Positive, Seconds
 
 SINGLE_TURN = "single_turn"
 ENVIRONMENT = "environment"
 """``rollout.reward`` that is what the environment says of an episode."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(SamplingOptions):
     engines: Annotated[int, Field(ge=1)] = 2
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale``."""
     host_selector: HostSelector = {}
@@ -115,8 +116,13 @@ class RolloutConfig(Section):
     @property
     def judges(self) -> frozenset[str]:
         """Pools that the rewards ask: of each ``genrm`` its ``pool``."""
-        return frozenset(str(options.get("pool", "genrm")) for name, options in _rewards(
-            self.reward, self.reward_options) if name == "genrm")
+        return frozenset(pool for pool, _ in self.judge_options)
+
+    @property
+    def judge_options(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """The pool that each ``genrm`` asks, and the options of the reward as they are given."""
+        return [(str(options.get("pool", "genrm")), options) for name, options in _rewards(
+            self.reward, self.reward_options) if name == "genrm"]
 
     @field_validator("filters")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -138,11 +139,21 @@ class Config(Section):
         policy = PoolSettings(ROLLOUT_POOL, model_dir, Stream.POLICY, self.rollout.engines, engine, self.colocated,
                               self.rollout.host_selector)
         idle = self.algorithm.teacher if self.mode != "rl" else None  # it teaches nobody
-        return {ROLLOUT_POOL: policy, **{
-            name: PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
+        return {ROLLOUT_POOL: self._for_samplings(policy), **{
+            name: self._for_samplings(PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
                                changed(self.engine, pool.engine), host_selector=pool.host_selector,
-                               template_date=self.data.template_date)
+                               template_date=self.data.template_date))
             for name, pool in self.pools.items() if name != idle or name in self.rollout.judges}}
+
+    def _for_samplings(self, pool: PoolSettings) -> PoolSettings:
+        """The pool as those need it who sample from it."""
+        asked = [options for name, options in self.rollout.judge_options if name == pool.name]
+        if pool.name == ROLLOUT_POOL:
+            asked += [self.rollout.model_dump(), self.eval.model_dump()]
+        engine = pool.engine
+        if engine.seeded_sampling == "auto" and any(options.get("min_p") for options in asked):
+            engine = engine.model_copy(update={"seeded_sampling": "off"})  # SGLang has no seeds with it
+        return replace(pool, engine=engine, reads_text=any(options.get("stop") for options in asked))
 
     def role_settings(self, role: str) -> RoleConfig:
         """How a role is deployed."""

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
+from elastic_rl.config.sampling import SamplingOptions
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine import packed_answers
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
@@ -35,8 +36,8 @@ from elastic_rl.runtime.backoff import backoff_s
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled. top-p and top-k are off: with either, the engine's log-probs would not be those of the
-    distribution that it samples from."""
+    """How tokens are sampled. The log-probs that an engine answers with are those of the temperature and the penalties,
+    over all tokens: ``top_p``, ``top_k`` and ``min_p`` leave tokens out after that."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -48,12 +49,33 @@ class Sampling:
     resume: bool = False
     """Whether a sample that an engine gave back unfinished, as it does when it leaves the pool and for an update with
     ``engine.pause_mode=abort``, goes on from its tokens: each part has the version that made it. Else it begins again,
-    as it must where seeds decide what is sampled."""
+    as it must where seeds decide what is sampled. Penalties and texts of ``stop`` know the new part alone then."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts with which a sample ends, for engines with a tokenizer (``PoolSettings.reads_text``)."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @classmethod
+    def of(cls, options: SamplingOptions, *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int],
+           seed: int | None, resume: bool) -> Sampling:
+        """``stop_token_ids``: those that end a sample beside those of the options. ``seed``: where nothing is greedy.
+        """
+        return cls(max_new_tokens, temperature, tuple(dict.fromkeys((*stop_token_ids, *options.stop_token_ids))),
+                   seed if temperature else None, resume, options.top_p, options.top_k or -1, options.min_p,
+                   tuple(options.stop), options.repetition_penalty, options.presence_penalty,
+                   options.frequency_penalty)
 
     def params(self) -> dict[str, Any]:
         """SGLang's sampling parameters. The router takes one set of them for a whole request."""
-        return {"temperature": self.temperature, "top_p": 1.0, "top_k": -1, "max_new_tokens": self.max_new_tokens,
-                "stop_token_ids": list(self.stop_token_ids),
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p,
+                "max_new_tokens": self.max_new_tokens, "stop_token_ids": list(self.stop_token_ids),
+                "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
+                "frequency_penalty": self.frequency_penalty, **({"stop": list(self.stop)} if self.stop else {}),
                 **({"sampling_seed": self.seed} if self.seed is not None else {})}
 
     def of_rest(self, number: int) -> Sampling:

@@ -144,6 +144,7 @@ class EngineRunner:
         ) if external_url else SGLangServer(
             str(self._model.folder), cfg=self._cfg, has_weights=self._model.has_weights, device=ctx.config.device,
             host=ctx.host, log=paths.log(f"engine-{engine_id}"), deterministic=ctx.config.deterministic,
+            reads_text=self._pool.reads_text,
             folder_version=0 if self._pool.stream else FOLDER_VERSION, shares_devices=self._pool.colocated,
             gpus=gpus, key_file=engine_key_file(ctx.config), tls=engine_tls(ctx.config),
             # The same engine of the same run samples the same; no two engines share a seed.

@@ -19,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from elastic_rl.config.options import Options
 from elastic_rl.config.pools import PoolName
+from elastic_rl.config.sampling import SamplingOptions
 from elastic_rl.data.templates import Template
 from elastic_rl.errors import ConfigError
 
@@ -62,7 +63,7 @@ _PATTERN_S = 1.0
 _WINS = {"a": 1.0, "tie": 0.5, "b": 0.0}
 
 
-class JudgeOptions(Options):
+class JudgeOptions(Options, SamplingOptions):
     """``rollout.reward_options`` of the reward ``genrm``."""
 
     pool: PoolName = "genrm"

@@ -80,8 +80,9 @@ class GenRmRole(EngineRole):
 
     def _sampling(self, request: JudgeRequest, pool: _Pool) -> Sampling:
         options = request.options
-        return Sampling(options.max_tokens, options.temperature, pool.tokenizer.eos_ids,
-                        request.seed if options.temperature else None, resume=not self.ctx.config.deterministic)
+        return Sampling.of(options, max_new_tokens=options.max_tokens, temperature=options.temperature,
+                           stop_token_ids=pool.tokenizer.eos_ids, seed=request.seed,
+                           resume=not self.ctx.config.deterministic)
 
     async def _ask(self, pool: _Pool, request: JudgeRequest, prompt: Sequence[int], known: list[str] | None
                    ) -> list[str]:

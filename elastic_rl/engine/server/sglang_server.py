@@ -256,18 +256,19 @@ class SGLangServer(EngineServer):
     def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
                  host: str, deterministic: bool = False, folder_version: int = 0,
                  shares_devices: bool = False, gpus: str = "", key_file: Path | None = None,
-                 tls: TlsFolder | None = None, has_weights: bool = True) -> None:
+                 tls: TlsFolder | None = None, has_weights: bool = True, reads_text: bool = False) -> None:
         """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed.
         ``folder_version``: the version of the folder's weights; 0 where they belong to no version. ``has_weights``:
         whether the folder has weights; else the server begins with arbitrary ones. ``shares_devices``: its device
         memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as ``CUDA_VISIBLE_DEVICES`` has
         them; empty: those that this process sees. ``key_file``: the file of the key that it asks for (``engine_key``).
+        ``reads_text``: requests may have texts that end a response.
         ``tls``: the certificate that it serves with; None: without TLS. Raises ConfigError for files that cannot be
         read."""
         super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}", hooks=[check_connections],
                          access=EngineAccess(read_key(key_file) if key_file is not None else "",
                                              str(tls.ca) if tls is not None else ""))
-        self._tls, self._has_weights = tls, has_weights
+        self._tls, self._has_weights, self._reads_text = tls, has_weights, reads_text
         self._key_file = key_file
         self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
         self._host, self._tag, self._deterministic = host, tag, deterministic
@@ -362,7 +363,7 @@ class SGLangServer(EngineServer):
                 *(() if self._has_weights else ("--load-format", "dummy")),
                 *(("--ssl-certfile", str(self._tls.cert), "--ssl-keyfile", str(self._tls.key)) if self._tls else ()),
                 *(("--weight-version", str(self._folder_version)) if self._folder_version else ()),
-                "--skip-tokenizer-init",   # token ids in, token ids out
+                *(() if self._reads_text else ("--skip-tokenizer-init",)),   # token ids in, token ids out
                 # It tells its load after so many steps, by default 15. Until then an engine with requests seems to have
                 # none, and would end, or update, under them.
                 "--load-snapshot-publish-interval", "1",

@@ -29,6 +29,7 @@ from elastic_rl.runtime.files import PRIVATE_UMASK
 from elastic_rl.runtime.process import die_with_parent, freeze_heap
 
 ON_CPU = not torch.cuda.is_available()
+_SEEDED = "--enable-deterministic-inference"
 
 torch_store.install()  # of a scheduler, whether it is forked or spawned
 if __name__ == "__mp_main__":
@@ -127,7 +128,7 @@ def main() -> None:
     if ON_CPU:
         fork_children()
         allow_seeds_on_cpu()
-    seeds.install()
+    seeds.install(seeded=_SEEDED in sys.argv)
     unread_bodies.install()
     cache_keys.install_in_schedulers()
     packing.install()

@@ -54,8 +54,10 @@ def hashes(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -
     return h ^ (h >> 16)
 
 
-def install() -> None:
-    """Has the server of this process do it. It wraps a method of SGLang that is no public API."""
+def install(*, seeded: bool) -> None:
+    """Has the server of this process do it. It wraps a method of SGLang that is no public API. ``seeded``: whether the
+    server samples by seeds. Its schedulers would end by an assertion at a request with ``min_p`` then, so that is
+    refused."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     request_class: Any = GenerateReqInput
@@ -64,6 +66,8 @@ def install() -> None:
     def normalize_and_seed(self: Any, num: int) -> None:
         seed = self.sampling_params.get("sampling_seed") if isinstance(self.sampling_params, dict) else None
         normalize(self, num)
+        if seeded and any(params.get("min_p") for params in self.sampling_params):
+            raise ValueError("min_p with seeded sampling: set engine.seeded_sampling=off, or leave min_p out")
         if seed is None or not self.input_ids or not isinstance(self.input_ids[0], list):
             return
         prompts = (self.input_ids * num)[:num]

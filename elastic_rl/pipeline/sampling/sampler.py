@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, EvalConfig, RolloutConfig
 from elastic_rl.data.order import order_of
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstration
 from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_prompts
@@ -103,7 +103,7 @@ class Sampler:
             return []
         # A prompt returns once in each of its passes over the data, so pass and prompt stand for the group.
         return [PromptRequest(
-            ordinal, prompt, self._sampling(self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, data_pass)),
+            ordinal, prompt, self._sampling(self._cfg.rollout, sampling_seed(self._cfg.seed, data_pass)),
             self._cfg.train.group_size)
             for (ordinal, prompt), data_pass in zip(prompts, self._passes([o for o, _ in prompts]), strict=True)]
 
@@ -111,7 +111,7 @@ class Sampler:
         """A group of samples for each (ordinal, prompt), rewarded, as the section ``eval`` has it; one whose reward
         failed has the reward 0. No filter drops one."""
         how = self._cfg.eval
-        sampling = self._sampling(how.temperature, sampling_seed(self._cfg.seed, 0) if how.temperature else None)
+        sampling = self._sampling(how, sampling_seed(self._cfg.seed, 0))
         return self._groups([PromptRequest(i, prompt, sampling, how.samples) for i, prompt in prompts], min_version)
 
     def _passes(self, ordinals: Sequence[int]) -> list[int]:
@@ -140,11 +140,11 @@ class Sampler:
     def _other_request(self, number: int) -> PromptRequest:
         """A request for a held-out prompt. Raises SourceFailed."""
         return PromptRequest(-1, self._held_out(number, self._reads), self._sampling(
-            self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, 0)), 1)
+            self._cfg.rollout, sampling_seed(self._cfg.seed, 0)), 1)
 
-    def _sampling(self, temperature: float, seed: int | None) -> Sampling:
-        return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed,
-                        resume=not self._cfg.deterministic)
+    def _sampling(self, how: RolloutConfig | EvalConfig, seed: int) -> Sampling:
+        return Sampling.of(how, max_new_tokens=self._source.max_response_tokens, temperature=how.temperature,
+                           stop_token_ids=self._source.stop_token_ids, seed=seed, resume=not self._cfg.deterministic)
 
     def _groups(self, requests: Sequence[PromptRequest], min_version: int,
                 on_done: Callable[[int], None] = lambda ordinal: None) -> list[Group]:

@@ -66,6 +66,10 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("model.rms_norm_eps=0", "model.rms_norm_eps"), ("model.head_dim=15", "model.head_dim=15 is odd"),
     ("rollout.temperature=1e-300", "rollout.temperature"), ("dcs.arena_bytes=99999999999999999999", "dcs.arena_bytes"),
     ("device={type: cpu, dist_backend: nccl}", "nccl connects GPUs"),
+    ("rollout.frequency_penalty=0.5", "frequency_penalty=0.5 in rollout with mode=rl"),
+    ("rollout.top_k=1", "all samples of a prompt would be the same"),
+    ("eval={samples: 2, temperature: 1, top_k: 1}", "eval.top_k=1"), ("rollout.top_p=0", "rollout.top_p"),
+    ("eval.stop=[a]", "the built-in model, which has no text"), ("rollout.stop=['']", "rollout.stop"),
     ("trainer={context_parallel: 2, packing: false}", "trainer.context_parallel=2 with trainer.packing=false"),
     ("trainer={context_parallel: 2, moe_aux_loss_coef: 0.1}", "the load-balancing loss of split sequences"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
@@ -97,6 +101,21 @@ def test_path_that_no_file_has_is_refused(key: str, path: str) -> None:
         config.load(None, [f'--{key}="{path}"'])
     assert f"{key}: " in str(e.value)
     assert config.load(None, [f"--{key}=~/x"])
+
+
+def test_pool_has_what_those_need_who_sample_from_it() -> None:
+    """A tokenizer for texts that end a response, and no seeds with min_p, which SGLang refuses by an assertion."""
+    judges = {"reward": "mix", "reward_options": {"parts": [
+        {"reward": "genrm", "options": {"pool": "strict", "stop": ["."]}},
+        {"reward": "genrm", "options": {"pool": "other", "min_p": 0.2}}]}}
+    cfg = config.parse({"model": {"path": "/m"}, "rollout": judges, "eval": {"temperature": 1, "min_p": 0.1},
+                        "pools": {name: {"model": "/j"} for name in ("strict", "other", "idle")}})
+    pools = cfg.pool_settings("/m")
+    assert {name: (pool.reads_text, pool.engine.seeded_sampling) for name, pool in pools.items()} == {
+        "rollout": (False, "off"), "strict": (True, "auto"), "other": (False, "off"), "idle": (False, "auto")}
+    for settings in ({"deterministic": True}, {"engine": {"seeded_sampling": "on"}}):
+        with pytest.raises(ConfigError, match="SGLang has no seeds"):
+            config.parse({"eval": {"min_p": 0.1}, **settings})
 
 
 def test_missing_file_is_refused_by_name() -> None:

@@ -49,6 +49,7 @@ def test_setting_that_decides_nothing_may_change(new: dict[str, Any]) -> None:
     ("eval", {"rollout": {"reward": "f1"}}, "rollout.reward"), ("eval", {"eval": {"samples": 1, "pass_reward": 0.5}},
                                                                "eval.pass_reward"),
     ("rejection_sampling", {"rollout": {"temperature": 0.5}}, "rollout.temperature"),
+    ("rejection_sampling", {"rollout": {"top_p": 0.5}}, "rollout.top_p"),
     ("rejection_sampling", {"rollout": {"filters": ["uniform_reward"]}}, "rollout.filters"),
     ("rejection_sampling", {"rejection": {"min_reward": 0.5}}, "rejection.min_reward")])
 def test_settings_of_an_output_are_fixed_in_its_mode_only(mode: str, new: dict[str, Any], key: str) -> None:

@@ -53,6 +53,15 @@ def test_only_http_with_tls_is_open_to_others_of_an_engine_that_they_reach(tmp_p
     assert not {"--ssl-certfile", "--dist-init-addr", "--load-format"} & set(here)
 
 
+def test_tokenizer_is_loaded_where_requests_have_texts(tmp_path: Path) -> None:
+    def skips(reads_text: bool) -> bool:
+        return "--skip-tokenizer-init" in SGLangServer(
+            "model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1, tag="args",
+            reads_text=reads_text).arguments(cuda=False)
+
+    assert skips(False) and not skips(True)
+
+
 def test_engine_that_is_given_gpus_uses_them_where_its_runner_sees_none(tmp_path: Path) -> None:
     def uses_cuda(device: str, gpus: str) -> bool:
         return SGLangServer("model", host=LOOPBACK, cfg=EngineConfig(), device=DeviceConfig(type=device),  # type: ignore[arg-type]
