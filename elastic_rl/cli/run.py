@@ -462,6 +462,14 @@ def config_schema() -> None:
     tables.write_json(Config.model_json_schema())
 
 
+@config_app.command("explain")
+def config_explain(key: Annotated[str, typer.Argument(metavar="KEY", help=(
+        "A setting, such as train.lr, or a section, such as train."))]) -> None:
+    """Say what a setting does, what it may be and what its default is; of a section, what its settings are for."""
+    from elastic_rl.config import reference
+    _say(reference.explain(key))
+
+
 @app.command()
 def version() -> None:
     """Print the version of elastic-rl."""
