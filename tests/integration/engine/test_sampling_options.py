@@ -77,12 +77,14 @@ def test_penalty_changes_what_is_sampled(engine: Engine) -> None:
 
 
 def test_response_ends_with_the_text_that_stops_it(engine: Engine) -> None:
-    sampling = replace(FREE, max_new_tokens=512, stop=("e", "qu"))
-    for sample in engine.ask(sampling, 8):
-        text = engine.tokenizer.decode(sample.response_ids)
-        assert sample.finish_reason == "length" or "e" in text or "qu" in text
+    stops, samples = ("e", "qu"), engine.ask(replace(FREE, max_new_tokens=56, stop=("e", "qu")), 16)
+    texts = [engine.tokenizer.decode(sample.response_ids) for sample in samples]
+    assert any(stop in text for text in texts for stop in stops)
+    for sample, text in zip(samples, texts, strict=True):
         before = engine.tokenizer.decode(sample.response_ids[:-1])
-        assert "e" not in before and "qu" not in before, "it went on after the text"
+        assert not any(stop in before for stop in stops), "it went on after the text"
+        by_text, by_token = any(stop in text for stop in stops), sample.response_ids[-1] in engine.tokenizer.eos_ids
+        assert sample.finish_reason == ("stop" if by_text or by_token else "length")
         assert sum(len(s.logprobs) for s in sample.segments) == len(sample.response_ids)
 
 
