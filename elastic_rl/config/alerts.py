@@ -60,6 +60,9 @@ class AlertConfig(Section):
     """A run that waits for the same part of the system for more than this many seconds raises ``run.waiting``, and so
     does one that no actor process runs for so long. Set it above the time that an engine of the model takes to start,
     if the start of a run is not to raise it."""
+    engines_idle_s: Seconds = 300.0
+    """Routable engines of the policy's pool that could process twice as many requests, or more, for this many seconds,
+    while a limit on what is in flight keeps the run from sending any, raise ``pool.idle``, which names the limit."""
     leader_gap_s: Seconds = 15.0
     """The next leader reports ``leader.absent`` when no coordinator led for more than this many seconds."""
     etcd_slow_s: Seconds = 0.5

@@ -703,6 +703,7 @@ class EngineRunner:
                       version=lifecycle.version, applying=lifecycle.applying, started_at=self._started_at,
                       updated_at=time.time(), pull_apply_s=self._pull_apply_s, pause_s=self._pause_s,
                       layout=server.layout, checksum=self._checksum, running=self._load.running,
+                      slots=0 if self._external else self._cfg.max_running_requests,
                       waiting=self._load.waiting, token_usage=self._load.token_usage, load_known=self._load.known,
                       incarnation=self._member.incarnation, external=self._external, holds_device=self._holds_device,
                       reason=lifecycle.reason)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_rl.etcd.record import FiniteByName, FiniteOrNone, Record
+from elastic_rl.etcd.record import FiniteByName, FiniteOrNone, OpenEnum, Record
 
 WORKING_PHASES = ("sft", "rl", "eval", "rejection_sampling")
 """Phases of a job that works, or waits for what it needs to."""
+
+
+class GenerationCap(OpenEnum):
+    """Limits that keep a run from asking its engines for more samples, although there are further prompts."""
+
+    NONE = ""
+    POOL = "pool"
+    """What the engines of the pool are taken to hold, with what waits in them."""
+    REQUESTS = "requests"
+    """The most requests that the run has in flight."""
+    GROUPS_IN_FLIGHT = "train.max_groups_in_flight"
+    STALENESS = "train.max_staleness"
 
 
 class JobStatus(Record):
@@ -57,6 +69,9 @@ class JobStatus(Record):
     waiting_kind: str = ""
     """Which part of the system it waits for: engines, router, trainer, etcd, reward, rollout, advantages, dcs, source,
     disk and others; empty while it works. Alerts and metrics go by it: one of a few short words."""
+    generation_cap: GenerationCap = GenerationCap.NONE
+    """Which limit has kept it for a while from asking its engines for more samples; empty while none does, and where
+    there is nothing more to ask for."""
 
 
 class StepMetrics(Record):

@@ -10,6 +10,7 @@ from typing import Any, Self
 from elastic_rl.config.autoscale import AutoscaleFields
 from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
     WORKING_PHASES,
+    GenerationCap,
     GroupLease,
     JobStatus,
     OutputState,
@@ -358,6 +359,8 @@ class Engine(Record):
     """Requests that are queued in it."""
     token_usage: float | None = None
     """Used share of its KV cache, 0 to 1, to the nearest twentieth, as of the same probe; None if unknown."""
+    slots: int = 0
+    """The most requests that it processes at once; 0 if unknown, as of a server that someone else runs."""
     load_known: bool = False
     """Whether the last probe was answered: else ``running``, ``waiting`` and ``token_usage`` are of an older one."""
     holds_device: bool = False

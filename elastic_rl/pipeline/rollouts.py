@@ -20,7 +20,7 @@ from elastic_rl.pipeline.records.run_events import RunEvents, emitter
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollout_pool import living
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling.sampler import Sampler
+from elastic_rl.pipeline.sampling.sampler import OnCap, Sampler
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
@@ -46,9 +46,9 @@ class Rollouts:
 
     def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, writer: FencedWriter, calls: RolloutCalls,
                  source: CheckedSource, needs: OnNeeds, reads: SourceReads, waits: Waits,
-                 publish_again: Callable[[int], None]) -> None:
-        """``needs``, ``publish_again``: see ``PoolSync``. Waits for the source, and for what the settings name of the
-        user's functions. Raises Fenced."""
+                 publish_again: Callable[[int], None], on_cap: OnCap) -> None:
+        """``needs``, ``publish_again``: see ``PoolSync``. ``on_cap``: see ``Sampler``. Waits for the source, and for
+        what the settings name of the user's functions. Raises Fenced."""
         self._shared = cfg, etcd, keys, writer, calls, source, needs
         self.reads, self.waits = reads, waits
         self._holders = HeadHolders(etcd, keys, DcsClient(
@@ -59,11 +59,11 @@ class Rollouts:
         events = RunEvents(etcd, keys, emitter(writer, waits))
         self.sampler = waits.retry("plugin", lambda: Sampler(
             cfg, source, calls.generate, waits, self.pool.no_engine, events.groups_failed, calls.judge, reads,
-            lambda: cfg.engine.max_running_requests * living(self.pool.engines)))
+            lambda: cfg.engine.max_running_requests * living(self.pool.engines), on_cap))
 
-    def of_thread(self, waits: Waits, publish_again: Callable[[int], None]) -> Rollouts:
+    def of_thread(self, waits: Waits, publish_again: Callable[[int], None], on_cap: OnCap) -> Rollouts:
         """The same for another thread, which calls this and has these waits."""
-        return Rollouts(*self._shared, self.reads.of_thread(waits), waits, publish_again)
+        return Rollouts(*self._shared, self.reads.of_thread(waits), waits, publish_again, on_cap)
 
     def await_version(self, version: int, timer: StepTimer) -> None:
         """Waits until the engines serve the version or a newer one. Raises Fenced, and what ``publish_again`` does."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-from elastic_rl.config import Config
+from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import EtcdHealth
+from elastic_rl.coordinator.idle_slots import idle_slots
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ACTOR_ROLE, ClusterSnapshot
 from elastic_rl.dcs.catalog.under_replication import UnderReplication, described
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import DcsNode, Severity
+from elastic_rl.etcd.records import DcsNode, GenerationCap, Severity
 
 _ETCD_HOLD_S = 10.0
 _ETCD_SLOW_HOLD_S = 30.0
@@ -35,6 +36,16 @@ _UNREADABLE = 20
 _FULL_HOLD_S = 15.0
 _FULL_HYSTERESIS = 0.05
 """An alert about a full node ends this fraction below the limit, so that it does not flap."""
+_IDLE, _IDLE_HYSTERESIS = 0.5, 0.1
+"""Free share of what engines can process at once from which on they are idle, and how far below that the alert ends."""
+_RAISES_CAP = {
+    GenerationCap.POOL: "as many groups are in flight as the engines are taken to hold, so most of them are elsewhere: "
+                        "in tools and environments of episodes, or in a few of the engines",
+    GenerationCap.REQUESTS: "as many requests are in flight as there may be: set a larger rollout.groups_per_request",
+    GenerationCap.GROUPS_IN_FLIGHT: "train.max_groups_in_flight groups are in flight: set more",
+    GenerationCap.STALENESS: "the groups of all steps that train.max_staleness allows are there, or in flight: the "
+                             "trainer is what takes the time. Scale the pool in, give the trainer more devices, or "
+                             "set a larger train.max_staleness"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Thresholds:
     etcd_quota_bytes: int = 2 << 30
     max_staleness: int = 0
     run_waiting_s: float = 60.0
+    engines_idle_s: float = 300.0
     pool_hold_s: float = 600.0
     """A pool may be short for so long: an engine needs that to start."""
     pool_holds_s: Mapping[str, float] = field(default_factory=dict)
@@ -58,7 +70,8 @@ class Thresholds:
     def from_config(cls, cfg: Config) -> Thresholds:
         a = cfg.alerts
         return cls(a.engine_lag_versions, a.engine_lag_s, a.durable_lag_s, a.full_fraction, a.etcd_slow_s,
-                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, cfg.engine.start_timeout_s,
+                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, a.engines_idle_s,
+                   cfg.engine.start_timeout_s,
                    {name: pool.engine.start_timeout_s for name, pool in cfg.pool_settings("").items()})
 
 
@@ -67,7 +80,7 @@ def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thres
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
     found = [*_members(snapshot), *_compute(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
              *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_waiting(snapshot, now, limits),
-             *_unreadable(snapshot),
+             *_idle(snapshot, limits, firing), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
 
@@ -194,6 +207,16 @@ def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Itera
         what = status.waiting_for[:_WAITING_CHARS]
         yield Condition("run.waiting", kind, f"the run has waited in {status.stage or status.phase} for more than "
                         f"{limit_s:.0f} s for {what}", Severity.WARNING)
+
+
+def _idle(snapshot: ClusterSnapshot, limits: Thresholds, firing: Set[str]) -> Iterator[Condition]:
+    idle = idle_slots(snapshot)
+    limit = _IDLE - (_IDLE_HYSTERESIS if f"pool.idle/{ROLLOUT_POOL}" in firing else 0.0)
+    if idle is not None and idle.share >= limit:
+        why = _RAISES_CAP.get(idle.cap, f"the limit {idle.cap} binds")
+        yield Condition("pool.idle", ROLLOUT_POOL, f"the {idle.engines} routable engines of pool {ROLLOUT_POOL} could "
+                        f"process {idle.free} more requests at once, of {idle.slots}, and get none: {why}",
+                        Severity.WARNING, hold_s=limits.engines_idle_s)
 
 
 def leader_conditions(replica: str, stage_errors: Mapping[str, str], sweep_problem: str) -> list[Condition]:

@@ -17,7 +17,7 @@ from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, name_of, 
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Operation, StepMetrics
 
-_KNOWN = 0.8
+KNOWN = 0.8
 """Share of the serving engines whose load must be known."""
 _FEW = 0.05
 """Share of a pool's engines that may be missing for it to grow: of thousands some always start or get a version."""
@@ -84,8 +84,8 @@ def _load(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: C
     serving = [e for e in snapshot.engines.values() if e.pool == pool and e.state is EngineState.READY]
     if not serving:
         return "no engine is ready"
-    known = _known(snapshot, serving)
-    if len(known) < _KNOWN * len(serving):
+    known = with_known_load(snapshot, serving)
+    if len(known) < KNOWN * len(serving):
         return f"{len(serving) - len(known)} of {len(serving)} engines have not answered their last probe"
     progress = _progress(status, step, cfg, step_age_s)
     if isinstance(progress, str):
@@ -99,7 +99,7 @@ def _load(snapshot: ClusterSnapshot, pool: str, step: StepMetrics | None, cfg: C
         waits=bool(status.waiting_kind))
 
 
-def _known(snapshot: ClusterSnapshot, engines: list[Engine]) -> list[Engine]:
+def with_known_load(snapshot: ClusterSnapshot, engines: list[Engine]) -> list[Engine]:
     """The engines of which it is certain that their records have the load of a short time ago."""
     working = {m.id for m in snapshot.members if m.role == event_kinds.ENGINE and stalled_s(m) < _STALLED_S}
     return [e for e in engines if e.load_known and e.id in working]

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from elastic_rl.config import Stream
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, EventCursor, FaultStatistics, Histogram
+from elastic_rl.coordinator.idle_slots import idle_slots
 from elastic_rl.coordinator.membership.hang_detection import is_idle, stalled_s
 from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot
 from elastic_rl.dcs.catalog.reads import newest_number
@@ -210,11 +211,18 @@ def _waiting(snapshot: ClusterSnapshot) -> list[Metric]:
     waits = s is not None and not snapshot.run_ended and bool(s.waiting_kind)
     kind = s.waiting_kind[:_MAX_NAME_CHARS] if s is not None else ""
     since = s.waiting_since if s is not None else 0.0
+    cap = s.generation_cap[:_MAX_NAME_CHARS] if s is not None else ""
+    idle = idle_slots(snapshot)
     return [
         _gauge("run_waiting", "1 for the part of the system that the run waits for", "kind",
                {kind: 1} if waits else {}),
         _gauge("run_waiting_seconds", "For how long the run has been waiting for it", "kind",
                {kind: max(0.0, snapshot.now - since)} if waits and since > 0 else {}),
+        _gauge("generation_capped", "1 for the limit that has kept the run for a while from asking its engines for "
+               "more samples", "cap", {cap: 1} if cap and not snapshot.run_ended else {}),
+        _gauge("engine_slots_idle_ratio", "Share, 0 to 1, of the requests that the routable engines of the policy's "
+               "pool can process at once and do not, while such a limit binds", "cap",
+               {idle.cap: idle.share} if idle is not None else {}),
         _gauge("groups_dropped", "Prompt groups dropped on the record instead of being trained on, without those of "
                "steps that were undone", "reason", _named(s.dropped_groups) if s is not None else {})]
 

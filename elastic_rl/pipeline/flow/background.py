@@ -15,7 +15,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Prompt
 from elastic_rl.errors import Fenced, GroupsLost
-from elastic_rl.etcd.records import Engine
+from elastic_rl.etcd.records import Engine, GenerationCap
 from elastic_rl.pipeline.flow.group_flow import FlowLimits, Grant
 from elastic_rl.pipeline.flow.group_queue import QueueLoss
 from elastic_rl.pipeline.flow.queues import make_queue
@@ -24,6 +24,7 @@ from elastic_rl.pipeline.pool_sync import PoolSync, VersionWait
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.rollout_pool import serves
 from elastic_rl.pipeline.rollouts import Rollouts
+from elastic_rl.pipeline.sampling.sampler import OnCap
 from elastic_rl.pipeline.waits import WaitRelay, Waits
 from elastic_rl.plugins.user_code import describe
 from elastic_rl.telemetry import traces
@@ -42,15 +43,17 @@ class BackgroundGeneration:
     """Starts the producer at once, and ends it with ``close``."""
 
     def __init__(self, cfg: Config, limits: FlowLimits, rollouts: Rollouts, lease: Callable[[IntervalSet], None],
-                 publish_again: Callable[[int], None], queue_lost: Callable[[QueueLoss], None], host: str) -> None:
-        """``rollouts``: of the loop's thread. ``lease``: see ``Producer``. ``publish_again``: called by ``take`` with a
-        version that engines cannot get; ``queue_lost``: by ``take`` too. ``host``: see ``make_queue``."""
+                 on_cap: OnCap, publish_again: Callable[[int], None], queue_lost: Callable[[QueueLoss], None],
+                 host: str) -> None:
+        """``rollouts``: of the loop's thread. ``lease``: see ``Producer``. ``on_cap``: of the producer's thread, see
+        ``Sampler``. ``publish_again``: called by ``take`` with a version that engines cannot get; ``queue_lost``: by
+        ``take`` too. ``host``: see ``make_queue``."""
         self._waits, self._publish_again, self._queue_lost = rollouts.waits, publish_again, queue_lost
         self._wanted_again = 0
         """A version that engines cannot get: the loop's thread publishes it, since it has the trainer."""
         self.flow = SharedFlow(limits, make_queue(cfg, limits.capacity, host))
         self._ending = threading.Event()
-        self._producer = Producer(self.flow, lambda waits: rollouts.of_thread(waits, self._want_again), lease,
+        self._producer = Producer(self.flow, lambda waits: rollouts.of_thread(waits, self._want_again, on_cap), lease,
                                   self._ending)
         self._producer.start()
 
@@ -156,8 +159,13 @@ class Producer:
 
     def _produce(self, rollouts: Rollouts) -> None:
         self.waits.stage("generate")
-        for group, reason in rollouts.sampler.training_stream(lambda wait_s: self._more(rollouts, wait_s)):
+        for group, reason in rollouts.sampler.training_stream(lambda wait_s: self._more(rollouts, wait_s),
+                                                                  self._held_back_by):
             self._flow.finished(group, reason, self.waits)
+
+    def _held_back_by(self) -> GenerationCap:
+        """The limit that leaves no further groups to be generated; none while it is engines that lack a version."""
+        return self._flow.held_back_by if self._grant is None else GenerationCap.NONE
 
     def _more(self, rollouts: Rollouts, wait_s: float) -> tuple[Sequence[tuple[int, Prompt]], int]:
         if self._grant is None:

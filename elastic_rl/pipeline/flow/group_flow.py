@@ -38,6 +38,7 @@ from elastic_rl.data.ledger import Consumption, GroupLedger, GroupState
 from elastic_rl.data.samples import FAILED, TRAIN_FAILED, TRAINER_REFUSED
 from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.errors import IllegalTransition
+from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.sampling.fault_isolation import DropLimit
 
 _REFUSALS = 2
@@ -208,8 +209,7 @@ class GroupFlow:
         is known."""
         if not self._begun:
             return None
-        size = self.limits.groups_per_step
-        ahead = self._ledger.count(*GroupState)
+        size, ahead = self.limits.groups_per_step, self._ledger.count(*GroupState)
         room = min(self.limits.steps_ahead + 1, self.limits.steps - self._step) * size - ahead
         if self.limits.max_in_flight is not None:
             room = min(room, self.limits.max_in_flight - self._ledger.count(LEASED))
@@ -218,6 +218,19 @@ class GroupFlow:
             return None
         min_version = max(1, self._version + ahead // size - self.limits.max_staleness, self._branch.first)
         return Grant(tuple(self._ledger.lease(room, min_version)), min_version)
+
+    @property
+    def held_back_by(self) -> GenerationCap:
+        """The limit that leaves no room for groups of further steps; none without such steps, which is so where each
+        step is to be trained on samples of the newest weights."""
+        limits, ahead = self.limits, self._ledger.count(*GroupState)
+        if not self._begun or not limits.steps_ahead or ahead >= (limits.steps - self._step) * limits.groups_per_step:
+            return GenerationCap.NONE
+        if ahead >= limits.capacity:
+            return GenerationCap.STALENESS
+        if limits.max_in_flight is not None and self._ledger.count(LEASED) >= limits.max_in_flight:
+            return GenerationCap.GROUPS_IN_FLIGHT
+        return GenerationCap.NONE
 
     def give_back(self, ordinals: Iterable[int]) -> None:
         """These groups are not being generated any more, although they were leased: they are leased again."""

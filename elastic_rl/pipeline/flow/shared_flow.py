@@ -14,6 +14,7 @@ from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import GroupsFailed, IllegalTransition
+from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
@@ -97,6 +98,12 @@ class SharedFlow:
 
     def _lease(self) -> Grant | None:
         return None if self._dropping else self._flow.lease()
+
+    @property
+    def held_back_by(self) -> GenerationCap:
+        """The limit that leaves no room for groups of further steps (``GroupFlow.held_back_by``)."""
+        with self._changed:
+            return self._flow.held_back_by
 
     def give_back(self, grant: Grant) -> None:
         """Groups of this grant that have not finished are not being generated any more."""

@@ -18,7 +18,7 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, StepMetrics
+from elastic_rl.etcd.records import GenerationCap, JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
 from elastic_rl.pipeline.records.history import Block, History, record_line
@@ -36,6 +36,8 @@ _WAITING_FOR = 4000
 """Longest text of a wait, in characters."""
 _PROGRESS_EVERY_S = 1.0
 _PIECES_EVERY_S = 10.0
+_CAP_AGAIN_S = 10.0
+"""Pause before it is written again which limit holds requests back, where that failed."""
 _STEP_S_KEPT = 0.8
 """Fraction of the usual time of a step that is kept at each new one."""
 
@@ -112,6 +114,9 @@ class JobStatusWriter:
         self._metrics: StepMetrics | None = None
         self._needs_written = True
         """Whether etcd has ``latest.needs_version``."""
+        self._cap_written, self._cap_tried_at = self.latest.generation_cap, 0.0
+        """Which limit etcd says, and when another one was to be written."""
+        self.latest = self.latest.replace(generation_cap=GenerationCap.NONE)  # it was another incarnation's
         self._lock = threading.RLock()
         self._activity = ActivityThrottle()
         # An earlier incarnation may have ended in a wait; what this one does is another one.
@@ -161,6 +166,18 @@ class JobStatusWriter:
             self.latest = self.latest.replace(pieces=count)
             if not 0.0 <= self._clock() - self.latest.updated_at < _PIECES_EVERY_S:
                 self._try_write()
+
+    def generation_cap(self, cap: GenerationCap) -> None:
+        """Says which limit holds requests for samples back (``CapWatch``), and writes it if it is another one. May be
+        called as often, and where etcd is away, as ``activity``. Raises Fenced."""
+        now = self._clock()
+        # Without the lock, which another thread may hold for as long as etcd does not answer.
+        if cap == self.latest.generation_cap and (
+                cap == self._cap_written or 0.0 <= now - self._cap_tried_at < _CAP_AGAIN_S):
+            return
+        with self._lock:
+            self.latest, self._cap_tried_at = self.latest.replace(generation_cap=cap), now
+            self._try_write()
 
     def _try_write(self) -> None:
         try:
@@ -224,11 +241,12 @@ class JobStatusWriter:
         now = self._clock()
         if phase in _OVER:
             self._activity.update(now, "")
+            changes = {**changes, "generation_cap": GenerationCap.NONE}
         shown = self._activity.visible(now)
         new = self.latest.replace(**{"phase": phase, "updated_at": now, **asdict(shown), **changes})
         blocks = self._blocks()
         self._writer.write(Op.put(self._keys.job_status(), new.encode()), *ops, *put_ops(self._keys, blocks))
-        self.latest, self._needs_written = new, True
+        self.latest, self._needs_written, self._cap_written = new, True, new.generation_cap
         self._activity.written(shown)
         if self._history is not None:
             self._history.commit(blocks)

@@ -231,6 +231,10 @@ class FaultIsolation(Generic[T]):
             trial.is_alone = lane is Lane.PROBATION and len(due) == 1
         return due
 
+    def is_due(self, lane: Lane, now: float) -> bool:
+        """Whether a group waits for the lane whose pause is over."""
+        return any(trial.retry.is_due(now) for trial in self._lanes[lane].waiting)
+
     @staticmethod
     def _round(state: _LaneState[T], now: float) -> list[Trial[T]]:
         """The next round of probation: the group that has failed least often among those whose pause is over, and

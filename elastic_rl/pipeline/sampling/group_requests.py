@@ -16,6 +16,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
 from elastic_rl.engine.generation import Answers, Generated, GenerateFault, PromptRequest, oldest_version
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable, Unanswered
+from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Trial, Verdict
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.runtime.sequences import batches
@@ -88,6 +89,8 @@ class GroupRequests:
         self._lock = threading.Lock()
         """Guards ``_news`` and what the threads write of each request."""
         self._show_at, self._quiet, self._min_version = 0.0, False, 0
+        self.held_back_by = GenerationCap.NONE
+        """The limit for which groups were not sent at the last ``poll``, although they were due."""
         self.begin()
 
     def close(self) -> None:
@@ -154,13 +157,16 @@ class GroupRequests:
         size, running = self._groups_per_request, self._running[lane]
         tried = sum(len(sent.trials) for sent in running)
         due = defaultdict[int, list[Trial[_Asked]]](list)
-        for trial in self._isolation.start(lane, now, min(
-                groups_at_once(self._running_of_pool(), self._samples, _LEAST * size),
-                tried + max(0, _MOST - len(running)) * size)):
+        of_pool = groups_at_once(self._running_of_pool(), self._samples, _LEAST * size)
+        of_requests = tried + max(0, _MOST - len(running)) * size
+        for trial in self._isolation.start(lane, now, min(of_pool, of_requests)):
             due[trial.groups[0].min_version].append(trial)
         for trials in due.values():
             for some in batches(trials, size):
                 self._submit(_Sent(lane, [trial.groups[0] for trial in some], dict(enumerate(some)), is_probe=False))
+        self.held_back_by = GenerationCap.NONE
+        if self._isolation.is_due(lane, now):
+            self.held_back_by = GenerationCap.POOL if of_pool <= of_requests else GenerationCap.REQUESTS
 
     def _submit(self, sent: _Sent) -> None:
         self._running[sent.lane][sent] = None

@@ -15,6 +15,8 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstratio
 from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.etcd.records import GenerationCap
+from elastic_rl.pipeline.sampling.cap_watch import CapWatch
 from elastic_rl.pipeline.sampling.filtering import Filters
 from elastic_rl.pipeline.sampling.group_requests import Generate, GroupRequests
 from elastic_rl.pipeline.sampling.reward_stream import Judged, RewardStream
@@ -31,6 +33,9 @@ may be further prompts."""
 T = TypeVar("T")
 OnFailed = Callable[[str, Sequence[int], str], None]
 """Called with what failed (``reward``, ``generate``, ``filters``), the groups that are dropped for it, and why. Raises
+nothing but Fenced."""
+OnCap = Callable[[GenerationCap], None]
+"""Is told again and again which limit has kept the engines from being asked for more samples for a while. Raises
 nothing but Fenced."""
 
 
@@ -50,15 +55,17 @@ class Sampler:
     def __init__(self, cfg: Config, source: CheckedSource, generate: Generate, waits: Waits,
                  no_engine: Callable[[], str] = lambda: "",
                  on_failed: OnFailed = lambda part, ordinals, why: None, judge: Judge | None = None,
-                 reads: SourceReads | None = None, running: Callable[[], int] = lambda: 0) -> None:
+                 reads: SourceReads | None = None, running: Callable[[], int] = lambda: 0,
+                 on_cap: OnCap = lambda cap: None) -> None:
         """``no_engine``: says which engines are missing while none serves; else "". ``judge``: for rewards that ask a
         model. ``reads``: where another thread asks the same source. ``running``: sequences that the engines of the pool
-        decode at once, as far as it is known; else 0. Waits for the source's order. Raises ConfigError
-        for a setting that names nothing."""
+        decode at once, as far as it is known; else 0. ``on_cap``: is told what ``CapWatch`` says. Waits for the
+        source's order. Raises ConfigError for a setting that names nothing."""
         self._cfg, self._source, self._waits, self._on_failed = cfg, source, waits, on_failed
         self._reads = reads or SourceReads(cfg.data.source, waits)
         self._order = waits.retry("source", lambda: self._reads.read("be ordered", lambda: order_of(
             source, cfg.seed))) if cfg.uses_training_prompts else None
+        self._on_cap = on_cap
         self.reward_s = 0.0
         """Seconds in which only rewards were waited for, since it was last set to 0; part of the time of ``groups``."""
         self._requests = GroupRequests(cfg, generate, waits, other=self._other_request, no_engine=no_engine,
@@ -89,14 +96,16 @@ class Sampler:
         self._report("filters", self._filters.take_failed())
         return judged
 
-    def training_stream(self, more: More[tuple[int, Prompt]]) -> Iterator[tuple[Group, str]]:
+    def training_stream(self, more: More[tuple[int, Prompt]],
+                        held_back_by: Callable[[], GenerationCap] = lambda: GenerationCap.NONE
+                        ) -> Iterator[tuple[Group, str]]:
         """Yields what ``training_groups`` returns, of the prompts that ``more`` gives again and again, each group as it
-        finishes. Ends with them."""
+        finishes. Ends with them. ``held_back_by``: the limit for which ``more`` gives none."""
         def requests(wait_s: float) -> tuple[Sequence[PromptRequest], int] | None:
             given = more(wait_s)
             return None if given is None else (self._prompt_requests(given[0]), given[1])
 
-        return self._stream(requests, self._filters.drop_reason)
+        return self._stream(requests, self._filters.drop_reason, held_back_by)
 
     def _prompt_requests(self, prompts: Sequence[tuple[int, Prompt]]) -> list[PromptRequest]:
         if not prompts:
@@ -156,13 +165,14 @@ class Sampler:
             on_done(group.ordinal)
         return [done[request.ordinal] for request in requests]
 
-    def _stream(self, more: More[PromptRequest], judged: Callable[[Group], str]) -> Iterator[Judged]:
+    def _stream(self, more: More[PromptRequest], judged: Callable[[Group], str],
+                held_back_by: Callable[[], GenerationCap] = lambda: GenerationCap.NONE) -> Iterator[Judged]:
         """The groups that ``more`` gives, each as it is rewarded, with what ``judged`` says of it in the thread of the
         rewards. One that could not be generated or rewarded says so itself."""
         requests = self._requests
         requests.begin()
         rewards = RewardStream(self._side, self._rewarder, judged)
-        ended = False
+        ended, caps = False, CapWatch()
         while True:
             self._waits.pause(0.0)
             if not ended:
@@ -171,9 +181,11 @@ class Sampler:
                 if given is not None:
                     requests.add(*given)
             if ended and not requests.pending and not rewards.pending:
+                self._on_cap(GenerationCap.NONE)
                 return
             began, only_rewards = time.perf_counter(), not requests.pending
             found, failed = requests.poll(_POLL_S if ended else _FEED_S, rewards.news, quiet=self._side.show())
+            self._on_cap(caps.seen(time.monotonic(), requests.held_back_by or held_back_by()))
             self.reward_s += time.perf_counter() - began if only_rewards else 0.0
             yield from ((group, "") for group in failed)
             rewards.add(found)

@@ -17,6 +17,7 @@ from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
+from elastic_rl.pipeline.sampling.sampler import OnCap
 from elastic_rl.pipeline.schedule import NotTrained, RunPlan, TakenStep
 from elastic_rl.pipeline.stages.term import ActorTerm, known_before
 from elastic_rl.pipeline.stages.trainer import TrainerAccess, TrainerStages
@@ -39,8 +40,11 @@ class RlStages(TrainerStages):
         trainer = TrainerAccess(term)
         closing.callback(trainer.close)
         source, reads = term.open_source()
+        limits = FlowLimits.of(cfg)
+        # Where another thread generates, this one only evaluates.
+        on_cap: OnCap = (lambda cap: None) if limits.beside_steps else term.status.generation_cap
         self._rollouts = Rollouts(cfg, term.etcd, term.keys, term.writer, roles, source, term.status.needs,
-                                  reads, waits, trainer.publish_again)
+                                  reads, waits, trainer.publish_again, on_cap)
         closing.callback(self._rollouts.close)
         super().__init__(term, trainer, source, self._rollouts.prompts)
         batches = waits.retry("plugin", lambda: TrainingBatches(
@@ -48,7 +52,7 @@ class RlStages(TrainerStages):
         closing.callback(batches.close)
         self._maker = StepMaker(batches, trainer.groups, waits, GroupTrials(cfg, waits), in_parts=cfg.computes_parts,
                                 on_failed=partial(term.events.groups_failed, "train"))
-        self._generation = self._make_generation(FlowLimits.of(cfg))
+        self._generation = self._make_generation(limits)
         closing.callback(self._generation.close)
         self._parts = 0
         """Most parts of the next step that were computed in one attempt."""
@@ -60,8 +64,8 @@ class RlStages(TrainerStages):
         if not limits.beside_steps:
             return InlineGeneration(limits, self._rollouts, term.write_lease)
         return self._waits.retry("plugin", lambda: BackgroundGeneration(
-            term.cfg, limits, self._rollouts, term.write_lease, self._trainer.publish_again,
-            lambda loss: term.events.queue_replaced(len(loss.groups), loss.why),
+            term.cfg, limits, self._rollouts, term.write_lease, term.status.generation_cap,
+            self._trainer.publish_again, lambda loss: term.events.queue_replaced(len(loss.groups), loss.why),
             host_address(term.cfg) if term.cfg.ranks_may_spread else own_address()))
 
     def _perform(self, effect: schedule.Effect) -> Any:

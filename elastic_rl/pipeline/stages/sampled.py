@@ -31,7 +31,7 @@ class SampledStages(Stages):
         super().__init__(term, OwnDevices())
         source, self._reads = term.open_source()
         self._rollouts = Rollouts(term.cfg, term.etcd, term.keys, term.writer, roles, source, term.status.needs,
-                                  self._reads, term.waits, self._publish_again)
+                                  self._reads, term.waits, self._publish_again, term.status.generation_cap)
         closing.callback(self._rollouts.close)
         self._mode = self._waits.retry("source", lambda: sampled_mode(
             term.cfg, source, self._rollouts.prompts, self._rollouts.sampler, term.ctx.model_dir))

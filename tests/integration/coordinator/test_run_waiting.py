@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,17 +18,19 @@ from support.waiting import wait_until
 from elastic_rl.config import parse
 from elastic_rl.coordinator.alerts.conditions import conditions
 from elastic_rl.coordinator.snapshot import SnapshotReader
-from elastic_rl.etcd import events
+from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, RunStatus
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import JobStatus, Member
+from elastic_rl.etcd.records import Engine, EngineState, GenerationCap, JobStatus, Member
+from elastic_rl.pipeline.records.run_log import JobStatusWriter
 
 
 @pytest.fixture
 def cluster(etcd_servers: EtcdServers, tmp_path: Path) -> Iterator[ApiCluster]:
-    with running(etcd_servers, tmp_path, "a", alerts={"run_waiting_s": 1.0}) as made:
+    with running(etcd_servers, tmp_path, "a", alerts={"run_waiting_s": 1.0, "engines_idle_s": 1.0}) as made:
         yield made
 
 
@@ -62,6 +65,32 @@ def test_waiting_run_and_run_without_an_actor_are_alerts(cluster: ApiCluster) ->
         until(lambda: alerts(api).get("actor") == "firing", "the alert about a run that nobody runs")
         cluster.etcd.put(key, works.replace(phase="finished").encode())
         until(lambda: alerts(api) == {}, "the end of the alert")
+
+
+def test_engines_that_idle_while_a_limit_binds_are_an_alert_and_shown(cluster: ApiCluster) -> None:
+    epoch = fencing.raise_epoch(cluster.etcd, cluster.keys, "test").number
+    term = fencing.begin_term(cluster.etcd, cluster.keys, epoch, "actor-1")
+    status = JobStatusWriter(cluster.etcd, cluster.keys, FencedWriter.of_term(
+        cluster.etcd, cluster.keys, epoch, term), steps=9, seed=0)
+    cluster.etcd.put(cluster.keys.engine("e0"), Engine(
+        id="e0", pool="rollout", state=EngineState.READY, epoch=epoch, version=3, running=1, slots=8, load_known=True
+        ).encode())
+
+    def kinds(api: httpx.Client) -> dict[str, str]:
+        return {a["kind"]: a["phase"] for a in items(api, "alerts")}
+
+    with cluster.client("a") as api, contextlib.ExitStack() as members:
+        for role, name in (("actor", "actor-1"), ("engine", "e0")):
+            member = members.enter_context(contextlib.closing(
+                Membership(cluster.etcd, cluster.keys, role, name, ttl_s=5, epoch=epoch).start()))
+            member.progress(1, "generate")
+        status.write("rl", step=3)
+        status.generation_cap(GenerationCap.STALENESS)
+        until(lambda: kinds(api).get("pool.idle") == "firing", "the alert")
+        assert api.get("").json()["status"]["generation_cap"] == "train.max_staleness"
+        assert 'cap="train.max_staleness"' in api.get("/metrics").text
+        status.generation_cap(GenerationCap.NONE)
+        until(lambda: "pool.idle" not in kinds(api), "the end of the alert")
 
 
 def test_end_of_a_run_that_its_operator_has_stopped_is_no_fault(etcd: EtcdClient, keys: Keys) -> None:

@@ -29,6 +29,7 @@ from elastic_rl.etcd.records import (
     Engine,
     EngineState,
     Event,
+    GenerationCap,
     JobStatus,
     Member,
     PoolSpec,
@@ -357,6 +358,38 @@ def test_run_that_waits_too_long_is_an_alert_until_it_goes_on() -> None:
     assert not waits(161.0, waiting_run(kind="", waiting_since=0.0))
     assert not waits(161.0, waiting_run(phase="finished")) and not waits(161.0, waiting_run(phase="failed"))
     assert [c.key for c in waits(161.0, waiting_run(kind="of a newer release"))] == ["run.waiting/of a newer release"]
+
+
+def idle_engines(*running: int, firing: frozenset[str] = frozenset(), waiting: int = 0, known: bool = True,
+                 cap: str = GenerationCap.REQUESTS, **status) -> list[Condition]:
+    """The alert of a pool whose engines run so many requests each, of 8."""
+    engines = [engine(f"e{n}", EngineState.READY).replace(running=r, waiting=waiting, slots=8, load_known=known)
+               for n, r in enumerate(running)]
+    members = [actor_member(), *(Member(role="engine", id=e.id, pid=1, host="h") for e in engines)]
+    found = conditions(empty_snapshot(engines, members=members, status=JobStatus(
+        phase="rl", stage="generate", generation_cap=cap, **status)), 9.0, Thresholds(engines_idle_s=7.0), firing)
+    return [c for c in found.values() if c.kind == "pool.idle"]
+
+
+def test_engines_that_idle_while_a_limit_binds_are_an_alert_that_names_it() -> None:
+    [found] = idle_engines(8, 0)
+    assert (found.key, found.severity, found.hold_s) == ("pool.idle/rollout", Severity.WARNING, 7.0)
+    assert "the 2 routable engines of pool rollout could process 8 more requests at once, of 16" in found.message
+    assert "rollout.groups_per_request" in found.message
+    for cap in GenerationCap:
+        assert len(idle_engines(8, 0, cap=cap)) == bool(cap), "nothing more is asked for at the end of a step"
+    assert "the limit of a newer release binds" in idle_engines(8, 0, cap="of a newer release")[0].message
+
+
+def test_alert_of_idle_engines_has_hysteresis() -> None:
+    firing = frozenset({"pool.idle/rollout"})
+    assert not idle_engines(8, 1) and idle_engines(8, 1, firing=firing) and not idle_engines(8, 2, firing=firing)
+
+
+def test_engines_that_others_hold_up_or_that_are_full_do_not_idle() -> None:
+    assert not idle_engines(8, 0, waiting_kind="trainer", waiting_for="the trainer"), "this has an alert"
+    assert not idle_engines(1, 1, waiting=3), "their KV cache is full"
+    assert not idle_engines(8, 0, known=False) and not idle_engines(), "nobody knows"
 
 
 def test_run_without_an_actor_is_an_alert_also_during_a_wait() -> None:

@@ -12,7 +12,16 @@ from elastic_rl.coordinator.failure.statistics import FaultStatistics, count
 from elastic_rl.coordinator.metrics.job_metrics import JobCounters, families, merged
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import event_kinds, events
-from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Member, StepMetrics, Version, VersionState
+from elastic_rl.etcd.records import (
+    Engine,
+    EngineState,
+    GenerationCap,
+    JobStatus,
+    Member,
+    StepMetrics,
+    Version,
+    VersionState,
+)
 
 
 def samples(snapshot: ClusterSnapshot, **counters: Any) -> dict[str, float]:
@@ -106,6 +115,22 @@ def test_wait_of_the_run_has_a_kind_and_an_age() -> None:
     assert found["run_waiting{kind=engines}"] == 1 and found["run_waiting_seconds{kind=engines}"] == 30.0
     for over in (status.replace(waiting_kind="", waiting_since=0.0), status.replace(phase="failed"), None):
         assert not [k for k in samples(ClusterSnapshot(job="j", now=100.0, status=over)) if k.startswith("run_waiting")]
+
+
+def test_free_slots_of_engines_are_shown_while_a_limit_binds() -> None:
+    members = [Member(role="actor", id="a", pid=1, host="h"), *(
+        Member(role="engine", id=i, pid=1, host="h", progress_at=9.0, beat_at=9.0) for i in ("e0", "e1"))]
+    engines = {i: engine(i, 5, running=running, slots=8, load_known=True) for i, running in (("e0", 8), ("e1", 2))}
+    status = JobStatus(phase="rl", generation_cap=GenerationCap.STALENESS)
+
+    def found(status: JobStatus) -> dict[str, float]:
+        shown = samples(ClusterSnapshot(job="j", now=10.0, status=status, members=members, engines=engines))
+        return {k: v for k, v in shown.items() if k.startswith(("generation_capped", "engine_slots_idle"))}
+
+    cap = "{cap=train.max_staleness}"
+    assert found(status) == {f"generation_capped{cap}": 1.0, f"engine_slots_idle_ratio{cap}": 6 / 16}
+    assert found(status.replace(waiting_kind="trainer")) == {f"generation_capped{cap}": 1.0}
+    assert not found(status.replace(generation_cap=GenerationCap.NONE)) and not found(status.replace(phase="finished"))
 
 
 def test_last_step_shows_idle_time_reward_parts_and_lengths() -> None:

@@ -19,6 +19,7 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.data.samples import FAILED, TRAINER_REFUSED
 from elastic_rl.errors import IllegalTransition
+from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.flow.group_flow import (
     ChosenPart,
     ChosenStep,
@@ -182,6 +183,17 @@ def test_later_groups_ask_for_versions_that_will_be_out_then() -> None:
 def test_no_more_groups_are_leased_than_the_last_steps_take() -> None:
     flow = _flow(step=9)
     assert flow.lease() is not None and flow.lease() is None
+    assert flow.held_back_by is GenerationCap.NONE, "nothing is left to ask for"
+
+
+def test_flow_says_which_limit_leaves_no_room() -> None:
+    flow = _flow(max_in_flight=3)
+    assert flow.held_back_by is GenerationCap.NONE
+    while flow.lease() is not None:
+        pass
+    assert flow.held_back_by is GenerationCap.GROUPS_IN_FLIGHT
+    _queue(flow, 0, version=1)
+    assert flow.lease() is not None and flow.held_back_by is GenerationCap.STALENESS
 
 
 def test_group_that_was_too_stale_is_leased_again_and_waited_for() -> None:
@@ -392,7 +404,11 @@ def test_open_groups_are_bounded_by_the_staleness_and_the_setting(
     flow = _flow(max_staleness=staleness, groups_per_step=size, max_in_flight=at_once, steps=100)
     version, leased = 1, []
     for _ in range(60):
-        if (grant := flow.lease()) is not None:
+        held_back_by = flow.held_back_by
+        grant = flow.lease()
+        assert bool(held_back_by) is (grant is None and staleness > 0)
+        assert at_once is not None or held_back_by in (GenerationCap.NONE, GenerationCap.STALENESS)
+        if grant is not None:
             leased += grant.ordinals
             assert grant.min_version <= version
         depth = flow.depth

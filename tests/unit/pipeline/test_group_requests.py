@@ -20,6 +20,7 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Answers, Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import Fenced, RoleUnavailable, Unanswered
+from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.sampling import group_requests
 from elastic_rl.pipeline.sampling.fault_isolation import Lane
 from elastic_rl.pipeline.sampling.group_requests import GroupRequests, groups_at_once
@@ -245,6 +246,7 @@ def test_further_requests_are_sent_to_a_larger_pool(monkeypatch: pytest.MonkeyPa
     requests.add([_request(i) for i in range(400)], 0)
     requests.poll(0.0)
     assert len(processes._running[False]) == sent
+    assert requests.held_back_by is (GenerationCap.POOL if sent < 400 else GenerationCap.NONE)
     while requests.pending:
         processes.turn(False)
         requests.poll(0.0)
@@ -315,10 +317,11 @@ def test_more_requests_than_there_may_be_wait(monkeypatch: pytest.MonkeyPatch) -
     requests = _requests(monkeypatch, processes, 10_000)
     requests.add([_request(i) for i in range(100)], 0)
     requests.poll(0.0)
-    assert len(processes._running[False]) == 70
+    assert len(processes._running[False]) == 70 and requests.held_back_by is GenerationCap.REQUESTS
     while requests.pending:
         processes.turn(False)
         requests.poll(0.0)
+    assert requests.held_back_by is GenerationCap.NONE
 
 
 def test_replica_of_the_role_takes_all_requests_at_once() -> None:

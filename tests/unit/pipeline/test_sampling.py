@@ -15,6 +15,8 @@ from elastic_rl.data.samples import FILTER_FAILED, Group, Prompt, Sample, Segmen
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.generation import Answers, PromptRequest
 from elastic_rl.errors import Fenced
+from elastic_rl.etcd.records import GenerationCap
+from elastic_rl.pipeline.sampling import cap_watch
 from elastic_rl.pipeline.sampling.sampler import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import filters, registry
@@ -38,10 +40,12 @@ class Loop:
         self.prompts = [source.train[i] for i in range(64)]
         self.waits = Waits(lambda stage, kind, what: self.shown.append((kind, what)), self.stopping)
         self.no_engine = ""
+        self.caps: list[GenerationCap] = []
         self.answers = threading.Event()
         self.answers.set()
         self.sampler = Sampler(cfg, source, self._generate, self.waits, lambda: self.no_engine,
-                               lambda part, ordinals, why: self.failed.append((part, list(ordinals))))
+                               lambda part, ordinals, why: self.failed.append((part, list(ordinals))),
+                               on_cap=self.caps.append)
 
     def _generate(self, requests: Sequence[PromptRequest], min_version: int, in_probation: bool) -> list[Answers]:
         self.sent += [request.ordinal for request in requests]
@@ -91,6 +95,24 @@ def test_groups_are_generated_while_a_reward_takes_its_time(make_loop: Callable[
         assert group.rewards == [1.0] and not group.failed and not reason
         found.append(group.ordinal)
     assert sorted(found) == list(range(12)) and not loop.failed
+
+
+def test_limit_that_keeps_prompts_from_coming_is_told_until_there_will_be_none(
+        make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(1.0)]
+
+    monkeypatch.setattr(cap_watch, "MIN_S", 0.0)
+    loop = make_loop(reward)
+
+    def more(wait_s: float) -> tuple[list[tuple[int, Prompt]], int] | None:
+        if not loop.sent:
+            return [(0, loop.prompts[0])], 0
+        return None if GenerationCap.STALENESS in loop.caps else ([], 0)
+
+    held_back_by = iter([GenerationCap.NONE])
+    assert len(list(loop.sampler.training_stream(more, lambda: next(held_back_by, GenerationCap.STALENESS)))) == 1
+    assert loop.caps[0] is GenerationCap.NONE and loop.caps[-1] is GenerationCap.NONE
 
 
 @pytest.mark.parametrize(("settings", "asked"), [
