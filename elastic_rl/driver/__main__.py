@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         code = e.EXIT_CODE
     except ElasticRLError as e:
         log.exception("the driver stopped: %s", e)
-    if ray.is_initialized():  # it does not work: what Ray does at the end of a process would wait for it
+    if ray.is_initialized():  # it does not work, or a call does not end: Ray's own end would wait for it
         logging.shutdown()
         os._exit(code)
     return code

@@ -364,13 +364,21 @@ class ComputePlane:
         """Ends what this process does for it, and nothing of it: the next driver adopts it."""
         with contextlib.ExitStack() as last:
             if ray.is_initialized() and self._ray.is_up and not self._ray.is_cut_off:  # else it would wait for a node
-                last.callback(ray.shutdown)
+                last.callback(self._disconnect)
             last.callback(self._ray.leave)
             last.callback(self._hosts.close)
             for router in self.routers.values():
                 last.callback(router.leave)
             if self.roles:
                 last.callback(self.roles.leave)
+
+    def _disconnect(self) -> None:
+        """Disconnects this process from Ray, once no thread of it uses Ray any more. Where one is still in a call, the
+        process ends connected (``driver.__main__``): that call would end it in the middle of what is left to do."""
+        if self.roles and self.roles.is_calling:
+            log.warning("a call of Serve's does not end: this process ends without disconnecting from Ray")
+        else:
+            ray.shutdown()
 
     def _require(self) -> None:
         """Raises Fenced once a newer driver has begun. None begins while etcd is away, and what runs is kept running
@@ -399,7 +407,7 @@ class ComputePlane:
                     last.callback(self.roles.leave)
                 return
             if ray.is_initialized():
-                last.callback(ray.shutdown)
+                last.callback(self._disconnect)
             if self._shared:
                 last.callback(self._shared.close)
             for group in self.trainers.values():

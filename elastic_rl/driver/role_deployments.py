@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE  # nor for its controller
 from ray.serve.context import _get_global_client  # Serve has no public name for where replicas are
 from ray.serve.schema import ApplicationStatus
 
@@ -85,30 +86,50 @@ class RoleDeployments:
         with self._lock:
             return self._nodes
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether the thread is there, and may be in a call of Serve's. A call of Ray's by any thread after
+        ``ray.shutdown`` ends the process at once, or connects it again."""
+        return self._thread.is_alive()
+
     def leave(self) -> None:
-        """Ends the thread, and no role. An unfinished call of Serve's is left to end with the process."""
+        """Ends the thread, and no role. A call of Serve's that takes longer than that waits goes on (``is_calling``).
+        """
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the roles."""
+        """Ends the roles. A Serve that does not answer is killed, with which a call of the thread's ends, too."""
         self.leave()
-        if ray.is_initialized():
-            self._end_calls()
-            serve.shutdown()
+        if ray.is_initialized() and not self._end_serve():
+            self._kill_serve()
+            self.leave()
 
-    def _end_calls(self) -> None:
-        """Kills the replicas that finish their calls: nobody waits for those, and Serve would. It is told first that it
-        ends, since it would start others in their place."""
-        client = _get_global_client(raise_if_no_controller_running=False)
-        if client is None:
-            return
-        with contextlib.suppress(RayError):  # then it has ended, or ends them with its own limit
-            ray.get(client._controller.graceful_shutdown.remote(False), timeout=_JOIN_TIMEOUT_S)
+    def _end_serve(self) -> bool:
+        """Has Serve end the roles; returns whether it does. The replicas that finish their calls are killed: nobody
+        waits for those, and Serve would. It is told first that it ends, since it would start others in their place."""
+        if self.is_calling:
+            return False
+        try:
+            controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            ray.get(controller.graceful_shutdown.remote(False), timeout=_JOIN_TIMEOUT_S)
+        except ValueError:  # there is none
+            return True
+        except RayError as e:
+            log.warning("Serve does not end the roles, and is killed: %s", e)
+            return False
         for name, spec in self._specs.items():
             if spec.finishes_calls:
                 kill_replicas(name)
+        serve.shutdown()
+        return True
+
+    def _kill_serve(self) -> None:
+        with contextlib.suppress(ValueError, RayError):  # it has ended
+            ray.kill(ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE))
+        for name in self._specs:
+            kill_replicas(name)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -142,7 +163,7 @@ class RoleDeployments:
         now = time.monotonic()
         due = [name for name, role in roles.items() if self._budgets[name].open(now)
                and is_due(role, selections.get(name), hosts.leaving.keys())]
-        if due:
+        if due and not self._stopping.is_set():  # the thread ends after the call that it is in
             self._deploy({name: selections.get(name) for name in due})
             for name in due:
                 self._budgets[name] = self._budgets[name].after_failure(now, jitter=random.random())
@@ -162,7 +183,8 @@ class RoleDeployments:
         serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
         targets = [serve.RunTarget(self._application(self._specs[name], selection), name=name, route_prefix=None)
                    for name, selection in roles.items()]
-        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        if not self._stopping.is_set():
+            serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def _application(self, spec: RoleSpec, selection: Selection | None) -> serve.Application:
         """``selection``: of the hosts that it may be on; None: the one of the run."""

@@ -15,6 +15,9 @@ T = TypeVar("T")
 MAX_OPS = 100
 """Operations that are put into one transaction. etcd takes 128 unless ``--max-txn-ops`` says otherwise; the rest is
 room for the reads of a fencing token and for the deduplication of the write."""
+MAX_BYTES = 1 << 20
+"""Bytes that are put into one transaction. etcd takes requests of 1.5 MiB unless ``--max-request-bytes`` says
+otherwise; the rest is room for the conditions, and for what a caller adds."""
 
 Relation = Literal["==", "!=", "<", ">"]
 _RESULTS = {"==": pb.Compare.EQUAL, "!=": pb.Compare.NOT_EQUAL, "<": pb.Compare.LESS, ">": pb.Compare.GREATER}
@@ -146,6 +149,11 @@ class Op:
         return cls("delete_prefix", prefix)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the key and the value."""
+        return len(self.key.encode()) + len(self.data)
+
+    @property
     def writes(self) -> bool:
         return not self.kind.startswith("get")
 
@@ -195,6 +203,8 @@ GuardedWrite = Callable[[Sequence[Compare], Sequence[Op]], bool]
 when the token no longer holds. ``fencing.FencedWriter`` is one."""
 
 
-def batches(items: Sequence[T], size: int = MAX_OPS) -> Iterator[Sequence[T]]:
-    """Splits what is to be written into parts that each fit into one transaction, in order."""
-    return sequences.batches(items, size)
+def batches(items: Sequence[T], size: int = MAX_OPS, *, nbytes: Callable[[T], int] = lambda item: 0
+            ) -> Iterator[Sequence[T]]:
+    """Splits what is to be written into parts that each fit into one transaction, in order. ``nbytes``: of an item, for
+    those that may be large."""
+    return sequences.batches(items, size, nbytes=nbytes, most_bytes=MAX_BYTES)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from elastic_rl.algorithms.registry import ALGOS, AlgorithmSpec, algorithm_of
 from elastic_rl.config import AlgorithmConfig, Config
-from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.batch import Batch, collate, collate_answers
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.publish.part_writer import _view_of
@@ -589,6 +589,8 @@ def refusing(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims
         out[f"same after {name} {par.rank}"] = torch.tensor([_same(before, state(policy, adam))])
     found = train_step.check(share, "rl")
     out[f"same after a good check {par.rank}"] = torch.tensor([_same(before, state(policy, adam))])
+    nothing = train_step.check(share_of(collate_answers([Prompt((1,), answer_ids=())]), train_step), "sft")
+    assert (nothing["grad_norm"], nothing["tokens"]) == (0.0, 0.0), "of one token without an answer nothing is learned"
     trained = train_step.train(share, "rl", 2)
     assert trained["grad_norm"] == found["grad_norm"] and trained["loss"] == found["loss"]
     out[f"changed {par.rank}"] = torch.tensor([not _same(before, state(policy, adam))])

@@ -148,10 +148,16 @@ class AlertController:
             revision = stored.alerts[alert.id][1] if alert.id in stored.alerts else 0
             writes.append((_unchanged(key, revision), Op.delete(key) if drop else Op.put(key, alert.encode())))
         writes += last
-        if all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches(writes)):
+        if self._write_all(writes):
             for alert in changes.put:
                 log.warning("alert %s %s %s: %s%s", alert.id, alert.phase, alert.key, alert.message,
                             f" (silenced by {alert.silenced_by})" if alert.silenced_by else "")
+
+    def _write_all(self, writes: Sequence[tuple[Compare, Op]]) -> bool:
+        """Makes the writes whose conditions hold together; whether all did. Those after one that did not are not made.
+        """
+        return all(self._guarded([c for c, _ in batch], [op for _, op in batch])
+                   for batch in batches(writes, nbytes=lambda write: write[1].nbytes))
 
     def _alert_key(self, alert: Alert) -> str:
         return self._keys.alert(f"{alert.key}/{alert.id}")
@@ -190,7 +196,7 @@ class AlertController:
                 stored.alerts[alert_id] = (alert, revision)
                 key = self._alert_key(alert)
                 writes.append((_unchanged(key, revision), Op.put(key, alert.encode())))
-        return all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches(writes))
+        return self._write_all(writes)
 
 
 def _undelivered_event(alert: Alert) -> Event:

@@ -28,7 +28,6 @@ from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Severity, VersionState
-from elastic_rl.etcd.transaction import batches
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class GarbageCollector:
             return []
         kept = pinned(self._etcd, self._keys, stream)
         lines = []
-        for batch in batches([e for e in old_entries if e.version.number not in kept], leader_writes.MAX_RELEASED):
+        for batch in leader_writes.releases([e for e in old_entries if e.version.number not in kept]):
             for released in ([batch] if leader_writes.release(self._etcd, self._keys, batch, guard) else
                              # One of them was pinned or changed just now; the next sweep looks at it again.
                              [[e] for e in batch if leader_writes.release(self._etcd, self._keys, [e], guard)]):

@@ -4,7 +4,7 @@ or the caller no longer leads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from elastic_rl.dcs.catalog import replica_sets
 from elastic_rl.dcs.catalog.reads import Entry, ReplicaSetsEntry, head_entry
@@ -13,9 +13,9 @@ from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, VersionState
-from elastic_rl.etcd.transaction import MAX_OPS
+from elastic_rl.etcd.transaction import MAX_OPS, batches
 
-MAX_RELEASED = MAX_OPS // 2
+_MAX_RELEASED = MAX_OPS // 2
 """Versions that one transaction releases: each takes two conditions and two writes."""
 
 
@@ -28,9 +28,15 @@ def abort_orphan(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Com
         [Op.put(key, transition(v, VersionState.ABORTED).encode())]).succeeded
 
 
+def releases(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """Splits versions into parts that one transaction releases. Their records may be large: each has what its publisher
+    says of it."""
+    return batches(entries, _MAX_RELEASED, nbytes=lambda entry: len(entry.version.encode()))
+
+
 def release(etcd: EtcdClient, keys: Keys, entries: Sequence[Entry], guard: Sequence[Compare]) -> bool:
-    """COMMITTED → GONE, of all ``entries`` or of none; of none where one of them has a pin. At most
-    ``MAX_RELEASED``."""
+    """COMMITTED → GONE, of all ``entries`` or of none; of none where one of them has a pin. At most one of
+    ``releases``."""
     versions = [entry.version for entry in entries]
     record = [keys.version(v.stream, v.number) for v in versions]
     return etcd.txn(

@@ -249,9 +249,10 @@ def recover(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableSto
     write.revision = write(Op.put(keys.dcs_catalog(), closed.encode()))
     # Again, now that nothing else writes: the first reading may have been in the middle of a publish or a release.
     planned = plan(gather(etcd, keys, client, durable), catalog)
-    for some in batches(planned.versions, _VERSIONS_BATCH):
-        write(*(op for r in some for op in _ops(keys, r)), conditions=[
-            Compare.mod(keys.version(r.version.stream, r.version.number), "==", r.revision) for r in some])
+    written = [(r, _ops(keys, r)) for r in planned.versions]
+    for some in batches(written, _VERSIONS_BATCH, nbytes=lambda item: sum(op.nbytes for op in item[1])):
+        write(*(op for _, ops in some for op in ops), conditions=[
+            Compare.mod(keys.version(r.version.stream, r.version.number), "==", r.revision) for r, _ in some])
     identity = closed.replace(id=planned.catalog or closed.id, commits=planned.commits, suspended="")
     write(Op.put(keys.dcs_catalog(), identity.encode()),
           *(Op.put(keys.stream_next(s), str(n).encode()) for s, n in planned.next_numbers.items()),

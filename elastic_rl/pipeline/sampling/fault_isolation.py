@@ -60,6 +60,8 @@ from elastic_rl.runtime.backoff import RetryBackoff
 
 T = TypeVar("T")
 
+_LEAST_DEMONSTRATIONS = 8
+"""The fewest demonstrations of which a share may be left out: of one or two, a share says nothing."""
 _UNANSWERED = 2
 """Failures by ``ENGINES`` beside others that are answered, before a group is tried alone."""
 
@@ -152,9 +154,11 @@ class DropLimit:
 
     @classmethod
     def of(cls, cfg: Config, phase: Literal["sft", "rl"] = "rl") -> DropLimit:
-        """The limit as the section ``rollout`` has it, of as many groups, or demonstrations, as a step has."""
-        return cls(cfg.rollout.max_failed_groups, cfg.sft.batch_size if phase == "sft" else max(
-            cfg.train.prompts_per_step, cfg.groups_per_request))
+        """The limit as the section ``rollout`` has it, of as many groups, or demonstrations, as a step has; of a few
+        more where a step has very few."""
+        window = (max(cfg.sft.batch_size, _LEAST_DEMONSTRATIONS) if phase == "sft"
+                  else max(cfg.train.prompts_per_step, cfg.groups_per_request))
+        return cls(cfg.rollout.max_failed_groups, window)
 
     def copy(self) -> DropLimit:
         """A limit of the same size, of which nothing is used up."""

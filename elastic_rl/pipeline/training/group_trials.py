@@ -14,7 +14,7 @@ Where the groups of the step are no evidence for one another, those of other ste
   that failed together is dropped, of as few as were found.
 
 If too many were dropped, or no step was made since one was dropped for want of evidence, the trainer or the loss is at
-fault, and the run waits for a person.
+fault, and the run waits for a person. What was found until then is dropped before the wait begins.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class GroupTrials:
     def __init__(self, cfg: Config, waits: Waits, phase: Literal["sft", "rl"] = "rl") -> None:
         self._cfg, self._waits, self._limit = cfg, waits, DropLimit.of(cfg, phase)
         self._without_evidence = 0
-        """The last step of which a group was dropped although the trainer computed with no other one of it."""
+        """The step of which a group was dropped although the trainer computed with no other one of it; 0 once a step
+        was made."""
         self._unexplained = (0, 0)
         """The last step with which the trainer could not compute although it could with each group, and how often."""
 
     def made(self, groups: int) -> None:
         """A step was made of so many groups."""
+        self._without_evidence = 0
         self._limit.kept(groups)
 
     def failed(self, step: int, ordinals: Sequence[int], check: Check, why: str) -> dict[int, str]:
@@ -99,6 +101,8 @@ class GroupTrials:
             for ordinal, [verdict] in zip(tried, verdicts, strict=True):
                 if verdict is Verdict.DROP:
                     dropped[ordinal] = str(error)
+            if dropped and any(verdict is Verdict.LIMIT for [verdict] in verdicts):
+                break  # without these the step fails again, and the limit is then waited at
             if Verdict.DROP not in (verdict for [verdict] in verdicts):
                 kind = "plugin" if isinstance(error, PluginFailed) else "trainer"
                 since = held[2] if held is not None and held[0] == kind else time.monotonic()

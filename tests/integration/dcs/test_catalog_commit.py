@@ -15,7 +15,7 @@ from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import DcsNode, ReplicaSets, VersionState
+from elastic_rl.etcd.records import DcsNode, ReplicaSets, Version, VersionState
 
 HOSTS = 1000
 
@@ -213,6 +213,17 @@ def test_suspended_catalog_takes_neither_publish_nor_commit(job: Job) -> None:
     for fresh in (writer, job.writer()):
         with pytest.raises(CatalogMismatch, match="suspended"):
             job.begin(fresh)
+
+
+# -- what the leader writes --------------------------------------------------------------------------------------------
+def test_versions_with_large_records_are_released_in_transactions_that_etcd_takes(job: Job) -> None:
+    for number in range(1, 61):  # 2.4 MB together
+        job.etcd.put(job.keys.version("policy", number), Version(
+            stream="policy", number=number, state=VersionState.COMMITTED, epoch=1, meta={"cursor": "x" * 40_000}
+        ).encode())
+    parts = [*leader_writes.releases(reads.read_catalog(job.etcd, job.keys).streams["policy"])]
+    assert all(leader_writes.release(job.etcd, job.keys, part, []) for part in parts) and len(parts) == 3
+    assert {e.version.state for e in reads.read_catalog(job.etcd, job.keys).streams["policy"]} == {VersionState.GONE}
 
 
 # -- a node's own record -----------------------------------------------------------------------------------------------
