@@ -69,8 +69,8 @@ def load(ctx: typer.Context, file: Path | None) -> Config:
 
 def _given(ctx: typer.Context, file: Path | None) -> dict[str, Any]:
     """The settings that a command line names, and no defaults. Raises ConfigError."""
-    from elastic_rl.config import reading
-    return reading.values(file, overrides(ctx.args))
+    from elastic_rl import config as configuration
+    return configuration.given(file, overrides(ctx.args))
 
 
 def named_cluster(ctx: typer.Context, file: Path | None, *, say: Callable[[str], None] | None = None) -> Cluster:
@@ -83,7 +83,6 @@ def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = T
                 say: Callable[[str], None] | None = None) -> Cluster:
     """``of_cluster``: with the settings of the cluster, and not those of the job."""
     from elastic_rl import config as configuration
-    from elastic_rl.config import reading
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.host.paths import JobPaths
@@ -93,7 +92,7 @@ def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = T
         cfg = configuration.parse({**given, **location})
     else:
         path = where.paths.settings if of_cluster else JobPaths.of(where.cfg).submitted_settings
-        cfg = cluster_settings.on_top(path, {**given, **location}, of_file=reading.values(file, ()))
+        cfg = cluster_settings.on_top(path, {**given, **location}, of_file=configuration.given(file, ()))
         if where.named and not of_cluster:
             cfg = cluster_settings.with_sections_of_cluster(where.paths.settings, cfg, given)
     return Cluster(cfg, say=say) if say else Cluster(cfg)

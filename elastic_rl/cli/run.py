@@ -149,11 +149,11 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
 
     The only setting is --run_dir. When this command is killed, what it has started runs on, and the next one finds
     it."""
-    from elastic_rl.config import reading
+    from elastic_rl.config import given as given_settings
     from elastic_rl.host.join_file import JoinFile
     from elastic_rl.host.joined_host import JoinedHost
     from elastic_rl.host.local_cluster import Cluster
-    given = reading.values(None, overrides(ctx.args))
+    given = given_settings(None, overrides(ctx.args))
     if other := sorted(given.keys() - {"run_dir"}):
         raise ConfigError(f"a host that joins has the settings of its cluster, and no {', '.join(other)} of its own",
                           hint="give them to `elastic-rl up` on the cluster's first host")
@@ -420,14 +420,12 @@ def _progress(line: str) -> None:
 @config_app.command("show", context_settings=EXTRA)
 def config_show(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Show the configuration with all settings applied, as YAML (or JSON), without secrets."""
-    import yaml
-
-    from elastic_rl.config import secrets
+    from elastic_rl.config import secrets, yaml_text
     values = secrets.redacted(load(ctx, file).model_dump(mode="json"))
     if output is Format.JSON:
         tables.write_json(values)
     else:
-        sys.stdout.write(yaml.safe_dump(values, sort_keys=False))
+        sys.stdout.write(yaml_text.dump(values))
 
 
 @config_app.command("check", context_settings=EXTRA)
