@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_benches(benches: Benches, argv: Sequence[str]) -> None:
     """Entry point of a program that is the command ``bench``, with other benches than the package's own."""
     program = typer.Typer(add_completion=False, **_STYLE)
-    program.command(context_settings=EXTRA, no_args_is_help=True)(run.bench)
+    program.command(**EXTRA, no_args_is_help=True)(run.bench)
     with _errors_reported():
         program(args=list(argv), prog_name=benches.program, obj=benches)
 
