@@ -71,7 +71,7 @@ def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
 def observe(etcd_servers: EtcdServers, keys: Keys, since: int, last: str) -> list[Change]:
     done = subprocess.run(
         [sys.executable, str(_OBSERVER), etcd_servers.endpoints[0], f"{ROOT}/", str(since), last], capture_output=True,
-        text=True, timeout=60, env={**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"})
+        encoding="utf-8", timeout=60, env={**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"})
     assert done.returncode == 0, done.stderr[-2000:]
     changes = (Change(**json.loads(line)) for line in done.stdout.splitlines())
     return [change for change in changes if change.key.startswith((keys.root, ClusterKeys(keys.job).root))]

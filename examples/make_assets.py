@@ -216,7 +216,7 @@ def _shuffled(problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def write(path: Path, problems: list[dict[str, Any]]) -> None:
     """As JSON Lines."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    partial.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
     partial.rename(path)
 
 

@@ -64,7 +64,7 @@ class Result:
 
 def thresholds(path: Path = EXAMPLES / "thresholds.toml") -> dict[str, Threshold]:
     """By the name of the example. Raises ConfigError for a table that cannot hold."""
-    found = {name: Threshold(**entry) for name, entry in tomllib.loads(path.read_text()).items()}
+    found = {name: Threshold(**entry) for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items()}
     for name, threshold in found.items():
         if not 0 <= threshold.before < threshold.after <= 1 or not 0 < threshold.gain <= threshold.after:
             raise ConfigError(f"{path.name}: {name} has before={threshold.before:g}, after={threshold.after:g} and "
@@ -173,7 +173,7 @@ def _policy(name: str, job: str) -> Path:
 def _report(path: Path) -> dict[str, Any]:
     """{} where the run has left none."""
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 

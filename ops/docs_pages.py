@@ -14,7 +14,7 @@ _PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGE
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages; their links lead to where the site has the target."""
     for name, page in _PAGES.items():
-        text = (_ROOT / name).read_text().replace("](docs/", "](")
+        text = (_ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         for other, target in _PAGES.items():
             text = text.replace(f"]({other}", f"]({target}")
         files.append(File.generated(config, page, content=text))

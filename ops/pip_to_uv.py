@@ -76,8 +76,8 @@ def translate(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> int:
-    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True,
-                             check=True, timeout=60).stdout
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True,
+                             check=True, timeout=60, encoding="utf-8", errors="replace").stdout
     try:
         env = translate(parse(listing.splitlines()))
     except UnknownSetting as e:

@@ -86,7 +86,8 @@ class Suite:
     def check(self, checks: dict[str, list[str]]) -> None:
         """Runs the checks side by side; the output of one that failed is shown."""
         running = {name: subprocess.Popen(command, cwd=self.cwd, env=_environment(), stdout=subprocess.PIPE,
-                                          stderr=subprocess.STDOUT, text=True) for name, command in checks.items()}
+                                          stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
+                   for name, command in checks.items()}
         for name, process in running.items():
             output, _ = process.communicate()
             say(f"{name}: {'FAILED' if process.returncode else 'ok'}")
@@ -97,7 +98,7 @@ class Suite:
     def run_beside(self, name: str, args: Sequence[str], other: str, other_args: Sequence[str]) -> None:
         """Runs a group of tests, whose output is shown at its end, and beside it another one, at the lowest
         priority."""
-        with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", dir=self.records) as log:
+        with ThreadPoolExecutor(1) as pool, tempfile.TemporaryFile("w+", dir=self.records, encoding="utf-8") as log:
             first = pool.submit(self.run, name, args, log=log)
             try:
                 self.run(other, other_args, lowest_priority=True)
@@ -125,7 +126,7 @@ class Suite:
         failed = self._failed_tests()
         for test in failed if len(failed) <= MAX_UNSTABLE else ():
             say(f"once more, alone: {test}")
-            with tempfile.TemporaryFile("w+", dir=self.records) as log:
+            with tempfile.TemporaryFile("w+", dir=self.records, encoding="utf-8") as log:
                 code, again = self._pytest(["-p", "no:xdist", test], stdout=log)
                 ended = again.pop(outcomes.END, None)
                 log.seek(0)

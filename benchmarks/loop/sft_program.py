@@ -67,4 +67,5 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+    answer = main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    Path(sys.argv[2]).write_text(json.dumps(answer), encoding="utf-8")

@@ -59,8 +59,8 @@ def interpreter(folder: Path) -> str:
     python = os.path.abspath(found_at) if found_at else named
     try:
         probe = subprocess.run([python, "-c", "import importlib.metadata as m; print(m.version('trl'))"],
-                               capture_output=True, text=True, timeout=60, check=False, cwd=folder,
-                               env={**os.environ, **_ENV})
+                               capture_output=True, timeout=60, check=False, cwd=folder,
+                               env={**os.environ, **_ENV}, encoding="utf-8", errors="replace")
         found, why = probe.returncode == 0, "has no TRL"
     except (OSError, subprocess.TimeoutExpired) as e:
         found, why = False, f"cannot be run ({type(e).__name__})"
@@ -92,7 +92,7 @@ def run_trl(python: str, what: dict[str, Any], folder: Path) -> dict[str, Any]:
 def run_program(python: str, program: Path, what: dict[str, Any], folder: Path, *, who: str) -> dict[str, Any]:
     """What a program made of its specification. Raises Unmeasurable with its reason, and DeadlineExceeded."""
     given, result, log = (folder / f"{program.stem}{suffix}" for suffix in (".json", "-result.json", ".log"))
-    given.write_text(json.dumps(what))
+    given.write_text(json.dumps(what), encoding="utf-8")
     process = spawn([python, str(program), str(given), str(result)], log=log,
                     env={**_ENV, "OMP_NUM_THREADS": str(what["threads"])}, cwd=folder)
     try:
@@ -103,5 +103,5 @@ def run_program(python: str, program: Path, what: dict[str, Any], folder: Path, 
         stop(process.pid, grace_s=2.0)
     if process.returncode or not result.exists():
         raise Unmeasurable(f"{who} ended with exit code {process.returncode}: {last_line(log)}")
-    answer: dict[str, Any] = json.loads(result.read_text())
+    answer: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return answer

@@ -93,8 +93,8 @@ def commit() -> str:
     """The commit of the tree that this package is in, with ``+changes`` if files of the package differ from it; "" when
     git knows neither. Read once: what a bench writes is no change of what it measures."""
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(package), *args], capture_output=True, text=True, timeout=20,
-                              check=True).stdout.strip()
+        return subprocess.run(["git", "-C", str(package), *args], capture_output=True, timeout=20,
+                              check=True, encoding="utf-8", errors="replace").stdout.strip()
 
     package = Path(__file__).resolve().parents[1]
     try:

@@ -110,8 +110,9 @@ class MarkdownFile:
         if self._path.exists() and not self._path.is_file():
             raise ConfigError(f"{self._path} is not a file, so the results cannot be written to it", hint=hint)
         try:
-            before = self._path.read_text().rstrip() + "\n\n" if self._path.exists() else "# Results\n\n"
-            self._partial.write_text(before)
+            before = self._path.read_text(encoding="utf-8").rstrip() if self._path.exists() else "# Results"
+            before += "\n\n"
+            self._partial.write_text(before, encoding="utf-8")
             self._partial.unlink()
         except UnicodeDecodeError as e:
             raise ConfigError(f"{self._path} is not a text file, so the results cannot be appended to it",
@@ -121,5 +122,6 @@ class MarkdownFile:
         return before
 
     def _write(self, at: str) -> None:
-        self._partial.write_text(self._before + markdown(self._bench, self._command, list(self._rows.values()), at))
+        rows = markdown(self._bench, self._command, list(self._rows.values()), at)
+        self._partial.write_text(self._before + rows, encoding="utf-8")
         self._partial.replace(self._path)

@@ -98,7 +98,7 @@ class Worker:
 
 def last_line(log: Path) -> str:
     """The end of a log file, short; logs go with the run, so errors take it along."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     return next((line[-300:] for line in reversed(lines) if line.strip()), "its log is empty")
 
 
@@ -110,7 +110,7 @@ def serve(handlers: Mapping[str, Handler]) -> None:
     die_with_parent()
     freeze_heap()
     # Libraries print; only answers may go where the parent reads.
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
             request = json.loads(line)

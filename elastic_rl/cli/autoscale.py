@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_rl.cli import completion, tables
-from elastic_rl.cli.common import Output, Target, api_command, argument, out, say
+from elastic_rl.cli.common import Output, Target, api_command, out, say
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
 
@@ -20,9 +20,9 @@ _WIDE = ("source", "by", "at", "queue_high", "token_usage_high", "token_usage_lo
 
 @api_command(app)
 def autoscale(cluster: Target,
-              pool: Annotated[list[str] | None, typer.Argument(
+              pool: Annotated[str, typer.Argument(
                   metavar="POOL", show_default=False, autocompletion=completion.pools, help=(
-                      "Pool to change, or to show where no option is given; else all are listed."))] = None,
+                      "Pool to change, or to show where no option is given; else all are listed."))] = "",
               min_engines: Annotated[int | None, typer.Option("--min", min=1, help="Fewest engines.")] = None,
               max_engines: Annotated[int | None, typer.Option("--max", min=1, help="Most engines.")] = None,
               dry_run: Annotated[bool, typer.Option("--dry-run", help=(
@@ -32,24 +32,23 @@ def autoscale(cluster: Target,
               off: Annotated[bool, typer.Option("--off", help="Disable it; the number of engines stays.")] = False,
               output: Output = Format.TABLE) -> None:
     """Have the number of engines of a pool follow its load; without options show it."""
-    name = argument(cluster.ctx, pool, "pool")
     changes: dict[str, Any] = {key: value for key, value in (("min_engines", min_engines), ("max_engines", max_engines))
                                if value is not None}
     given = bool(changes) or dry_run or external
     if off and given or dry_run and external:
         raise ConfigError("--off, --external and --dry-run exclude one another, and --off takes no bounds",
                           hint="give one of them")
-    if (given or off) and not name:
+    if (given or off) and not pool:
         raise ConfigError("no pool is named", hint="name it, as in `elastic-rl autoscale rollout --max 8`")
     with cluster.api(see="elastic-rl pools") as api:
         if off:
-            found = api.disable_autoscaling(name)
+            found = api.disable_autoscaling(pool)
         elif given:
-            now = api.autoscaling(name)["mode"]
+            now = api.autoscaling(pool)["mode"]
             mode = "dry_run" if dry_run else "external" if external else now if now != "disabled" else "automatic"
-            found = api.set_autoscaling(name, {"mode": mode, **changes})
-        elif name:
-            found = api.autoscaling(name)
+            found = api.set_autoscaling(pool, {"mode": mode, **changes})
+        elif pool:
+            found = api.autoscaling(pool)
         else:
             tables.show(out, api.items("autoscaling"), _COLUMNS, output, wide=_WIDE)
             return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from elastic_rl.cli.tables import Format, printable
 from elastic_rl.errors import ConfigError, EtcdUnavailable
@@ -22,8 +23,48 @@ if TYPE_CHECKING:
     from elastic_rl.coordinator.client.cluster_info import ClusterInfo
     from elastic_rl.host.local_cluster import Cluster
 
-EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings of a command that accepts any setting as ``--key.sub=value``."""
+UNPARSED = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context settings of a command that gets words as they are."""
+
+
+class SettingsCommand(TyperCommand):
+    """A command that accepts any setting as ``--key.sub=value``, which gets into ``ctx.args``. Settings are taken out
+    before arguments are told apart: else the first one would stand for an argument that was forgotten, and the command
+    would go to another job than the one it names."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_value = {name: not (getattr(option, "is_flag", False) or getattr(option, "count", False))
+                       for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
+        own, settings = split_settings(args, takes_value, strict=not ctx.resilient_parsing)
+        left = super().parse_args(ctx, own)
+        ctx.args = [*settings, *left]
+        return ctx.args
+
+
+def split_settings(words: Sequence[str], takes_value: Mapping[str, bool], *, strict: bool = True
+                   ) -> tuple[list[str], list[str]]:
+    """The words of a command line that are options and arguments of its command, and those that are settings.
+    ``takes_value``: by name of each option of the command, such as ``-o`` and ``--wait``. Raises ConfigError, if
+    ``strict``, for an option that another one follows in the place of its value."""
+    own, settings, left = list[str](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*own, word, *left], settings
+        name, _, _ = word.partition("=")
+        is_setting = word.startswith("--") and name not in takes_value
+        (settings if is_setting else own).append(word)
+        if "=" in word or not (is_setting or takes_value.get(word)):
+            continue
+        if left and not left[0].startswith("--"):
+            (settings if is_setting else own).append(left.pop(0))
+        elif strict and not is_setting:
+            raise ConfigError(f"{word} has no value", hint=f"write {word}{'=' if word.startswith('--') else ' '}VALUE")
+    return own, settings
+
+
+EXTRA: dict[str, Any] = {"cls": SettingsCommand, "context_settings": UNPARSED}
+"""Of a command that accepts any setting as ``--key.sub=value``."""
 out = Console()
 err = Console(stderr=True)
 
@@ -52,7 +93,8 @@ def overrides(args: Sequence[str]) -> list[str]:
     while left:
         arg = left.pop(0)
         if not arg.startswith("--"):
-            raise ConfigError(f"unexpected argument {arg!r}", hint="settings are given as --key.sub=value")
+            raise ConfigError(f"unexpected argument {arg!r}",
+                              hint="this command takes no more arguments; settings are given as --key.sub=value")
         if "=" not in arg:
             if not left or left[0].startswith("--"):
                 raise ConfigError(f"{arg} has no value", hint=f"write {arg}=VALUE")
@@ -69,8 +111,8 @@ def load(ctx: typer.Context, file: Path | None) -> Config:
 
 def _given(ctx: typer.Context, file: Path | None) -> dict[str, Any]:
     """The settings that a command line names, and no defaults. Raises ConfigError."""
-    from elastic_rl.config import reading
-    return reading.values(file, overrides(ctx.args))
+    from elastic_rl import config as configuration
+    return configuration.given(file, overrides(ctx.args))
 
 
 def named_cluster(ctx: typer.Context, file: Path | None, *, say: Callable[[str], None] | None = None) -> Cluster:
@@ -83,7 +125,6 @@ def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = T
                 say: Callable[[str], None] | None = None) -> Cluster:
     """``of_cluster``: with the settings of the cluster, and not those of the job."""
     from elastic_rl import config as configuration
-    from elastic_rl.config import reading
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.host.paths import JobPaths
@@ -93,7 +134,7 @@ def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = T
         cfg = configuration.parse({**given, **location})
     else:
         path = where.paths.settings if of_cluster else JobPaths.of(where.cfg).submitted_settings
-        cfg = cluster_settings.on_top(path, {**given, **location}, of_file=reading.values(file, ()))
+        cfg = cluster_settings.on_top(path, {**given, **location}, of_file=configuration.given(file, ()))
         if where.named and not of_cluster:
             cfg = cluster_settings.with_sections_of_cluster(where.paths.settings, cfg, given)
     return Cluster(cfg, say=say) if say else Cluster(cfg)
@@ -139,26 +180,10 @@ def _names_job(ctx: typer.Context, file: Path | None) -> bool:
     return file is not None or any(a == "--job" or a.startswith("--job=") for a in ctx.args)
 
 
-def argument(ctx: typer.Context, words: Sequence[str] | None, what: str) -> str:
-    """The one argument among the words of a command line, empty where there is none; the others are settings, and get
-    into ``ctx.args``. ``words``: of a parameter that takes any number of them, since typer would take a setting for the
-    argument. Raises ConfigError for a second argument."""
-    found, settings, left = list[str](), list[str](), [*(words or ()), *ctx.args]
-    while left:
-        word = left.pop(0)
-        (settings if word.startswith("--") else found).append(word)
-        if word.startswith("--") and "=" not in word and left:
-            settings.append(left.pop(0))
-    if len(found) > 1:
-        raise ConfigError(f"unexpected argument {found[1]!r}", hint=f"name one {what}; settings are --key.sub=value")
-    ctx.args[:] = settings
-    return found[0] if found else ""
-
-
-def set_job(ctx: typer.Context, words: Sequence[str] | None) -> None:
-    """Turns the argument JOB of a command line into ``--job=JOB``. Raises ConfigError for a second one."""
-    if name := argument(ctx, words, "job"):
-        ctx.args.insert(0, f"--job={name}")
+def set_job(ctx: typer.Context, job: str) -> None:
+    """Turns the argument JOB of a command line, if it is given, into ``--job=JOB``."""
+    if job:
+        ctx.args.insert(0, f"--job={job}")
 
 
 def location(ctx: typer.Context, file: Path | None) -> Config:
@@ -341,7 +366,7 @@ def api_command(app: typer.Typer, name: str | None = None) -> Callable[[Callable
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name, context_settings=EXTRA)(command)
+        app.command(name, **EXTRA)(command)
         return function
 
     return register

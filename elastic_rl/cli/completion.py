@@ -96,8 +96,7 @@ def _local_names(ctx: typer.Context, incomplete: str, read: Callable[[Path | Non
 
 def _drop_unfinished(ctx: typer.Context) -> None:
     """Leaves the complete settings of a command line that is being typed."""
-    words = [*ctx.args, *(word for value in ctx.params.values() if isinstance(value, list | tuple) for word in value)]
-    ctx.args[:] = [word for word in words if str(word).startswith("--") and "=" in str(word)]
+    ctx.args[:] = [word for word in ctx.args if word.startswith("--") and "=" in word]
 
 
 def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], list[str]], *, of_job: bool = True

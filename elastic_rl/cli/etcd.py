@@ -24,7 +24,7 @@ _COLUMNS = ("member", "state", "endpoint", "database")
 _WIDE = ("id", "peers", "version", "quota")
 
 
-@app.command("ls", context_settings=EXTRA)
+@app.command("ls", **EXTRA)
 def ls(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """List the members, and whether each answers."""
     with _client(ctx, file) as etcd:
@@ -35,7 +35,7 @@ def ls(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> 
     tables.show(out, rows, _COLUMNS, output, wide=_WIDE)
 
 
-@app.command("remove", context_settings=EXTRA)
+@app.command("remove", **EXTRA)
 def remove(ctx: typer.Context, member: Annotated[str, typer.Argument(metavar="MEMBER", help=(
                "Its name or its id, as `elastic-rl etcd ls` lists them."))], file: File = None) -> None:
     """Remove a member for good, such as one whose machine is gone. The others go on; its data are of no use any more.

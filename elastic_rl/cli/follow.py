@@ -146,7 +146,7 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
         raise error
     with contextlib.suppress(FileNotFoundError):
         if _is_reported(cluster, reading):
-            out.print(summary(json.loads(paths.report.read_text()), paths.report_page))
+            out.print(summary(json.loads(paths.report.read_text(encoding="utf-8")), paths.report_page))
     match reading.phase:
         case JobPhase.FINISHED:
             return Exit.OK

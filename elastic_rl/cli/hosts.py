@@ -12,7 +12,7 @@ import typer
 
 from elastic_rl.cli import completion, tables, watch_loop
 from elastic_rl.cli.changes import DryRun
-from elastic_rl.cli.common import Output, Target, api_command, argument, say
+from elastic_rl.cli.common import Output, Target, api_command, say
 from elastic_rl.cli.listings import Watch
 from elastic_rl.cli.tables import Format
 from elastic_rl.cli.watch_loop import Reading
@@ -51,14 +51,13 @@ class HostPhases(StrEnum):
 
 @api_command(app)
 def hosts(cluster: Target,
-          host: Annotated[list[str] | None, typer.Argument(
+          host: Annotated[str, typer.Argument(
               metavar="HOST", show_default=False, autocompletion=completion.hosts, help=(
-                  "One host, with its services; else all."))] = None,
+                  "One host, with its services; else all."))] = "",
           phase: Annotated[HostPhases | None, typer.Option(help="Only hosts in this phase.")] = None,
           watch: Watch = False, output: Output = Format.TABLE) -> None:
     """List the hosts of a cluster, also those that are lost or have left, and what runs on them."""
-    name = argument(cluster.ctx, host, "host")
-    if name and phase is not None:
+    if host and phase is not None:
         raise ConfigError("--phase is for the listing of all hosts", hint="leave out HOST or --phase")
     with cluster.api(see="elastic-rl hosts", of_job=False) as api:
         def read_all() -> Reading:
@@ -66,10 +65,10 @@ def hosts(cluster: Target,
             return Reading(found, tables.table([row(h) for h in found], _COLUMNS, output, wide=_WIDE))
 
         def read_one() -> Reading:
-            found = api.host(name)
+            found = api.host(host)
             return Reading(found, _shown(found, output))
 
-        watch_loop.show(read_one if name else read_all, output, watch=watch)
+        watch_loop.show(read_one if host else read_all, output, watch=watch)
 
 
 @api_command(app)

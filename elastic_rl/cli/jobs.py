@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elastic_rl.host.local_cluster import Cluster
 
 app = typer.Typer()
-_Job = Annotated[list[str] | None, typer.Argument(
+_Job = Annotated[str, typer.Argument(
     metavar="JOB", show_default=False, autocompletion=completion.jobs, help=(
         "Name of the job, as --job; else the one whose cluster is up."))]
 
@@ -26,8 +26,8 @@ _COLUMNS = ("job", "state", "step", "since", "message")
 _WIDE = ("pid", "submitted", "folder")
 
 
-@app.command(context_settings=EXTRA)
-def attach(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
+@app.command(**EXTRA)
+def attach(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
     """Follow the run of a job, as train does; one that has ended is summed up, and gives its exit code.
 
     Ctrl-C asks whether to detach or to stop."""
@@ -38,8 +38,8 @@ def attach(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
                      follow.follow(cluster, cluster.connect(), may_detach=True, attached=True))
 
 
-@app.command(context_settings=EXTRA)
-def stop(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
+@app.command(**EXTRA)
+def stop(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
     """Stop the run of a job. It writes its report, the job keeps its state, and train resumes it; the cluster stays
     up."""
     from elastic_rl.host import kept_state
@@ -50,7 +50,7 @@ def stop(ctx: typer.Context, job: _Job = None, file: File = None) -> None:
          f"job {cluster.cfg.job} does not run: {_state(cluster.run.look()) or 'it was never started'}")
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def jobs(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """List the jobs in run_dir: whether they run, how far they are, how they ended. It works without a cluster."""
     silent = set[Path]()

@@ -171,7 +171,7 @@ def members(cluster: Target, role: Annotated[str, typer.Option(help="Only member
         watch_loop.show(read, output, watch=watch)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def failure_policy(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Show what is done when a part fails."""
     from elastic_rl.coordinator.failure.policy import POLICY

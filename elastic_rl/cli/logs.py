@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from elastic_rl.cli import completion, tables
-from elastic_rl.cli.common import EXTRA, File, Output, argument, find_cluster, logs_of, out, say
+from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, logs_of, out, say
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError, ElasticRLError, HostUnavailable
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elastic_rl.host.local_cluster import Cluster
 
 app = typer.Typer()
-_Part = Annotated[list[str] | None, typer.Argument(
+_Part = Annotated[str, typer.Argument(
     metavar="PART", show_default=False, autocompletion=completion.logs, help=(
         "The part, or the start of its name if no other begins with that; else list the parts that have a log."))]
 _Host = Annotated[str, typer.Option("--host", metavar="HOST", help=(
@@ -40,12 +40,11 @@ _NAMED = 20
 """Longest list of parts in an error."""
 
 
-@app.command("logs", context_settings=EXTRA)
-def show(ctx: typer.Context, words: _Part = None, host: _Host = "", follow: _Follow = False, lines: _Lines = 100,
+@app.command("logs", **EXTRA)
+def show(ctx: typer.Context, part: _Part = "", host: _Host = "", follow: _Follow = False, lines: _Lines = 100,
          file: File = None, output: Output = Format.TABLE) -> None:
     """Show the log of a part of the cluster or the job, wherever in the cluster that is, or list the parts that have
     one. The logs of this host it shows without a cluster, too."""
-    part = argument(ctx, words, "part")
     cluster = find_cluster(ctx, file, stored=False)
     with _logs_of_hosts(cluster, required=bool(host)) as far:
         if not part:

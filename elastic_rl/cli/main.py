@@ -36,6 +36,7 @@ from elastic_rl.cli.exit_codes import Exit, code_of, describe
 from elastic_rl.cli.tables import printable
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.runtime.files import os_error_text
+from elastic_rl.runtime.text_encoding import use_utf8
 
 if TYPE_CHECKING:
     from elastic_rl.bench import Benches
@@ -69,7 +70,9 @@ def _completion(shell: Annotated[Shell, typer.Argument(help="The shell that sour
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``elastic-rl``."""
+    """Entry point of ``elastic-rl``. ``argv``: of a caller in the same process, which has its own output."""
+    if argv is None:
+        use_utf8()
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] and args[0] in _LISTS and (
             len(args) == 1 or (args[1].startswith("-") and args[1] not in ("-h", "--help"))):
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_benches(benches: Benches, argv: Sequence[str]) -> None:
     """Entry point of a program that is the command ``bench``, with other benches than the package's own."""
     program = typer.Typer(add_completion=False, **_STYLE)
-    program.command(context_settings=EXTRA, no_args_is_help=True)(run.bench)
+    program.command(**EXTRA, no_args_is_help=True)(run.bench)
     with _errors_reported():
         program(args=list(argv), prog_name=benches.program, obj=benches)
 

@@ -55,7 +55,7 @@ PreemptionNotice = Annotated[str | None, typer.Option("--preemption-notice", met
     "empty: nowhere. The host is then drained."))]
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostName = "", label: Labels = None,
        preemption_notice: PreemptionNotice = None,
        hosts: Annotated[int, typer.Option(min=0, max=200, metavar="N", show_default=False, help=(
@@ -133,7 +133,7 @@ def _print_up(cluster: Cluster, info: Any, *, with_job: bool) -> None:
             follow.say_goes_on(job)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metavar="FILE", help=(
              "The file cluster.join in the folder of the cluster on its first host."))],
          address: Address = "", name: HostName = "", label: Labels = None, preemption_notice: PreemptionNotice = None,
@@ -149,11 +149,11 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
 
     The only setting is --run_dir. When this command is killed, what it has started runs on, and the next one finds
     it."""
-    from elastic_rl.config import reading
+    from elastic_rl.config import given as given_settings
     from elastic_rl.host.join_file import JoinFile
     from elastic_rl.host.joined_host import JoinedHost
     from elastic_rl.host.local_cluster import Cluster
-    given = reading.values(None, overrides(ctx.args))
+    given = given_settings(None, overrides(ctx.args))
     if other := sorted(given.keys() - {"run_dir"}):
         raise ConfigError(f"a host that joins has the settings of its cluster, and no {', '.join(other)} of its own",
                           hint="give them to `elastic-rl up` on the cluster's first host")
@@ -186,7 +186,7 @@ def _labels(given: Sequence[str] | None) -> dict[str, str] | None:
     return dict(text.split("=", 1) for text in given if text) if given else None
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def down(ctx: typer.Context, file: File = None,
          purge: Annotated[bool, typer.Option("--purge", help="Delete its state too: records and versions.")] = False,
          yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
@@ -241,7 +241,7 @@ def _print_kept(cluster: Cluster) -> None:
         out.print(tables.printable(f"{name:<11} {line}"), highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def train(ctx: typer.Context, file: File = None,
           with_cluster: Annotated[bool, typer.Option("--with-cluster", help=(
               "Start a cluster first, and stop it at the end; the job keeps its state, and a job that is done also has "
@@ -363,7 +363,7 @@ def _print_access(cfg: Config, info: Any, *, with_job: bool = True) -> None:
         out.print("  " + line, highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Check this machine, and say how to fix what is wrong."""
     from elastic_rl.host import preflight
@@ -373,7 +373,7 @@ def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE)
         raise typer.Exit(Exit.PREFLIGHT)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def bench(ctx: typer.Context,
           name: Annotated[str, typer.Argument(help="Bench to run: control, dcs, loop or recovery.")],
           quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and bytes.")] = False,
@@ -417,20 +417,18 @@ def _progress(line: str) -> None:
     say(line, to_err=True)
 
 
-@config_app.command("show", context_settings=EXTRA)
+@config_app.command("show", **EXTRA)
 def config_show(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Show the configuration with all settings applied, as YAML (or JSON), without secrets."""
-    import yaml
-
-    from elastic_rl.config import secrets
+    from elastic_rl.config import secrets, yaml_text
     values = secrets.redacted(load(ctx, file).model_dump(mode="json"))
     if output is Format.JSON:
         tables.write_json(values)
     else:
-        sys.stdout.write(yaml.safe_dump(values, sort_keys=False))
+        sys.stdout.write(yaml_text.dump(values))
 
 
-@config_app.command("check", context_settings=EXTRA)
+@config_app.command("check", **EXTRA)
 def config_check(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Say everything that is wrong with a job's settings, plug-ins, model and data; code 2 when something is. Starts
     nothing. It runs the plug-ins: prompts are read, and the reward is asked what the data's own answers are worth."""

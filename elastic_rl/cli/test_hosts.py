@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl.cli import tables
-from elastic_rl.cli.common import EXTRA, File, Output, find_cluster_alone, out, say
+from elastic_rl.cli.common import EXTRA, UNPARSED, File, Output, find_cluster_alone, out, say
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
 
@@ -41,7 +41,7 @@ def _hosts(ctx: typer.Context, file: Path | None) -> ClusterHosts:
     return hosts_of(Cluster(cluster_settings.on_top(cluster.paths.settings, location)))
 
 
-@app.command("ls", context_settings=EXTRA)
+@app.command("ls", **EXTRA)
 def ls(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """List the hosts, and whether they have power and network. What the cluster knows of them, `hosts` shows."""
     rows: list[dict[str, Any]] = [asdict(host) for host in _hosts(ctx, file).all()]
@@ -49,35 +49,35 @@ def ls(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> 
                 output)
 
 
-@app.command("power-off", context_settings=EXTRA)
+@app.command("power-off", **EXTRA)
 def power_off(ctx: typer.Context, host: _Host, file: File = None) -> None:
     """End everything on a host at once, as a power cut does. What is on its disk stays."""
     was_on = _hosts(ctx, file).power_off(host)
     say(f"powered off {host}" if was_on else f"{host} was off")
 
 
-@app.command("power-on", context_settings=EXTRA)
+@app.command("power-on", **EXTRA)
 def power_on(ctx: typer.Context, host: _Host, file: File = None) -> None:
     """Bring up a host that is off, as a host of its cluster."""
     _hosts(ctx, file).power_on(host)
     say(f"{host} is on")
 
 
-@app.command("cut", context_settings=EXTRA)
+@app.command("cut", **EXTRA)
 def cut(ctx: typer.Context, host: _Host, file: File = None) -> None:
     """Take a host off the network; what is on it runs on."""
     _hosts(ctx, file).cut(host)
     say(f"{host} is cut off")
 
 
-@app.command("heal", context_settings=EXTRA)
+@app.command("heal", **EXTRA)
 def heal(ctx: typer.Context, host: _Host, file: File = None) -> None:
     """Put a host that was cut off on the network again."""
     _hosts(ctx, file).heal(host)
     say(f"{host} is on the network")
 
 
-@app.command("run", context_settings=EXTRA)
+@app.command("run", context_settings=UNPARSED)
 def run(ctx: typer.Context, words: Annotated[list[str], typer.Argument(
             metavar="HOST [--cluster=NAME] COMMAND...", help="Options of this command stand before COMMAND.")],
         file: File = None) -> None:

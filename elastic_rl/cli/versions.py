@@ -51,7 +51,7 @@ def _bar(what: str) -> Iterator[Progress]:
 
 
 # -- reads ------------------------------------------------------------------------------------------------------------
-@app.command("ls", context_settings=EXTRA)
+@app.command("ls", **EXTRA)
 def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help="Only of this stream.")] = "",
        file: File = None, output: Output = Format.TABLE) -> None:
     """List versions, the oldest first."""
@@ -64,7 +64,7 @@ def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help=
                              "sources", "pins"), output, wide=("epoch", "manifest", "meta"))
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def show(ctx: typer.Context, name: Name, file: File = None, output: Output = Format.TABLE) -> None:
     """Show one version and its tensors."""
     from elastic_rl.dcs.versions.service import tensor_rows
@@ -107,7 +107,7 @@ def _shared(new: Manifest, old: Manifest) -> int:
     return sum(n for d, n in new.chunks.items() if d in old.chunks)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Output = Format.TABLE) -> None:
     """Show which tensors differ between two versions, and how much."""
     with _service(ctx, file) as service:
@@ -125,7 +125,7 @@ def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Ou
     out.print(f"{len(changes)} tensors differ, in {changed} of {elements} elements", highlight=False)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def verify(ctx: typer.Context, name: Name, file: File = None, output: Output = Format.TABLE) -> None:
     """Read every chunk on every node that should have it; code 1 when one is missing or corrupt."""
     with _service(ctx, file) as service, _bar("reading") as progress:
@@ -145,7 +145,7 @@ def verify(ctx: typer.Context, name: Name, file: File = None, output: Output = F
 
 
 # -- pins -------------------------------------------------------------------------------------------------------------
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def pin(ctx: typer.Context, name: Name, file: File = None,
         duration: Annotated[str, typer.Option("--for", help="90s, 15m, 2h, 7d.")] = "1d") -> None:
     """Keep a version from being released for a while."""
@@ -154,7 +154,7 @@ def pin(ctx: typer.Context, name: Name, file: File = None,
         out.print(f"{version.stream}/{version.number} is pinned by {service.me} for {duration}", highlight=False)
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def unpin(ctx: typer.Context, name: Name,
           holder: Annotated[str, typer.Option(help="Holder of the pin; default: you.")] = "",
           file: File = None) -> None:
@@ -165,7 +165,7 @@ def unpin(ctx: typer.Context, name: Name,
 
 
 # -- export and import ------------------------------------------------------------------------------------------------
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def export(ctx: typer.Context, name: Name, folder: Annotated[Path, typer.Argument(help="New folder.")],
            like: Annotated[Path | None, typer.Option(help="Model folder to take config and tokenizer from.")] = None,
            shard: Annotated[float, typer.Option(min=0.001, help="Largest file, in GB.")] = 5.0,
@@ -177,7 +177,7 @@ def export(ctx: typer.Context, name: Name, folder: Annotated[Path, typer.Argumen
     out.print(f"{folder}: {', '.join(files)}", highlight=False, soft_wrap=True)
 
 
-@app.command("import", context_settings=EXTRA)
+@app.command("import", **EXTRA)
 def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Model folder with safetensors.")],
             stream: Annotated[str, typer.Argument(help="Such as policy.")],
             yes: Annotated[bool, typer.Option("--yes", help="Also while a run is active.")] = False,
@@ -189,7 +189,7 @@ def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Mod
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def recover(ctx: typer.Context,
             catalog: Annotated[str, typer.Option(help="Id of the catalog, where nodes belong to several.")] = "",
             dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be recovered.")] = False,

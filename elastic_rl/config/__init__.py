@@ -20,7 +20,7 @@ from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.config.roles import RoleConfig
 from elastic_rl.config.rollout import ENVIRONMENT, RolloutConfig
-from elastic_rl.config.root import JOB_NAME, Config, load, parse
+from elastic_rl.config.root import JOB_NAME, Config, given, load, parse
 from elastic_rl.config.section import Positive, Seconds, Section
 from elastic_rl.config.sft import SftConfig
 from elastic_rl.config.telemetry import TelemetryConfig
@@ -61,6 +61,7 @@ __all__ = [
     "TrainConfig",
     "TrainerConfig",
     "SftConfig",
+    "given",
     "load",
     "parse",
     "selector_text",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from elastic_rl.config import secrets
+from elastic_rl.config import secrets, yaml_text
 from elastic_rl.config.section import suggestion
 from elastic_rl.errors import ConfigError
 
@@ -42,23 +42,6 @@ _FORMS = {("mode", "literal_error"): "how generation and training follow each ot
 """What to write for values that are often of another form, by key and pydantic's type of the error."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem="a key is there for the second time", problem_mark=key.start_mark)
-            seen.add((key.tag, key.value))
-        return node
-
-
-def _loaded(text: str) -> Any:
-    return yaml.load(text, _Loader)
-
-
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of a configuration, sections included."""
     keys = []
@@ -81,13 +64,13 @@ def mappings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple
     return found
 
 
-def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """The settings of a YAML file with ``key.sub=value`` overrides applied. Raises ConfigError, which names the file or
-    override."""
+def values(model: type[BaseModel], path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The settings of a YAML file with ``key.sub=value`` overrides applied, in the forms that a ``model`` takes. Raises
+    ConfigError, which names the file or override."""
     found: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = _loaded(Path(path).read_text())
+            loaded = yaml_text.load(Path(path).read_text(encoding="utf-8"))
         except OSError as e:
             raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
         except _NOT_YAML as e:
@@ -97,7 +80,7 @@ def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
         found = loaded or {}
     for override in overrides:
         _set(found, override)
-    return found
+    return yaml_text.resolve(model, found)
 
 
 def validate(model: type[_Model], found: Mapping[str, Any]) -> _Model:
@@ -127,7 +110,8 @@ def _set(found: dict[str, Any], override: str) -> None:
     if not sep or not key:
         raise ConfigError("an override is not of the form --key.sub=value")  # not shown: it may hold secrets
     try:
-        value = _loaded(text)
+        override.encode()  # arguments that are no UTF-8 have halves of surrogate pairs
+        value = yaml_text.load(text)
     except _NOT_YAML as e:
         shown = "" if secrets.is_secret(key) else f": {_shortened(text)}"
         raise ConfigError(f"the value of --{key} is not YAML{shown} ({_fault(e)})",
@@ -149,6 +133,8 @@ def _fault(error: Exception) -> str:
     """What is wrong, and where, without the text itself: it may hold secrets."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    if isinstance(error, UnicodeEncodeError):
+        return "it is not UTF-8 text"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 text ({error.reason} at byte {error.start})"
     if isinstance(error, RecursionError):
@@ -182,6 +168,8 @@ def _explain(err: Any, model: type[BaseModel], found: Mapping[str, Any]) -> str:
 def right_form(err: Mapping[str, Any], key: str) -> str:
     """``; …``: how to write a value that is of another form than the setting ``key``; "" where its error says it. The
     value itself is not shown."""
+    if err["type"] == "string_type" and isinstance(err["input"], bool | int | float | None):
+        return "; put what is meant as text in quotes"
     if err["type"] == "list_type":
         return "; write [a, b], or [a] for a single one"
     return f"; {_FORMS[key, err['type']]}" if (key, err["type"]) in _FORMS else ""

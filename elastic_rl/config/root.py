@@ -266,7 +266,12 @@ def load(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Confi
 
     Raises ConfigError, which names the file or the key and, for an unknown key, the nearest known one.
     """
-    return parse(reading.values(path, overrides))
+    return parse(given(path, overrides))
+
+
+def given(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The settings that a YAML file and overrides name, and no defaults. Raises ConfigError."""
+    return reading.values(Config, path, overrides)
 
 
 def parse(values: Mapping[str, Any]) -> Config:

@@ -15,7 +15,10 @@ _Path = TypeVar("_Path", str, Path)
 def _require_path(path: _Path) -> _Path:
     """Raises ValueError for what no file can be named, so that whoever opens it need not ask."""
     text = str(path)
-    text.encode()  # raises UnicodeEncodeError, which is a ValueError
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError("a path, with the working folder of a relative one, is UTF-8 text") from e
     if "\0" in text:
         raise ValueError("a path has no NUL character")
     try:

@@ -81,7 +81,7 @@ def _token(cfg: Config, secret: Path | None, *, required: bool) -> str:
 
 def _token_in(path: Path) -> str:
     try:
-        token = path.read_text().strip()
+        token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the token {path} of the DCS cannot be read (dcs.token_file): {e}",
                           hint="name a text file that this user may read; without one the token is derived from the "

@@ -56,7 +56,7 @@ class HostModel:
         try:
             while True:
                 try:
-                    with self._paths.engine_model_lock.open("w") as lock:
+                    with self._paths.engine_model_lock.open("w", encoding="utf-8") as lock:
                         if taken(lock, timeout_s=_LOCK_S):
                             model_files.bring(stream, self.folder)
                             return

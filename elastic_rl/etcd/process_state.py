@@ -44,7 +44,7 @@ def machine_id() -> str:
     """Names the set of processes that this process can see: this boot of this machine, and the pid namespace. Empty
     where the kernel does not tell."""
     try:
-        return f"{_BOOT_ID.read_text().strip()}.{os.stat(_PROC / 'self/ns/pid').st_ino}"
+        return f"{_BOOT_ID.read_text(encoding='ascii').strip()}.{os.stat(_PROC / 'self/ns/pid').st_ino}"
     except OSError:
         return ""
 
@@ -82,13 +82,13 @@ def load_per_core() -> float:
 
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third on, the state; the second, the name, may hold anything."""
-    return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _times_scheduled(pid: int) -> int:
     """How often the main thread was given a core; 0 where the kernel does not count."""
     try:
-        return int((_PROC / str(pid) / "schedstat").read_text().split()[2])
+        return int((_PROC / str(pid) / "schedstat").read_text(encoding="utf-8").split()[2])
     except (OSError, ValueError, IndexError):
         return 0
 

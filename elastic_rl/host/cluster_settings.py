@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from elastic_rl import config
-from elastic_rl.config import Config, EtcdConfig, reading
+from elastic_rl.config import Config, EtcdConfig, reading, yaml_text
 from elastic_rl.config.root import CLUSTER_SECTIONS
 from elastic_rl.errors import ConfigError
 from elastic_rl.host.paths import JobPaths, is_own_folder
@@ -38,7 +36,7 @@ def cluster_of(job: JobPaths) -> str:
     if not is_own_folder(job.private):
         return ""
     try:
-        return config.parse({"cluster": job.cluster_name.read_text().strip() or None}).cluster
+        return config.parse({"cluster": job.cluster_name.read_text(encoding="utf-8").strip() or None}).cluster
     except FileNotFoundError:
         return ""
     except (ConfigError, UnicodeDecodeError) as e:
@@ -53,7 +51,7 @@ def save(cfg: Config, path: Path) -> None:
 
 def document(cfg: Config) -> bytes:
     """What ``save`` stores."""
-    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False).encode()
+    return yaml_text.dump(cfg.model_dump(mode="json")).encode()
 
 
 def snapshot(path: Path) -> bytes | None:
@@ -91,7 +89,7 @@ def stored(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     require_own_folder(path.parent, hint=OTHER_RUN_DIR)
-    return reading.values(path, ())
+    return config.given(path, ())
 
 
 def on_top(path: Path, given: Mapping[str, Any], *, of_file: Mapping[str, Any] | None = None) -> Config:

@@ -46,7 +46,8 @@ def _distro_binary() -> str | None:
 def version(binary: Path) -> tuple[int, int, int]:
     """Release of an etcd program. Raises PreflightFailed when it cannot be run."""
     try:
-        out = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
+        out = subprocess.run([binary, "--version"], capture_output=True, encoding="utf-8", errors="replace",
+                             timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired) as e:
         raise PreflightFailed(f"{binary} cannot be run: {e}", hint=_HOW) from e
     return parse_version(out)

@@ -64,7 +64,7 @@ def is_held(path: Path) -> bool:
 def require_exclusive(path: Path) -> None:
     """Raises PreflightFailed where the file system gives the exclusive lock of a file to everybody, or has no locks:
     two of everything would run there. ``path``: a file that may be locked now; it is made unless it is there."""
-    with path.open("a") as one, path.open("a") as other:
+    with path.open("a", encoding="utf-8") as one, path.open("a", encoding="utf-8") as other:
         if taken(one) and taken(other):
             raise PreflightFailed(f"the file system of {path.parent} does not keep locks: two open files have the one "
                                   f"of {path.name} at once", hint=_OTHER_RUN_DIR)
@@ -93,6 +93,6 @@ def _locks(pid: int, fd: str, target: str) -> bool:
     be on a file system that does not answer."""
     try:
         return os.readlink(f"/proc/{pid}/fd/{fd}") == target and bool(
-            _EXCLUSIVE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text()))
+            _EXCLUSIVE.search(Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="utf-8")))
     except OSError:  # closed meanwhile
         return False

@@ -75,6 +75,6 @@ def _written(path: Path, secret: str) -> Path:
 def _has(path: Path, secret: str) -> bool:
     """Whether this is the file with the secret, and its owner alone may read it."""
     try:
-        return path.stat().st_mode & 0o077 == 0 and path.read_text() == secret
+        return path.stat().st_mode & 0o077 == 0 and path.read_text(encoding="utf-8") == secret
     except (OSError, UnicodeDecodeError):
         return False

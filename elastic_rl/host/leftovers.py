@@ -106,7 +106,7 @@ def is_mapped(segment: Path) -> bool:
     """Whether a running process maps the file; it may belong to a cluster of the same job name in another folder."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            if str(segment) in maps.read_text():
+            if str(segment) in maps.read_text(encoding="utf-8", errors="surrogateescape"):
                 return True
         except OSError:  # the process has ended or belongs to another user
             continue

@@ -92,7 +92,7 @@ def _check(stream: Any) -> None:
 
 def _listening(table: Path) -> Iterator[tuple[_Address, int, int]]:
     """Address, port and user of each socket that listens, from a table of proc(5)'s ``/proc/net/tcp``."""
-    with table.open() as lines:
+    with table.open(encoding="utf-8") as lines:
         next(lines, None)
         for fields in map(str.split, lines):
             if fields[3] != _LISTEN:

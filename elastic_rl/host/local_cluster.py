@@ -970,7 +970,7 @@ class Cluster:
     def _locked(self, timeout_s: float) -> Iterator[None]:
         """Holds the cluster's lock. Only its holder starts or stops services, which do not inherit it. Raises
         DeadlineExceeded while another command holds it, and FileNotFoundError where the cluster's folder is gone."""
-        with self.paths.services_lock.open("w") as lock:
+        with self.paths.services_lock.open("w", encoding="utf-8") as lock:
             if not file_lock.taken(lock, timeout_s=timeout_s):
                 raise DeadlineExceeded(f"another command is starting or stopping the services in {self.dir}",
                                        hint="wait for it to end, then try again")
@@ -982,7 +982,7 @@ class Cluster:
         """
         self._make_folder(self._job.private)
         path = self._job.train_lock
-        with path.open("w") as lock:
+        with path.open("w", encoding="utf-8") as lock:
             if file_lock.is_held(path) or not file_lock.taken(lock, timeout_s=file_lock.READER_S):
                 raise self._trained_already()
             yield
@@ -993,7 +993,7 @@ class Cluster:
         one is that: the first of the two to end would take the cluster from under the other."""
         self._make_folder(self.dir)
         path = self.paths.foreground_lock
-        with path.open("w") as lock:
+        with path.open("w", encoding="utf-8") as lock:
             if file_lock.is_held(path) or not file_lock.taken(lock, timeout_s=file_lock.READER_S):
                 pids = ", ".join(map(str, file_lock.holders(path)))
                 raise ConfigError(f"another command keeps cluster {self.cfg.cluster_name} in its foreground" + (
@@ -1017,7 +1017,8 @@ class Cluster:
                         was_up and self.agents.running() and self.run.look().wanted):
                     raise self._trained_already()
                 # The agent may see the file before its lock, but takes nothing down without the cluster's lock.
-                if not file_lock.taken(held.enter_context(path.open("w")), timeout_s=file_lock.READER_S):
+                lock = held.enter_context(path.open("w", encoding="utf-8"))
+                if not file_lock.taken(lock, timeout_s=file_lock.READER_S):
                     raise self._trained_already()
             self._owns = True
             try:
@@ -1246,7 +1247,7 @@ class Cluster:
     def _become(self, job_id: str) -> None:
         """Has the folder of the job be that of the one with this id."""
         path = self._job.job_id
-        before = path.read_text() if path.exists() else job_id
+        before = path.read_text(encoding="utf-8") if path.exists() else job_id
         if before != job_id:
             self._set_aside(kept_state.chunks(self.cfg), self._job.steps, self._job.faults, self._job.model)
         replace_file(path, job_id, durable=True)

@@ -37,7 +37,7 @@ def _folders(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
     """Folders of this process's cgroups with a controller, and of all above them: each may have a limit. In a
     container that cannot see these folders, those above are the container's own."""
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:
@@ -52,6 +52,6 @@ def _folders(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
 def _words(file: Path) -> list[str]:
     """What a file has; empty where there is none."""
     try:
-        return file.read_text().split()
+        return file.read_text(encoding="utf-8").split()
     except OSError:
         return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -47,7 +48,7 @@ def fingerprint(folder: Path) -> str:
         found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
         for path in sorted(folder.glob("*.safetensors")):
             size = path.stat().st_size
-            found.update(f"{path.name} {size} ".encode())
+            found.update(os.fsencode(f"{path.name} {size} "))
             with path.open("rb") as file:
                 for at in [*(size * i // _SAMPLES for i in range(_SAMPLES)), max(0, size - _SAMPLE_BYTES)]:
                     file.seek(at)

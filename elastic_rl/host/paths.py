@@ -100,7 +100,7 @@ class ClusterPaths:
         """Folder in which the processes of jobs leave their heartbeats for the host agent, which makes it; see
         ``job_heartbeats``. It is in this host's memory: the folder of a cluster may be on a network file system that
         hangs, and a member must beat while its working thread waits for that."""
-        digest = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()
+        digest = hashlib.sha256(os.fsencode(self.folder.resolve())).hexdigest()
         return SHM / f"erl-heartbeats-{os.getuid()}-{digest[:12]}"
 
     def job_heartbeats(self, job: str) -> Path:
@@ -392,7 +392,7 @@ class JobPaths:
 
     @property
     def _digest(self) -> str:
-        return hashlib.sha256(str(self.private.resolve()).encode()).hexdigest()
+        return hashlib.sha256(os.fsencode(self.private.resolve())).hexdigest()
 
 
 def _by_epoch(folder: Path, prefix: str, suffix: str) -> dict[int, Path]:

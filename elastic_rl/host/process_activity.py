@@ -113,7 +113,7 @@ def _cpu_s(folder: Path) -> float:
 def _thread(folder: Path) -> tuple[str, float, float]:
     """State of a thread, and its seconds on a CPU and in its queue; zeros when it has ended meanwhile."""
     try:
-        ran, waited = (folder / "schedstat").read_text().split()[:2]
+        ran, waited = (folder / "schedstat").read_text(encoding="utf-8").split()[:2]
         return _stat(folder)[0], int(ran) * 1e-9, int(waited) * 1e-9
     except (OSError, IndexError, ValueError):
         return "", 0.0, 0.0
@@ -121,12 +121,13 @@ def _thread(folder: Path) -> tuple[str, float, float]:
 
 def _stat(folder: Path) -> list[str]:
     """Fields of proc(5)'s stat from the third on."""
-    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _read_bytes(folder: Path) -> int:
     try:
-        fields: dict[str, Any] = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+        lines = (folder / "io").read_text(encoding="utf-8").splitlines()
+        fields: dict[str, Any] = dict(line.split(": ") for line in lines)
         return int(fields["rchar"])
     except (OSError, KeyError, ValueError):
         return 0

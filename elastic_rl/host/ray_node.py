@@ -138,7 +138,7 @@ class RayNode(ComputeService):
     def _prefer(self, nice: str) -> None:
         """Sets the priority of the node's session. Only root may raise one."""
         with contextlib.suppress(OSError):
-            Path(f"/proc/{self.pid}/autogroup").write_text(nice)
+            Path(f"/proc/{self.pid}/autogroup").write_text(nice, encoding="utf-8")
 
     def is_complete(self) -> bool:
         """Whether all of the node has started. Ray ends a process that is connected to a node which has not, and then
@@ -147,7 +147,7 @@ class RayNode(ComputeService):
             return True
         if not (self._folder / _ADDRESS_FILE).exists():
             return False
-        self._complete.write_text(str(self.pid))
+        self._complete.write_text(str(self.pid), encoding="utf-8")
         if not self._kind.head:  # with the worker its priority would be that of everything on it
             self._prefer("0")
         return True
@@ -158,7 +158,7 @@ class RayNode(ComputeService):
 
     def _was_complete(self) -> bool:
         try:
-            return self._complete.read_text() == str(self.pid)
+            return self._complete.read_text(encoding="utf-8") == str(self.pid)
         except FileNotFoundError:
             return False
 

@@ -22,7 +22,7 @@ def read_records(path: Path) -> list[Record]:
     """Records of a steps.jsonl in order; a last line that is torn (its writer was killed) is left out."""
     if not path.exists():
         return []
-    return list(parse_lines(path.read_text(errors="replace").splitlines()))
+    return list(parse_lines(path.read_text(encoding="utf-8", errors="replace").splitlines()))
 
 
 def in_order(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:

@@ -60,8 +60,8 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     ]
     at = [float(r["at"]) for r in records if r.get("at") is not None]
     when = datetime.fromtimestamp(min(at), UTC).strftime("%Y-%m-%d %H:%M UTC") if at else ""
-    style = files("elastic_rl.report").joinpath("report.css").read_text()
-    script = files("elastic_rl.report").joinpath("report.js").read_text()
+    style = files("elastic_rl.report").joinpath("report.css").read_text(encoding="utf-8")
+    script = files("elastic_rl.report").joinpath("report.js").read_text(encoding="utf-8")
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<title>{escape(report["job"])} · elastic-rl</title><style>{style}</style></head><body><main>'

@@ -62,7 +62,8 @@ def user_umask() -> int:
     try:
         return int(os.environ[UMASK_ENV], 8) & 0o777
     except (KeyError, ValueError):
-        status = Path("/proc/self/status").read_text(errors="replace")  # os.umask() would change it for a moment
+        # os.umask() would change it for a moment.
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
         return int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
 
 

@@ -43,7 +43,8 @@ class JsonLines(logging.Formatter):
 def setup(process: str, level: str = "info", *, file: Path | None = None) -> None:
     """Sends every logger of this process to stderr, or to ``file``. ``process``: name of the process in each line, such
     as ``coordinator-a``. ``level``: debug, info, warning or error. A later call replaces an earlier one."""
-    handler = logging.StreamHandler(io.TextIOWrapper(open_log(file), write_through=True) if file else sys.stderr)
+    handler = logging.StreamHandler(sys.stderr if file is None else io.TextIOWrapper(
+        open_log(file), encoding="utf-8", errors="backslashreplace", write_through=True))
     handler.setFormatter(JsonLines(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]

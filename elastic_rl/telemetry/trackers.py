@@ -143,7 +143,7 @@ class WandB:
     def _read(self) -> dict[str, Any]:
         """The id of the job's run in W&B, and by run the number of its attempts so far."""
         try:
-            known = json.loads(self._file.read_text())
+            known = json.loads(self._file.read_text(encoding="utf-8"))
             return {"id": str(known["id"]), "attempts": {str(k): int(v) for k, v in known["attempts"].items()}}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none yet, or it is damaged
             self._known = {"id": uuid.uuid4().hex[:16], "attempts": {}}

@@ -77,6 +77,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     # Not getrusage: its figure includes what the process was before exec.
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) << 10 if found else 0

@@ -48,7 +48,8 @@ class Replicas:
         self._folder = testbed.folder / self.keys.job
         self._folder.mkdir()
         self._config = self._folder / "settings.yaml"
-        self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
+        self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}),
+                                encoding="utf-8")
         self._secret, secret = self._folder / "cluster-secret", ClusterSecret.generate()
         secret.save(self._secret)
         job_settings.submit(self.etcd, ClusterKeys(self.keys.job), config.load(self._config), secret)

@@ -220,7 +220,7 @@ def _bare(found: Measured, ours: DcsUpdate, engine: BenchEngine, testbed: Testbe
         for _ in range(testbed.samples + 1):
             engine.session(lambda: engine.post("/update_weights_from_tensor", load_format=loaders.BARE,
                                                serialized_named_tensors=[pack(request)]))
-    found.bare = [float(line) for line in Path(times).read_text().split()][1:]
+    found.bare = [float(line) for line in Path(times).read_text(encoding="utf-8").split()][1:]
 
 
 def _gaps(found: Measured, ours: DcsUpdate, engine: BenchEngine, model: Model, testbed: Testbed) -> None:

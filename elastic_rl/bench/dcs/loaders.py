@@ -31,7 +31,7 @@ def bare(model: Any, named_tensors: Tensors) -> None:
     start = time.monotonic()
     model.load_weights(iter(tensors))
     took = time.monotonic() - start
-    with Path(request["times"]).open("a") as out:
+    with Path(request["times"]).open("a", encoding="utf-8") as out:
         out.write(f"{took}\n")
 
 

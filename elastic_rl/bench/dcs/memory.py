@@ -16,7 +16,7 @@ def pss(pids: Sequence[int]) -> dict[str, int]:
     out = {"Pss": 0, "Pss_Anon": 0, "Pss_File": 0, "Pss_Shmem": 0}
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8", errors="replace").splitlines()
         except (OSError, ValueError):
             continue
         for key, value in parse_rollup(lines).items():

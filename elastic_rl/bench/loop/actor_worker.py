@@ -30,7 +30,7 @@ _PIECE_BYTES = config.TrainerConfig().share_piece_bytes // 2
 
 def memory(peak: bool = False) -> int:
     """Resident bytes of this process, now or at its most."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     return int(re.findall(rf"^Vm{'HWM' if peak else 'RSS'}:\s+(\d+) kB$", status, re.MULTILINE)[0]) << 10
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic_rl import config, train
 from elastic_rl.bench.options import Options
-from elastic_rl.config import Config, reading
+from elastic_rl.config import Config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.faults.injector import FaultPlan
@@ -44,7 +44,7 @@ def configure_short_steps(folder: Path, options: Options, steps: int, more: Sequ
 def place(folder: Path, options: Options) -> list[str]:
     """Settings of a bench's own job and folder. Raises ConfigError for options that name others."""
     for key in ("job", "run_dir"):
-        if key in reading.values(None, options.settings):
+        if key in config.given(None, options.settings):
             raise ConfigError(f"`bench loop` takes no --{key}: it trains a job of its own in a folder of its own, "
                               "injures its parts, and takes its cluster down at the end", hint=f"leave --{key} out")
     return [f"--job=bench-{secrets.token_hex(3)}", f"--run_dir={folder}"]

@@ -131,7 +131,7 @@ class TokenTable:
             raise ConfigError(f"the token table {self._path} may be read by others (mode {stat.st_mode & 0o777:o})",
                               hint=f"chmod 600 {self._path}")
         try:
-            self._tokens = _parse(json.loads(self._path.read_text()))
+            self._tokens = _parse(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, ValidationError) as e:
             raise ConfigError(f"the token table {self._path} cannot be read: {e}") from e
         self._stamp = stamp

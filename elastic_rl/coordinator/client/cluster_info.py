@@ -40,7 +40,7 @@ class ClusterInfo:
     def load(cls, path: Path) -> ClusterInfo | None:
         """The cluster that a file describes; None if there is none. Raises ConfigError for a damaged file."""
         try:
-            info = cls(**json.loads(path.read_text()))
+            info = cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as e:

@@ -21,7 +21,7 @@ def read_token(path: Path, role: str) -> str:
     Raises ConfigError for a file that cannot be read, or holds anything else.
     """
     try:
-        text = path.expanduser().read_text().strip()
+        text = path.expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"no token can be read from {path}: {e}", hint=_HINT) from e
     token = _from_json(path, text, role) if text.startswith(("{", "[")) else text

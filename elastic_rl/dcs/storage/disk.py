@@ -215,7 +215,7 @@ def _in_parallel(act: Callable[[Any], object], items: Iterable[Any]) -> None:
 def owner(folder: Path) -> str:
     """The job whose chunks a node's folder holds; empty for none."""
     try:
-        return (folder / "lock").read_text().strip()
+        return (folder / "lock").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 

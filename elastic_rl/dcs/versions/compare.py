@@ -10,6 +10,8 @@ import torch
 
 from elastic_rl.dcs.manifest import Manifest, TensorEntry
 
+OUTPUT = "lm_head.weight"
+"""The output layer, as Hugging Face names it."""
 _PIECE = 1 << 22
 """Elements that are compared at once: the fp64 difference of a whole tensor would need many times its memory."""
 
@@ -49,6 +51,24 @@ def differing(old: Manifest, new: Manifest) -> tuple[list[Change], list[str]]:
         else:
             candidates.append(name)
     return changes, candidates
+
+
+def fault_of_layout(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> str:
+    """In what the tensors of a model, with their shapes, are not those of another; empty where they are the same.
+    ``tied``: the output layer is the embedding, so that it may be left out."""
+    names = found.keys() | wanted.keys()
+    odd = sorted(name for name in names if found.get(name) != wanted.get(name) and not (
+        tied and name == OUTPUT and (name not in found or name not in wanted)))
+    if not odd:
+        return ""
+    name = next((n for n in odd if n in wanted), odd[0])
+    what = (f"it lacks {name}" if name not in found else f"{name} is there and not in the other" if name not in wanted
+            else f"{name} has the shape {_shape(found[name])} and not {_shape(wanted[name])}")
+    return f"{what}; {len(odd)} of {len(names)} tensors differ" if len(odd) > 1 else what
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "×".join(map(str, sizes)) or "scalar"
 
 
 def _elements(tensor: TensorEntry) -> int:

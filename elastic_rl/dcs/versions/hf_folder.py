@@ -232,6 +232,25 @@ def _names_in(file: Path) -> list[str]:
         raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
 
 
+def layout(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a model folder. Raises ConfigError as ``files_of``."""
+    where, found = _tensors_of(folder), dict[str, tuple[int, ...]]()
+    for file in sorted(set(where.values())):
+        with safe_open(file, framework="pt") as f:
+            found |= {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()  # noqa: SIM118 - it is no mapping
+                      if where.get(name) == file}
+    return found
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether config.json says that the output layer is the embedding. False where there is none that can be read."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(raw, dict) and raw.get("tie_word_embeddings") is True
+
+
 def read(folder: Path, progress: Progress = lambda n: None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a model folder once, one at a time. Raises ConfigError as ``files_of``, before the first one."""
     where = _tensors_of(folder)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from elastic_rl.config import Config, durations
+from elastic_rl.config import Config, Stream, durations
 from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.dcs.catalog import pins, reads, replica_sets
 from elastic_rl.dcs.catalog.pins import pin_holders
@@ -65,6 +65,8 @@ class VersionService:
     def listing(self, stream: str = "") -> list[dict[str, Any]]:
         """Every version with a record, oldest first: its fields, ``head``, ``pins`` (holders) and ``durable``; of a
         committed one also ``copies``, the number of nodes that hold each part, and ``copies_wanted``."""
+        if stream:
+            names.require_stream(stream)
         rows: list[dict[str, Any]] = []
         identity, _ = reads.read_identity(self.etcd, self.keys)
         nodes = {i for i, n in read_nodes(self.etcd, self.keys)[0].items()
@@ -187,9 +189,12 @@ class VersionService:
                 progress: Progress = lambda done, total: None) -> Version:
         """Publishes an HF folder as the stream's next version under the present epoch.
 
-        Raises ConfigError for a folder without weights, and unless ``yes`` while a trainer is running: its engines
-        would load the imported version.
+        Raises ConfigError for a folder without weights, a stream that is no name or that only the run may write,
+        weights of another model than those of the stream, and unless ``yes`` while a trainer is running: its engines
+        would load the imported version. Nothing is changed then.
         """
+        names.require_importable(stream)
+        self._require_same_model(source, stream)
         self._require_idle("its engines would load this version", yes)
         epoch = fencing.current_epoch(self.etcd, self.keys)
         if not epoch:
@@ -201,6 +206,21 @@ class VersionService:
                        security=self._security) as publisher:
             counter = _Counter(lambda done: progress(min(done, total), total))
             return publisher.publish(hf_folder.read(source, counter), meta={"imported": str(source), "by": self.me})
+
+    def _require_same_model(self, source: Path, stream: str) -> None:
+        """Raises ConfigError unless a folder has the tensors of the stream's head or, of a policy without one, those of
+        the job's model."""
+        found, head = hf_folder.layout(source), reads.head(self.etcd, self.keys, stream)
+        if head is not None:
+            wanted, of = {t.name: tuple(t.shape) for t in self.manifest(head).tensors}, f"{stream}/{head.number}"
+        elif stream == Stream.POLICY and next(self._model_dir.glob("*.safetensors"), None) is not None:
+            wanted, of = hf_folder.layout(self._model_dir), f"the job's model, {self._model_dir}"
+        else:
+            return
+        tied = hf_folder.is_tied(source) or hf_folder.is_tied(self._model_dir)
+        if fault := compare.fault_of_layout(found, wanted, tied=tied):
+            raise ConfigError(f"{source} has other weights than {of}: {fault}", hint=(
+                "import a folder of the same model, or into a new stream under a name of your own"))
 
     def _require_idle(self, otherwise: str, yes: bool) -> None:
         if not yes and any(self.etcd.count(self.keys.members_prefix(group)) for group in TRAINER_GROUPS):

@@ -89,7 +89,8 @@ class ExternalServer(EngineServer):
             raise EngineFailed(f"no SGLang server answers at {self._url}/model_info ({self._no_answer})", hint=e.hint
                                ) from e
         try:
-            architectures = json.loads((Path(self._model_dir) / "config.json").read_text()).get("architectures")
+            config = json.loads((Path(self._model_dir) / "config.json").read_text(encoding="utf-8"))
+            architectures = config.get("architectures")
         except (OSError, ValueError, AttributeError) as e:
             raise EngineFailed(f"{self._model_dir}/config.json cannot be read: {describe(e)}") from e
         info = self._call("GET", "/server_info")

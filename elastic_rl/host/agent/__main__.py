@@ -103,7 +103,7 @@ class HostAgent:
         nothing, so it is killed; what it kept running runs on."""
         # Time in which this process was itself suspended does not count.
         silence = ProgressLimit(SILENT_AFTER_S, gap_s=4 * _PASS_S)
-        with self._cluster.paths.active_agent_lock.open("w") as lock:
+        with self._cluster.paths.active_agent_lock.open("w", encoding="utf-8") as lock:
             while not taken(lock):
                 pids = [r.pid for r in self._cluster.agents.running() if r.pid not in (0, os.getpid())]
                 status = AgentStatus.load(self._cluster.paths.agent_status)

@@ -21,7 +21,8 @@ def ip(*arguments: str, inside: Sequence[str] = ()) -> str:
     """What ``ip`` prints. ``inside``: what a command line begins with that runs in another namespace. Raises
     PreflightFailed."""
     try:
-        done = subprocess.run([*inside, "ip", *arguments], capture_output=True, text=True, timeout=_IP_S)
+        done = subprocess.run([*inside, "ip", *arguments], capture_output=True, encoding="utf-8", errors="replace",
+                              timeout=_IP_S)
     except FileNotFoundError as e:
         raise PreflightFailed(f"the program {e.filename} is not installed",
                               hint="install iproute2, which has ip, and util-linux, which has nsenter") from e

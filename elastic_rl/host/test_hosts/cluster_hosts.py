@@ -336,7 +336,7 @@ class ClusterHosts:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Holds the lock of the hosts, whose folder is there. Raises DeadlineExceeded."""
-        with self._paths.test_hosts_lock.open("a") as lock:
+        with self._paths.test_hosts_lock.open("a", encoding="utf-8") as lock:
             if not file_lock.taken(lock, timeout_s=_LOCK_S):
                 raise DeadlineExceeded(f"another command changes the hosts of {self._cluster.cfg.cluster}",
                                        hint="wait for it to end, then try again")

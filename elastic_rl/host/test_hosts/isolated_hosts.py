@@ -63,7 +63,7 @@ def require() -> None:
             raise PreflightFailed(f"hosts on this machine need the program {program}", hint=f"install {package}")
     try:
         done = subprocess.run(["unshare", *_NAMESPACES, "--fork", "--mount-proc", "true"], capture_output=True,
-                              text=True, timeout=_PROBE_S)
+                              timeout=_PROBE_S, encoding="utf-8", errors="replace")
         why = done.stderr.strip() if done.returncode else ""
     except subprocess.TimeoutExpired:
         why = f"`unshare` has not ended in {_PROBE_S:g} s"
@@ -204,7 +204,8 @@ def _is_init(process: psutil.Process) -> bool:
     try:
         if process.cmdline()[3:] != [_ON]:
             return False
-        pids = re.findall(r"^NSpid:(.*)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace")
+        pids = re.findall(r"^NSpid:(.*)$", status, re.MULTILINE)
     except (psutil.Error, OSError):
         return False
     return len(pids) == 1 and len(pids[0].split()) > 1 and pids[0].split()[-1] == "1"

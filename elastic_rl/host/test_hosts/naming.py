@@ -7,6 +7,7 @@ an earlier one has made there, also where its record is lost.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Network
@@ -34,7 +35,7 @@ def host_names(count: int) -> list[str]:
 
 def tag_of(folder: Path) -> str:
     """What tells the links of a cluster, whose folder this is, from those of the machine's other clusters."""
-    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_TAG_CHARS]
+    return hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:_TAG_CHARS]
 
 
 def bridge_name(tag: str) -> str:

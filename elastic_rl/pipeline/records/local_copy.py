@@ -110,7 +110,7 @@ class LocalCopy:
     def _locked(self) -> bool:
         if self._lock is None:
             self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._lock_path.open("a")
+            file = self._lock_path.open("a", encoding="utf-8")
             if not file_lock.taken(file):
                 file.close()
                 return False

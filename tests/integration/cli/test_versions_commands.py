@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from support.cluster_files import make_secret
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
@@ -193,6 +194,23 @@ def test_import_into_a_running_job_needs_yes(command: VersionsCommand) -> None:
         code, _, err = command.run("import", str(command.model_dir), "policy")
         assert code == 2 and "--yes" in err
         assert command.run("import", str(command.model_dir), "policy", "--yes")[0] == 0
+
+
+def test_import_of_what_is_no_version_of_the_stream_changes_nothing(command: VersionsCommand, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"a": torch.ones(3)}, other / "model.safetensors")
+    before = command.etcd.range(command.keys.root)[0]
+    for stream, folder, said in (("policy", other, "other weights than policy/2"),
+                                 ("trainer_state", command.model_dir, "only the run"),
+                                 ("../../x", command.model_dir, "not the name of a stream")):
+        code, _, err = command.run("import", str(folder), stream)
+        assert code == 2 and said in err and "hint:" in err
+    assert command.run("ls", "--stream=../../x")[0] == 2
+    keys = {kv.key for kv in before}
+    assert {kv.key for kv in command.etcd.range(command.keys.root)[0]} == keys
+    assert command.run("import", str(other), "candidate")[0] == 0
+    assert command.run("show", "candidate/1")[0] == 0
 
 
 def test_errors_say_what_to_do(command: VersionsCommand, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_part_may_follow_a_setting_of_two_words(paths: JobPaths, capsys: pytest.
     (("eng", "-f"), "several logs begin with 'eng'"),
     (("router-a",), "there is no log of 'router-a'\nhint: parts with a log: driver, engine-1, engine-12"),
     (("../../secret", "-f"), "there is no log of '../../secret'"), (("-f",), "--follow needs a part"),
-    (("driver", "engine-1"), "unexpected argument 'engine-1'\nhint: name one part"),
+    (("driver", "engine-1"), "unexpected argument 'engine-1'\nhint: this command takes no more arguments"),
     (("driver", "--host=b"), "--host is for a host of a cluster with a name\nhint: leave it out")])
 def test_ambiguous_and_unknown_parts_are_wrong_usage(args: tuple[str, ...], said: str, paths: JobPaths,
                                                      capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,32 @@ def test_invalid_version_name_is_a_usage_error(name: str) -> None:
         names.parse(name)
 
 
+@pytest.mark.parametrize("stream", ["trainer_state", "critic_state", "run_log", "model", "../../x", "policy/3",
+                                    "Policy", "a b", "", "1st", "é"])
+def test_stream_that_takes_no_import_is_a_usage_error(stream: str) -> None:
+    with pytest.raises(ConfigError):
+        names.require_importable(stream)
+
+
+@pytest.mark.parametrize("stream", ["policy", "critic", "candidate_2"])
+def test_stream_that_takes_imports_can_be_named(stream: str) -> None:
+    names.require_importable(stream)
+    assert names.parse(f"{stream}/3") == (stream, 3)
+
+
+@pytest.mark.parametrize("change, tied, said", [
+    ({}, False, ""), ({"lm_head.weight": None}, True, ""), ({"lm_head.weight": None}, False, "lacks lm_head.weight"),
+    ({"lm_head.weight": (5, 4)}, True, "5×4 and not 6×4"), ({"a": None}, False, "lacks a"),
+    ({"x": (1,)}, False, "x is there"), ({"a": (), "b": None}, False, "a has the shape scalar and not 2×4; 2 of 3")])
+def test_weights_of_another_model_are_told_by_their_layout(change: dict[str, tuple[int, ...] | None], tied: bool,
+                                                           said: str) -> None:
+    wanted = {"a": (2, 4), "b": (4,), "lm_head.weight": (6, 4)}
+    found = {name: shape for name, shape in {**wanted, **change}.items() if shape is not None}
+    fault = compare.fault_of_layout(found, wanted, tied=tied)
+    assert said in fault and bool(said) == bool(fault)
+    assert bool(compare.fault_of_layout(wanted, found, tied=tied)) == bool(said)
+
+
 @pytest.mark.parametrize("text, seconds", [("90s", 90), ("15m", 900), ("2h", 7200), ("7d", 604800)])
 def test_duration_is_read_in_seconds(text: str, seconds: int) -> None:
     assert durations.seconds(text) == seconds

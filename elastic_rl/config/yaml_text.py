@@ -1,0 +1,149 @@
+"""Settings as YAML text: what is read, and what is written so that it is read as the same.
+
+A plain value, one without quotes, is what its setting takes: ``job: 42``, ``job: 1e5`` and ``job: no`` are text, as it
+is written. Where a setting takes any value, plain values are what YAML 1.2 has them be, with the ``yes``, ``no``,
+``on`` and ``off`` and the dates of 1.1: ``1e-6`` is a number, ``007`` and ``1:30`` are text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"""^(?:[-+]?0b[01_]+ | 0o[0-7]+ | [-+]?0x[0-9a-fA-F_]+ | [-+]?(?:0|[1-9][0-9_]*))$""", re.VERBOSE)
+_FLOAT = re.compile(r"""^(?:[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)? | \.[0-9][0-9_]*)[eE][-+]?[0-9]+
+                         | [-+]?[0-9][0-9_]*\.[0-9_]* | [-+]?\.[0-9][0-9_]*
+                         | [-+]?\.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN))$""", re.VERBOSE)
+_PLAIN = ("int", "float", "bool", "timestamp")
+"""Types of values that a setting for text takes as they are written."""
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A value that YAML has made of text without quotes, and the text."""
+
+    value: Any
+    text: str
+
+
+def _numbers_of_yaml_1_2(kind: Any) -> None:
+    """Replaces YAML 1.1's forms of numbers, in which 1e-6 is text, 010 is eight and 1:30 is ninety."""
+    kind.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag not in (f"{_TAG}int", f"{_TAG}float")]
+        for first, found in kind.yaml_implicit_resolvers.items()}
+    kind.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
+    kind.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem="a key is there for the second time", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+    def construct_yaml_int(self, node: Any) -> int:
+        text = self.construct_scalar(node)
+        return int(text.replace("_", "")[2:], 8) if text.startswith("0o") else super().construct_yaml_int(node)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes that ``_Loader`` would take for something else."""
+
+
+_numbers_of_yaml_1_2(_Loader)
+_numbers_of_yaml_1_2(_Dumper)
+for _name in _PLAIN:
+    _Loader.add_constructor(f"{_TAG}{_name}", lambda loader, node, name=_name: _Plain(
+        getattr(loader, f"construct_yaml_{name}")(node), node.value))
+
+
+def load(text: str) -> Any:
+    """What a document holds, for ``resolve``. Raises what PyYAML raises for what is no YAML."""
+    return yaml.load(text, _Loader)
+
+
+def dump(values: Mapping[str, Any]) -> str:
+    """The document of which ``load`` and ``resolve`` make the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+def resolve(model: type[BaseModel], found: Any) -> Any:
+    """What ``load`` returned, each plain value as the setting of a ``model`` takes it: as text, or as what YAML has it
+    be. A section, mapping or list without a value, all of which is commented out, is left out."""
+    return _Resolution().of(model, found)
+
+
+class _Resolution:
+    """One value may be there many times, through YAML's anchors: each is resolved once for each type."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[int, int], Any] = {}
+        self._kept = list[Any]()
+        """What ``_done`` names by its id."""
+
+    def of(self, kind: Any, found: Any) -> Any:
+        if isinstance(found, _Plain):
+            return found.text if _is_text(kind) else found.value
+        if not isinstance(found, dict | list):
+            return found
+        key = id(kind), id(found)
+        if key not in self._done:
+            self._kept += (kind, found)
+            made: Any = {} if isinstance(found, dict) else []
+            self._done[key] = made  # before what it holds: that may be the value itself
+            if isinstance(found, dict):
+                self._fill(made, kind, found)
+            else:
+                inner = _inner(kind, list)
+                made += (self.of(inner, value) for value in found)
+        return self._done[key]
+
+    def _fill(self, made: dict[Any, Any], kind: Any, found: dict[Any, Any]) -> None:
+        model = next((k for k in _alternatives(kind) if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        inner = Any if model is not None else _inner(kind, dict)
+        for key, value in found.items():
+            name = key.value if isinstance(key, _Plain) else key
+            field = model.model_fields.get(name) if model is not None else None
+            of = field.annotation if field is not None else inner
+            if value is None and field is not None and _holds_others(of):
+                continue
+            made[name] = self.of(of, value)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types of which a value may be, without what is written about them."""
+    if get_origin(kind) is Annotated:
+        return _alternatives(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(found for each in get_args(kind) for found in _alternatives(each))
+    return (kind,)
+
+
+def _is_text(kind: Any) -> bool:
+    of = _alternatives(kind)
+    return any(k in (str, Path) for k in of) and not any(k in (int, float, bool) for k in of)
+
+
+def _inner(kind: Any, of: type) -> Any:
+    """What the values of a list or a mapping are; anything where the type says nothing."""
+    return next((get_args(k)[-1] for k in _alternatives(kind) if get_origin(k) is of and get_args(k)), Any)
+
+
+def _holds_others(kind: Any) -> bool:
+    of = _alternatives(kind)
+    return type(None) not in of and all(
+        get_origin(k) in (dict, list) or isinstance(k, type) and issubclass(k, BaseModel) for k in of)
