@@ -20,9 +20,9 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
 from elastic_rl.net import http_client
+from elastic_rl.net.problem_details import TYPE_PREFIX
 from elastic_rl.runtime.backoff import RetryBackoff
 
-_PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
 _POLL_S, _MAX_POLL_S = 0.1, 1.0
 _OF_AUTOSCALER = frozenset({"pool", "source", "by", "at", "recommended", "message", "updated_at", "etag"})
@@ -41,7 +41,7 @@ class RequestRefused(ElasticRLError):
     @property
     def kind(self) -> str:
         """The last part of a problem's type, such as ``not-found``."""
-        return self.type.removeprefix(_PROBLEM)
+        return self.type.removeprefix(TYPE_PREFIX)
 
 
 class NotFound(RequestRefused):
