@@ -205,6 +205,7 @@ def test_address_of_this_host_is_known_in_one_place() -> None:
     }
     assert _modules_with(lambda text: re.search(r"\blocalhost\b|(?<![\w:])::1\b", text)) == {
         "coordinator/operations/external_engines.py", "net/torch_store.py", "cli/dashboard.py",  # what users have given
+        "cli/common.py",  # the same
         "config/coordinator.py",  # the same, in a setting
         "coordinator/api/request_origin.py", "host/etcd_server.py",  # names that a request's Host may have
         "host/local_host.py",  # a name that its certificate is for

@@ -20,6 +20,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
 from elastic_rl.net import http_client
+from elastic_rl.net.listeners import owners
 from elastic_rl.net.problem_details import TYPE_PREFIX
 from elastic_rl.runtime.backoff import RetryBackoff
 
@@ -86,6 +87,7 @@ class AdminClient:
         token = info.token(role)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls.ReloadingTrust(info.ca_file)
+        self._users = owners(info.tokens_file)
 
     @property
     def url(self) -> str:
@@ -288,7 +290,8 @@ class AdminClient:
             for url in tuple(self._urls):
                 try:
                     answer = http_client.request(method, url + path, json=body, headers={
-                        **self._headers, **(headers or {})}, timeout=self._timeout_s, verify=self._tls.for_url(url))
+                        **self._headers, **(headers or {})}, timeout=self._timeout_s, users=self._users,
+                        verify=self._tls.for_url(url))
                 except httpx.HTTPError as e:
                     reasons.append(f"{url}: {str(e) or type(e).__name__}")
                     may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
