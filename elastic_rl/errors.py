@@ -198,7 +198,7 @@ class RouterUnavailable(EngineFailed):
 
 
 class PortTaken(EngineFailed):
-    """A process of another user listens where an engine or a router of this job should. It was sent nothing."""
+    """A process of another user listens where a service of this user should. It was sent nothing."""
 
 
 class StagingFailed(ElasticRLError):

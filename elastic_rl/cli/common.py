@@ -335,7 +335,24 @@ def _remote_info(job: str, url: str, token_file: Path | None, ca: Path | None) -
             raise ConfigError(f"{each!r} is not the URL of an admin API", hint="write it as https://HOST:PORT")
     if ca is not None and not ca.exists():
         raise ConfigError(f"there is no file {ca}", hint="--ca names the PEM file of an authority")
+    if token_file is not None and (clear := [each for each in urls if _is_in_clear(each)]):
+        say(f"warning: the token crosses the network in clear to {', '.join(clear)}: who reads it, or takes that "
+            "address, has it; serve the admin API with TLS", to_err=True)
     return ClusterInfo(job, [], urls, str(token_file or ""), str(ca or ""))
+
+
+def _is_in_clear(url: str) -> bool:
+    """Whether the URL is one without TLS of another host. What another user of this one has taken is looked at with
+    each connection (``net.listeners``)."""
+    from ipaddress import ip_address
+    from urllib.parse import urlsplit
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        loopback = ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    return parts.scheme == "http" and not loopback
 
 
 def _is_http(url: str) -> bool:

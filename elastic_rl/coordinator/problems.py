@@ -14,17 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced, OutcomeUnknown
+from elastic_rl.net import problem_details
+from elastic_rl.net.problem_details import MEDIA_TYPE
 
 log = logging.getLogger(__name__)
-
-MEDIA_TYPE = "application/problem+json"
-TYPE_PREFIX = "urn:elastic-rl:problem:"
 
 
 class Kind(StrEnum):
     """The last part of a problem's ``type``. None is ever renamed or used for something else."""
 
-    MALFORMED = "malformed"
+    MALFORMED = problem_details.MALFORMED
     UNAUTHORIZED = "unauthorized"
     UNKNOWN_TOKEN = "unknown-token"
     UNKNOWN_SESSION = "unknown-session"
@@ -44,7 +43,8 @@ class Kind(StrEnum):
     UNKNOWN_PARAMETER = "unknown-parameter"
     IDEMPOTENCY_KEY_REUSED = "idempotency-key-reused"
     PRECONDITION_REQUIRED = "precondition-required"
-    HTTP = "http"
+    HEADERS_TOO_LARGE = problem_details.HEADERS_TOO_LARGE
+    HTTP = problem_details.OTHER
     INTERNAL = "internal"
     NO_LEADER = "no-leader"
     JOB_NOT_OPEN = "job-not-open"
@@ -67,8 +67,8 @@ class Problem(Exception):
         self.headers, self.members = headers or {}, members
 
     def body(self, instance: str) -> dict[str, Any]:
-        return {"type": TYPE_PREFIX + self.kind, "title": self.title, "status": self.status,
-                "detail": self.detail or self.title, "instance": instance, **self.members}
+        return problem_details.problem_details(self.kind, self.status, self.title, self.detail or self.title,
+                                               instance=instance, **self.members)
 
     def response(self, instance: str) -> Response:
         """The answer. ASCII only: a client's own text, which may not even be valid Unicode, comes back in it."""

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import AccessDenied, NodeUnavailable
+from elastic_rl.errors import AccessDenied, NodeUnavailable, PortTaken
 from elastic_rl.etcd.records import CatalogIdentity, DcsNode, Version
+from elastic_rl.net.listeners import check_socket
 from elastic_rl.runtime.sequences import batches
 
 Located = tuple[str, int, int]
@@ -106,8 +107,12 @@ class NodeConnection:
         try:
             protocol.configure(sock, io_timeout_s=timeout_s)
             if security is None or security.client_context is None:
+                check_socket(sock)  # of another user, it would be given the token
                 return sock
             return security.client_context.wrap_socket(sock, server_hostname=self.node.host)
+        except PortTaken as e:
+            sock.close()
+            raise NodeUnavailable(f"node {self.node.id} is not there: {e.message}", hint=e.hint) from e
         except ssl.SSLCertVerificationError as e:
             sock.close()
             raise AccessDenied(f"node {self.node.id} at {self.node.host}:{self.node.port} presents a certificate "

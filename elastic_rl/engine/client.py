@@ -26,9 +26,9 @@ from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine import packed_answers
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused, Unanswered
-from elastic_rl.host.listeners import check_async_connection
 from elastic_rl.net import http_client
 from elastic_rl.net.engine_key import OTHER_KEY, EngineAccess
+from elastic_rl.net.listeners import check_async_connection
 from elastic_rl.net.single_connections import SingleConnections
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.runtime.backoff import backoff_s

@@ -15,12 +15,12 @@ import httpx
 from elastic_rl.errors import PortTaken, RouterUnavailable
 from elastic_rl.host.address import own_address
 from elastic_rl.host.compute_services import ComputeService
-from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.processes import python
 from elastic_rl.host.service_files import ServiceFiles
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, host_port
 from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, EngineAccess
+from elastic_rl.net.listeners import check_connections
 from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.waiting import wait_until
 

@@ -119,7 +119,8 @@ def healthy(endpoint: str, access: Access = Access(), *, timeout_s: float = 0.5)
     """Whether the member at ``host:port`` answers and has a leader."""
     scheme, verify = ("https", access.tls.context()) if access.tls is not None else ("http", False)
     try:
-        answer = http_client.request("GET", f"{scheme}://{endpoint}/health", timeout=timeout_s, verify=verify)
+        answer = http_client.request("GET", f"{scheme}://{endpoint}/health", timeout=timeout_s, users=None,
+                                     verify=verify)
         return answer.status_code == 200 and answer.json()["health"] in ("true", True)
     except (httpx.HTTPError, ValueError, KeyError, TypeError):  # no answer, or that of something else
         return False

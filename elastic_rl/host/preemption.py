@@ -137,7 +137,7 @@ class NoticeSource:
         self._url = url or (self._provider.url if self._provider is not None else source)
         # Each poll has a connection of its own: one of a server that has gone would cost the next poll its answer.
         self._client = None if self._path is not None else http_client.client(
-            timeout=_PAUSE_S, limits=httpx.Limits(max_keepalive_connections=0),
+            timeout=_PAUSE_S, users=None, limits=httpx.Limits(max_keepalive_connections=0),
             **({"verify": False} if self._url.startswith("http://") else {}))
 
     def read(self) -> PreemptionNotice | None:

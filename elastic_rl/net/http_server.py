@@ -1,11 +1,15 @@
 """The HTTP server of a coordinator replica, of a trainer rank and of a host's logs: uvicorn, with limits on headers, on
-bodies that nobody reads, on slow clients and on connections."""
+bodies that nobody reads, on slow clients and on connections. What is no HTTP is answered as a problem (RFC 9457).
+
+``make_server`` is the one place that makes such a server, so no server of the project is without these limits; those of
+SGLang have them from ``engine.sglang.request_bounds``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from elastic_rl.net.http_connections import Acceptor, Connection, Limits
-from elastic_rl.net.unread_body import UnreadBody
-
-HEADER_BYTES = 32 * 1024
-"""Headers of a request, at most."""
-
+from elastic_rl.net.problem_details import MEDIA_TYPE
+from elastic_rl.net.request_bounds import HEADER_BYTES, REQUEST_LOG, UnreadBody, header_size, refusal
 
 _UNACKNOWLEDGED_MS = 30_000
 
@@ -42,6 +43,18 @@ def listening_socket(host: str, port: int, *, backlog: int, reuses_address: bool
         listener.close()
         raise
     return listener
+
+
+def make_server(app: Any, context: ssl.SSLContext | None, limits: Limits, *, request_timeout_s: float,
+                keep_alive_s: int, shutdown_s: int | None = None) -> HttpServer:
+    """A server of an ASGI application with all limits of this module. ``context``: to serve with TLS, else None.
+    ``limits``, ``request_timeout_s``: see ``HttpServer``. ``keep_alive_s``: after so long without a request a
+    connection is closed. ``shutdown_s``: what requests in progress have when it stops; None: all the time they need.
+    The state of each request's scope has its ``Connection`` under "connection"."""
+    return HttpServer(uvicorn.Config(
+        app, interface="asgi3", ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
+        timeout_graceful_shutdown=shutdown_s, timeout_keep_alive=keep_alive_s,
+        ssl_context_factory=None if context is None else lambda *_: context), limits, request_timeout_s)
 
 
 class HttpServer(uvicorn.Server):
@@ -72,12 +85,20 @@ class _Parser(h11.Connection):
     """The parser of a connection. ``begins`` is called at each request, and ``takes``, with its size, at each piece of
     its body; where that is False, the connection has been closed, and the rest of what was read is left."""
 
-    def __init__(self, begins: Callable[[], None], takes: Callable[[int], bool], max_header_bytes: int) -> None:
-        super().__init__(h11.SERVER, max_header_bytes)
+    def __init__(self, begins: Callable[[], None], takes: Callable[[int], bool]) -> None:
+        super().__init__(h11.SERVER, HEADER_BYTES)  # which bounds headers that are not complete
         self._begins, self._takes = begins, takes
+        self.refusal: h11.RemoteProtocolError | None = None
+        """Why what the client sent is no request."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        event = super().next_event()
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request) and header_size(event.method, event.target, event.headers) > HEADER_BYTES:
+                raise h11.RemoteProtocolError("the headers are too large", error_status_hint=431)
+        except h11.RemoteProtocolError as e:
+            self.refusal = e
+            raise
         if isinstance(event, h11.Request):
             self._begins()
         elif isinstance(event, h11.Data) and not self._takes(len(event.data)):
@@ -92,7 +113,8 @@ class _Protocol(H11Protocol):
     def __init__(self, config: uvicorn.Config, server_state: ServerState, connection: Connection,
                  request_timeout_s: float) -> None:
         super().__init__(config, server_state, {"connection": connection})
-        self.conn = _Parser(self._begin, self._take, config.h11_max_incomplete_event_size or HEADER_BYTES)
+        self.logger = REQUEST_LOG
+        self.conn = self._parser = _Parser(self._begin, self._take)
         self._connection, self._request_timeout_s = connection, request_timeout_s
         self._unread = UnreadBody()
         self._deadline: asyncio.TimerHandle | None = None
@@ -107,12 +129,19 @@ class _Protocol(H11Protocol):
         self._update_deadline()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, where an answer can still begin. The application must not go on to answer its
-        request on this connection: each such request of a stranger would leave a traceback in the log."""
+        """Answers what is not HTTP with a problem, where an answer can still begin. The application must not go on to
+        answer its request on this connection: each such request of a stranger would leave a traceback in the log."""
         if self.cycle is not None:
             self.cycle.disconnected = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            error = self._parser.refusal
+            status = error.error_status_hint if error is not None else 400
+            body = refusal(status, str(error or ""))
+            headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode()),
+                       (b"connection", b"close")]
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
         else:
             self._abort()
 

@@ -19,6 +19,7 @@ from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.net import http_client
+from elastic_rl.net.listeners import owners
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
 from elastic_rl.runtime.backoff import RetryBackoff
@@ -80,8 +81,10 @@ class Remote:
         except PluginFailed as e:
             raise ConfigError(e.message, hint=f"check {context.setting}.token_file") from e
         # The environment's proxies are not used: the token is for this service. Each attempt has one limit for all.
-        self._client = http_client.async_client(timeout=None, limits=httpx.Limits(
-            max_connections=self._options.concurrency))
+        # Without a token there is no secret to keep from a service of another user.
+        token = self._options.token_file
+        self._client = http_client.async_client(timeout=None, users=owners(token) if token else None,
+                                                limits=httpx.Limits(max_connections=self._options.concurrency))
         self._room = asyncio.Semaphore(self._options.concurrency)
         self._next = count()
         self._closing = False

@@ -115,6 +115,14 @@ def test_processes_are_started_in_one_place() -> None:
     assert starts == {"runtime/process.py"}
 
 
+def test_http_servers_are_made_in_one_place() -> None:
+    """One that is made elsewhere has no limits on what a client without a token sends."""
+    makes = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
+             if re.search(r"\buvicorn\.(Config|Server|run)\(|HTTPServer\(|web\.AppRunner\(|\bHttpServer\(",
+                          path.read_text())}
+    assert {path for path in makes if not path.startswith(("bench/", "faults/"))} == {"net/http_server.py"}
+
+
 def test_names_of_test_modules_are_unique() -> None:
     """Test folders are no packages, so pytest cannot collect two modules of one name in one process."""
     names = [p.stem for folder in ("tests", "chaos_tests") for p in (ROOT.parent / folder).rglob("test_*.py")]
@@ -197,6 +205,7 @@ def test_address_of_this_host_is_known_in_one_place() -> None:
     }
     assert _modules_with(lambda text: re.search(r"\blocalhost\b|(?<![\w:])::1\b", text)) == {
         "coordinator/operations/external_engines.py", "net/torch_store.py", "cli/dashboard.py",  # what users have given
+        "cli/common.py",  # the same
         "config/coordinator.py",  # the same, in a setting
         "coordinator/api/request_origin.py", "host/etcd_server.py",  # names that a request's Host may have
         "host/local_host.py",  # a name that its certificate is for

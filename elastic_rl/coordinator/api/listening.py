@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import tls
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.net import http_server
 from elastic_rl.net.addresses import host_port, reachable_address, require_port_free
 from elastic_rl.net.http_connections import Limits, limits_of_process
-from elastic_rl.net.http_server import HEADER_BYTES, HttpServer, listening_socket
+from elastic_rl.net.http_server import HttpServer, listening_socket
 
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 3
@@ -21,17 +21,12 @@ _BACKLOG = 256
 
 
 def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> HttpServer:
-    """``limits``: the limits of idle connections; default: as many as this process may have. The state of each
-    request's scope has its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings
-    cannot be used."""
+    """``limits``: the limits of idle connections; default: as many as this process may have. Raises ConfigError when
+    the certificate of the settings cannot be used."""
     context = tls.server_context(cfg)
     limits = limits or limits_of_process(cfg.max_requests + cfg.max_streams)
-    return HttpServer(uvicorn.Config(
-        app, interface="asgi3", ws="none", log_config=None, access_log=False, lifespan="off",
-        server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=HEADER_BYTES,
-        ssl_context_factory=(lambda _config, _default: context) if context is not None else None),
-        limits, cfg.request_timeout_s)
+    return http_server.make_server(app, context, limits, request_timeout_s=cfg.request_timeout_s,
+                                   keep_alive_s=_KEEP_ALIVE_S, shutdown_s=_SHUTDOWN_S)
 
 
 def bind(host: str, port: int) -> socket.socket:

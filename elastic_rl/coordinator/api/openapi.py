@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from elastic_rl.coordinator.api.models import ProblemBody
 from elastic_rl.coordinator.api.route_docs import PROBLEMS
-from elastic_rl.coordinator.problems import TYPE_PREFIX
+from elastic_rl.net.problem_details import TYPE_PREFIX
 
 _SCHEMA = "#/components/schemas/{model}"
 _SECURITY = {

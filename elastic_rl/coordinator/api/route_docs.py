@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.coordinator.problems import MEDIA_TYPE, TYPE_PREFIX, Kind
+from elastic_rl.coordinator.problems import Kind
+from elastic_rl.net.problem_details import MEDIA_TYPE, TYPE_PREFIX
 
 PROBLEMS: Mapping[Kind, tuple[int, str]] = {
-    Kind.MALFORMED: (400, "The body is not JSON, or the connection ended before the body did."),
+    Kind.MALFORMED: (400, "The request is not valid HTTP, its body is not JSON, or the connection ended before the "
+                          "body did."),
     Kind.UNAUTHORIZED: (401, "The request has neither a token nor a session."),
     Kind.UNKNOWN_TOKEN: (401, "The token is not in the table; it is misspelt or was withdrawn."),
     Kind.UNKNOWN_SESSION: (401, "The browser session has expired, was ended, or its token was withdrawn."),
@@ -29,6 +31,7 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.UNKNOWN_PARAMETER: (422, "A query parameter that the route does not have."),
     Kind.IDEMPOTENCY_KEY_REUSED: (422, "The Idempotency-Key was used for another request."),
     Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the ETag of what it changes, or `*`."),
+    Kind.HEADERS_TOO_LARGE: (431, "The headers have more than 32 KiB together, with the first line of the request."),
     Kind.NO_LEADER: (503, "There is no leader at the moment; retry after `Retry-After` seconds."),
     Kind.JOB_NOT_OPEN: (503, "The replica knows the job and has not taken it up; `detail` says why. Retry."),
     Kind.ETCD_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),

@@ -20,9 +20,10 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
 from elastic_rl.net import http_client
+from elastic_rl.net.listeners import owners
+from elastic_rl.net.problem_details import TYPE_PREFIX
 from elastic_rl.runtime.backoff import RetryBackoff
 
-_PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
 _POLL_S, _MAX_POLL_S = 0.1, 1.0
 _OF_AUTOSCALER = frozenset({"pool", "source", "by", "at", "recommended", "message", "updated_at", "etag"})
@@ -41,7 +42,7 @@ class RequestRefused(ElasticRLError):
     @property
     def kind(self) -> str:
         """The last part of a problem's type, such as ``not-found``."""
-        return self.type.removeprefix(_PROBLEM)
+        return self.type.removeprefix(TYPE_PREFIX)
 
 
 class NotFound(RequestRefused):
@@ -86,6 +87,7 @@ class AdminClient:
         token = info.token(role)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls.ReloadingTrust(info.ca_file)
+        self._users = owners(info.tokens_file)
 
     @property
     def url(self) -> str:
@@ -288,7 +290,8 @@ class AdminClient:
             for url in tuple(self._urls):
                 try:
                     answer = http_client.request(method, url + path, json=body, headers={
-                        **self._headers, **(headers or {})}, timeout=self._timeout_s, verify=self._tls.for_url(url))
+                        **self._headers, **(headers or {})}, timeout=self._timeout_s, users=self._users,
+                        verify=self._tls.for_url(url))
                 except httpx.HTTPError as e:
                     reasons.append(f"{url}: {str(e) or type(e).__name__}")
                     may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)

@@ -21,6 +21,7 @@ from elastic_rl.coordinator.client.admin_client import problem_of
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.net import http_client
+from elastic_rl.net.listeners import owners
 
 _SILENCE_S = 25.0
 """A stream that is silent for so long is dead; a replica sends a comment every 10 s."""
@@ -74,6 +75,7 @@ class EventFollower:
         token = info.token(role)
         self._headers = {"Accept": "text/event-stream", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._tls = tls.ReloadingTrust(info.ca_file)
+        self._users = owners(info.tokens_file)
         self._revision = 0
         self._seen: set[str] = set()
         """Ids of the events of ``_revision`` that were yielded: a transaction may write several."""
@@ -88,7 +90,7 @@ class EventFollower:
                         yield event
                     answered_at = time.monotonic()
             except httpx.HTTPError as e:
-                reasons[url] = type(e).__name__
+                reasons[url] = str(e) or type(e).__name__
             except EtcdUnavailable as e:
                 reasons[url] = e.message
             if time.monotonic() - answered_at > self._patience_s:
@@ -103,7 +105,7 @@ class EventFollower:
         resume = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
         with http_client.stream("GET", url + self._path, params={"limit": self._limit},
                                 headers={**self._headers, **resume}, timeout=httpx.Timeout(5.0, read=_SILENCE_S),
-                                verify=self._tls.for_url(url)) as answer:
+                                users=self._users, verify=self._tls.for_url(url)) as answer:
             if answer.status_code >= 400:
                 answer.read()
                 problem = problem_of(answer)

@@ -63,7 +63,7 @@ class ServerProbe:
         ``hooks``: called with each request."""
         self._url, self._timeout_s = url, timeout_s
         # Its own: others wait for minutes on theirs.
-        self.http = http_client.client(timeout=timeout_s, event_hooks={"request": hooks}, **access.options)
+        self.http = http_client.client(timeout=timeout_s, users=None, event_hooks={"request": hooks}, **access.options)
         self.load: Load | None = None
         """Load as of the last probe; None when there was none, or it was not answered."""
 

@@ -36,12 +36,12 @@ from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.address import own_address
 from elastic_rl.host.leftovers import TAG_ENV, remove_files
-from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, host_port
 from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, EngineAccess, read_key
+from elastic_rl.net.listeners import check_connections
 from elastic_rl.net.tls import TlsFolder
 from elastic_rl.runtime.process import runs
 from elastic_rl.runtime.waiting import ProgressLimit, wait_until
@@ -98,9 +98,11 @@ class EngineServer(ABC):
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, access: EngineAccess = EngineAccess(),
                  hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
         """``secret``: the secret of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found;
-        ``access``: to it; ``hooks``: called with each request."""
+        ``access``: to it; ``hooks``: called with each request, of which one checks who listens where that is to be
+        this user."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
-        self._http = http_client.client(timeout=cfg.apply_timeout_s, event_hooks={"request": hooks}, **access.options)
+        self._http = http_client.client(timeout=cfg.apply_timeout_s, users=None, event_hooks={"request": hooks},
+                                        **access.options)
         self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg), access=access, hooks=hooks)
         self._meter = ActivityMeter(())
         self._condemned = ""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from elastic_rl.engine.sglang import cache_keys, packing, seeds, unread_bodies
+from elastic_rl.engine.sglang import cache_keys, packing, request_bounds, seeds
 from elastic_rl.host.leftovers import TAG_ENV, tag_temporary_files
 from elastic_rl.net import torch_store
 from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
@@ -129,7 +129,7 @@ def main() -> None:
         fork_children()
         allow_seeds_on_cpu()
     seeds.install(seeded=_SEEDED in sys.argv)
-    unread_bodies.install()
+    request_bounds.install()
     cache_keys.install_in_schedulers()
     packing.install()
     if path := os.environ.get(KEY_FILE_ENV):

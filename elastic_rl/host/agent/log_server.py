@@ -22,7 +22,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -34,7 +33,7 @@ from elastic_rl.host.log_folders import LogFolders
 from elastic_rl.net.addresses import free_port, host_port
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_connections import Limits
-from elastic_rl.net.http_server import HEADER_BYTES, HttpServer, listening_socket
+from elastic_rl.net.http_server import listening_socket, make_server
 from elastic_rl.net.tls import ReloadingContext, TlsFolder
 from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused, CallTookTooLong
 from elastic_rl.telemetry.log_files import LogPosition
@@ -164,12 +163,10 @@ class LogServer:
         self.port = free_port(address)
         self.url = f"{'https' if tls is not None else 'http'}://{host_port(address, self.port)}"
         self._socket = listening_socket(address, self.port, backlog=_BACKLOG)
-        self._server = HttpServer(uvicorn.Config(
-            self._logs.app(), interface="asgi3", ws="none", log_config=None, access_log=False, lifespan="off",
-            server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            ssl_context_factory=(lambda *_: context.for_server()) if context is not None else None),
-            Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), _REQUEST_TIMEOUT_S)
+        self._server = make_server(
+            self._logs.app(), context.for_server() if context is not None else None,
+            Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), request_timeout_s=_REQUEST_TIMEOUT_S,
+            keep_alive_s=_KEEP_ALIVE_S, shutdown_s=_SHUTDOWN_S)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="log-server",
                                         daemon=True)
 

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
@@ -31,7 +30,7 @@ from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, GroupsLost, PreflightFailed, QueueUnavailable
 from elastic_rl.net.addresses import host_port
 from elastic_rl.net.http_connections import Limits
-from elastic_rl.net.http_server import HttpServer, listening_socket
+from elastic_rl.net.http_server import listening_socket, make_server
 from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import Command
@@ -40,6 +39,7 @@ _IDLE_CONNECTIONS = 256
 """Connections without a request of this job, of which the oldest is closed for a further one."""
 _REQUEST_TIMEOUT_S = 10.0
 """Seconds within which the headers of a request must have arrived, and the body of one without a token."""
+_KEEP_ALIVE_S = 60
 _BACKLOG = 64
 MAX_WAIT_S = 20.0
 """Longest time that one request waits for a result."""
@@ -182,11 +182,10 @@ class TrainerService:
         self.url = f"{scheme}://{host_port(host, self._socket.getsockname()[1])}"
         context = security.server
         # Connections without a request of this job are closed soon, and cannot keep the actor's out.
-        self._server = HttpServer(uvicorn.Config(
-            make_app(board, security, take_share), log_config=None, access_log=False, lifespan="off", ws="none",
-            server_header=False, timeout_keep_alive=60,
-            ssl_context_factory=None if context is None else lambda *_: context.for_server()),
-            Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), _REQUEST_TIMEOUT_S)
+        self._server = make_server(
+            make_app(board, security, take_share), context.for_server() if context is not None else None,
+            Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), request_timeout_s=_REQUEST_TIMEOUT_S,
+            keep_alive_s=_KEEP_ALIVE_S)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]},
                                         name="trainer-service", daemon=True)
 

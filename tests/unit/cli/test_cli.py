@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import elastic_rl
-from elastic_rl.cli import completion, listings, main, watch_loop
+from elastic_rl.cli import common, completion, listings, main, watch_loop
 from elastic_rl.cli import run as running
 from elastic_rl.cli.exit_codes import MEANING, Exit, code_of
 from elastic_rl.config import durations
@@ -47,6 +47,7 @@ from elastic_rl.errors import (
 from elastic_rl.host import etcd_server
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import jobs_with_cluster
+from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port
 
 
@@ -200,7 +201,7 @@ def test_table_of_digests_is_refused_as_token_file(tmp_path: Path, capsys: pytes
 def test_dashboard_opens_a_browser_where_there_is_one_and_prints_the_link(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str],
         terminal: bool, opened: bool) -> None:
-    monkeypatch.setattr(httpx, "request", lambda *_, **__: httpx.Response(201, json={
+    monkeypatch.setattr(http_client, "request", lambda *_, **__: httpx.Response(201, json={
         "link": "code", "role": "viewer", "expires_at": time.time() + 120}))
     for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
@@ -229,6 +230,18 @@ def test_remote_cluster_that_does_not_answer_is_code_3(capsys: pytest.CaptureFix
     for local in (f"--run_dir={tmp_path} --job=nobody", f"-c {file}", f"--url= -c {file}"):
         assert run("pools", *local.split()) == 3
         assert "elastic-rl up" in capsys.readouterr().err, "a named folder overrides the environment"
+
+
+@pytest.mark.parametrize(("url", "in_clear"), [
+    ("http://gpu-1:8400", True), ("http://10.0.0.1:8400", True), ("https://gpu-1:8400", False),
+    ("http://127.0.0.1:8400", False), ("http://[::1]:8400", False), ("http://localhost:8400", False)])
+def test_command_warns_of_a_token_that_crosses_the_network_in_clear(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, in_clear: bool) -> None:
+    (token := tmp_path / "token").write_text("x" * 20)
+    common._remote_info("j", url, token, None)
+    assert ("in clear" in capsys.readouterr().err) == in_clear
+    common._remote_info("j", url, None, None)
+    assert not capsys.readouterr().err, "there is no token"
 
 
 @pytest.mark.parametrize("args", [["pools", "--url=gpu-1:8400"], ["pools", "--url=http://[::1"], ["pools", "--url=,"],
@@ -332,7 +345,7 @@ def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | ht
         if isinstance(answer, httpx.HTTPError):
             raise answer
         return answer
-    monkeypatch.setattr(httpx, "request", request)
+    monkeypatch.setattr(http_client, "request", request)
     return AdminClient(ClusterInfo("j", [], list(answers), ""))
 
 
@@ -376,7 +389,7 @@ def test_id_of_a_silence_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(f"{method} {url}")
         return httpx.Response(204)
 
-    monkeypatch.setattr(httpx, "request", request)
+    monkeypatch.setattr(http_client, "request", request)
     assert run("alerts", "unsilence", "../pools/a?b", "--url=http://a", "--job=j") == 0
     assert asked == ["DELETE http://a/v1/jobs/j/silences/..%2Fpools%2Fa%3Fb"]
 
@@ -393,7 +406,7 @@ def test_remote_cluster_is_asked_for_the_named_or_the_only_job(
         listed = [{"name": name} for name in jobs] if path == "http://a/v1/jobs" else [{"name": "rollout"}]
         return httpx.Response(200, json={"items": listed, "next": None})
 
-    monkeypatch.setattr(httpx, "request", request)
+    monkeypatch.setattr(http_client, "request", request)
     assert run("pools", "--url=http://a", *options) == (Exit.USAGE if hint else Exit.OK)
     said = capsys.readouterr()
     assert hint in said.err and ("rollout" in said.out) == (not hint)

@@ -16,6 +16,7 @@ from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.hosts.view import HostAssignment, HostView
 from elastic_rl.etcd.cluster_records import Drain, HostPhase, HostSpec, PreemptionNotice, RunState, ServiceStatus
+from elastic_rl.net import http_client
 
 Asked = list[str]
 READY = HostView(id="h1", phase=HostPhase.READY, registered=True, phase_age_s=7300.0, address="10.0.0.7", cpus=8,
@@ -42,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         host = READY.model_dump(mode="json")
         return httpx.Response(200, json=host if "/hosts/" in url else {"items": [host], "next": None})
 
-    monkeypatch.setattr(httpx, "request", request)
+    monkeypatch.setattr(http_client, "request", request)
     return found
 
 
@@ -142,7 +143,7 @@ def test_host_is_shown_with_its_services_and_assignments(
         "services": {"driver/j": ServiceStatus(state=RunState.ENDED, generation=3, reason="restarted in 2 s")},
         "assignments": {"driver/j": HostAssignment(generation=3, incarnation="i2", reason="host g is lost")},
         "spec": HostSpec(drain=Drain(within_s=600.0), reason="new kernel", by="ann", at=1.7e9)})
-    monkeypatch.setattr(httpx, "request", lambda *_, **__: httpx.Response(200, json=host.model_dump(mode="json")))
+    monkeypatch.setattr(http_client, "request", lambda *_, **__: httpx.Response(200, json=host.model_dump(mode="json")))
     assert run("hosts", "h1", "--url=http://a") == Exit.OK
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     for line in ("phase ready", "phase age 2h", "memory 16.0 GiB", "labels rack=b4", "registered yes", "cordoned no",
@@ -173,7 +174,7 @@ class Replica:
 def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Replica]:
     def make(*readings: HostView) -> Replica:
         made = Replica(list(readings))
-        monkeypatch.setattr(httpx, "request", made)
+        monkeypatch.setattr(http_client, "request", made)
         monkeypatch.setattr(hosts, "_POLL_S", 0.0)
         return made
 

@@ -17,14 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from support.certificates import Authority
-from support.endless_bodies import closes_endless_chunks, closes_slow_body
+from support.endless_bodies import (
+    LARGE_HEADERS,
+    NOT_HTTP,
+    closes_endless_chunks,
+    closes_endless_headers,
+    closes_slow_body,
+    problem_of,
+)
 from support.waiting import wait_until
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.listening import bind, make_server
 from elastic_rl.net import http_connections
 from elastic_rl.net.http_connections import Connection, IdleConnections, Limits
-from elastic_rl.net.unread_body import UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
+from elastic_rl.net.problem_details import TYPE_PREFIX
+from elastic_rl.net.request_bounds import HEADER_BYTES, UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
 
 _CLIENT_HELLO = bytes.fromhex("160301020001")
 
@@ -181,6 +189,37 @@ def test_large_bodies_of_authenticated_requests_are_read_and_refused_with_an_ans
         assert client.post("/refused", content=iter(pieces)).text == "ok"
         assert client.post("/refused", content=b"".join(pieces)).text == "ok"
         assert client.get("/healthz").text == "ok"
+
+
+# -- headers, and what is no HTTP --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", list(LARGE_HEADERS))
+def test_headers_beyond_their_limit_are_refused_however_they_arrive(api: Api, kind: str) -> None:
+    problem = problem_of(("127.0.0.1", api.port), LARGE_HEADERS[kind])
+    assert problem["status"] == 431 and problem["type"] == TYPE_PREFIX + "headers-too-large"
+    assert str(HEADER_BYTES) in problem["detail"]
+
+
+def test_headers_within_their_limit_are_taken_whole(api: Api) -> None:
+    value = "b" * (HEADER_BYTES - 500)
+    assert httpx.get(f"http://127.0.0.1:{api.port}/healthz", headers={"a": value}, timeout=20).text == "ok"
+
+
+@pytest.mark.parametrize("piece", [b"x-a: b\r\n", b"x"], ids=["many", "one"])
+def test_headers_without_an_end_close_their_connection(api: Api, piece: bytes) -> None:
+    assert closes_endless_headers(("127.0.0.1", api.port), piece=piece)
+    assert httpx.get(f"http://127.0.0.1:{api.port}/healthz", timeout=20).text == "ok"
+
+
+@pytest.mark.parametrize("request_", NOT_HTTP)
+def test_what_is_no_http_is_answered_as_a_problem_and_not_logged(api: Api, request_: bytes,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+    try:
+        problem = problem_of(("127.0.0.1", api.port), request_)
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert (problem["status"], problem["type"]) == (400, TYPE_PREFIX + "malformed")
+    assert not caplog.records, "a stranger could fill the disk"
 
 
 @pytest.fixture(scope="module")
