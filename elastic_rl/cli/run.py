@@ -233,7 +233,8 @@ def _print_kept(cluster: Cluster) -> None:
     from elastic_rl.host import kept_state
     kept = [f"{f.path}  {tables.size(f.nbytes)}: {f.what}" for f in kept_state.folders(cluster.cfg)]
     kept += [*kept_state.in_cluster(cluster.cfg), *kept_state.elsewhere(cluster.cfg)] if cluster.known else []
-    lines = [("kept", line) for line in kept]
+    outcome = cluster.run.last_seen().outcome
+    lines = [*([("run", outcome)] if outcome else []), *(("kept", line) for line in kept)]
     if kept and not kept_state.keeps_versions(cluster.cfg):
         lines.append(("lost", "its versions were in memory only, and are gone with the nodes"))
     lines += kept_state.commands(cluster.cfg) if kept else ()

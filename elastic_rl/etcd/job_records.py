@@ -8,13 +8,15 @@ from elastic_rl.etcd.record import FiniteByName, FiniteOrNone, Record
 
 WORKING_PHASES = ("sft", "rl", "eval", "rejection_sampling")
 """Phases of a job that works, or waits for what it needs to."""
+ENDED_PHASES = ("finished", "failed", "stopped")
+"""Phases of a job whose run is over. Only a new submission begins another one."""
 
 
 class JobStatus(Record):
     """Progress of the run; written by the actor role. Times are unix seconds."""
 
     phase: str
-    """starting, one of ``WORKING_PHASES``, finished or failed."""
+    """starting, or one of ``WORKING_PHASES`` and ``ENDED_PHASES``."""
     step: int = 0
     """Last step of RL, or of what else the job is for; 0 in the supervised phase before RL."""
     steps: int = 0
@@ -57,6 +59,15 @@ class JobStatus(Record):
     waiting_kind: str = ""
     """Which part of the system it waits for: engines, router, trainer, etcd, reward, rollout, advantages, dcs, source,
     disk and others; empty while it works. Alerts and metrics go by it: one of a few short words."""
+
+
+def stopped_message(status: JobStatus, *, committed: bool) -> str:
+    """Says that a run was stopped, and where it goes on when it is resumed. ``committed``: whether all that it had
+    trained is committed."""
+    supervised = not status.step and status.sft_step
+    at = f"supervised step {status.sft_step}" if supervised else f"step {status.step}"
+    return f"stopped by its operator at {at}" + (
+        "" if committed else "; what was trained after its last commit was not committed in time, and is done again")
 
 
 class StepMetrics(Record):
