@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.ray_node import compute_environment
 from elastic_rl.job import check as job_check
+from elastic_rl.job.check import JobFinding
 from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.pipeline.records.run_events import PRODUCER
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
@@ -168,7 +169,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool
     with preflight_writes(cfg.run_dir):
         paths.folder.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
-        cfg = _admit(etcd, cfg, from_job)
+        cfg = _admit(etcd, cfg, from_job, goes_on=resumes)
         if not resumes:
             derived.remove_unused(paths.data)
         model_dir = str(inherited_model.began_with(cfg))
@@ -195,9 +196,9 @@ def _absolute(cfg: Config) -> Config:
                                       for name, pool in cfg.pools.items()}})
 
 
-def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
-    """Settles what the job begins with, and that it may; returns the settings that hold for it. Raises as ``prepare``.
-    """
+def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Config:
+    """Settles what the job begins with, and that it may; returns the settings that hold for it. ``goes_on``: its run
+    has begun. Raises as ``prepare``."""
     keys = Keys(cfg.job)
     decided = job_spec.read(etcd, keys)
     cfg = job_spec.with_template_date(cfg, decided)
@@ -210,7 +211,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
             inherited_model.export_policy(cfg, begun.from_job, number=begun.from_version)
         cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
         job_spec.require_same(cfg, decided)
-        job_check.require(cfg, begun=True)
+        _log_warnings(job_check.require(cfg, begun=True, goes_on=goes_on))
         return cfg
     version = 0
     if not from_job and decided.spec is not None and decided.spec.from_job:  # that start was not completed
@@ -223,9 +224,16 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
         cfg = inherited_model.with_inherited_model(cfg, from_job)
     elif not decided.committed and decided.spec is not None and decided.spec.settings != fixed_settings(cfg):
         shutil.rmtree(inherited_model.folder(cfg), ignore_errors=True)  # made with the settings of then
-    job_check.require(cfg)  # with the model that is settled, whose tokenizer the data may need
+    # With the model that is settled, whose tokenizer the data may need.
+    _log_warnings(job_check.require(cfg, goes_on=goes_on))
     job_spec.record(etcd, keys, cfg, decided, from_job=from_job, from_version=version)
     return cfg
+
+
+def _log_warnings(found: Iterable[JobFinding]) -> None:
+    """Those who follow the run have been told (``cli.run``)."""
+    for finding in found:
+        log.warning("%s: %s; %s", finding.part, finding.fault or finding.detail, finding.hint)
 
 
 def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
