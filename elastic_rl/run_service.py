@@ -15,18 +15,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.driver.etcd_patience import Stopped, patiently
+from elastic_rl.driver.supervisor import STOPPED
 from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.records import JobStatus, Severity
 from elastic_rl.host import job_run
 from elastic_rl.host.here import settings_here
 from elastic_rl.host.job_run import Submission
@@ -99,7 +101,7 @@ class RunService:
         """Returns how the run has ended. Raises KeyboardInterrupt for a signal that is no stop, and what has ended a
         run that had begun."""
         if self._stopped:
-            return job_run.now(status, JobPhase.STOPPED)
+            return job_run.stopped(status)
         again = status.phase is not JobPhase.QUEUED
         if not again:
             self._run.save(etcd, status := job_run.now(status, JobPhase.STARTING), self._generation)
@@ -118,11 +120,13 @@ class RunService:
             code = self._train(submission, info, begun_at, begin,
                                lambda: not self._stopped and status.phase is JobPhase.RUNNING)
             self._interrupted = True  # it is over: nothing interrupts the record of that
+            if code == STOPPED:
+                return job_run.stopped(status, self._said_of_stop(etcd))
             return job_run.now(status, JobPhase.FAILED if code else JobPhase.FINISHED)
         except KeyboardInterrupt:
             if not self._stopped:
                 raise
-            return job_run.now(status, JobPhase.STOPPED)
+            return job_run.stopped(status)
         except Exception as e:
             self._interrupted = True
             if status.phase is JobPhase.RUNNING or isinstance(e, EtcdUnavailable | Fenced | Conflict):
@@ -132,13 +136,21 @@ class RunService:
             log.exception("what was submitted is refused")
             return job_run.failed(status, e, see=self._run.log)
 
+    def _said_of_stop(self, etcd: EtcdClient) -> str:
+        """What the run's status says of its stop; empty where etcd does not answer."""
+        try:
+            status = readable_one(etcd.get(Keys(self._cluster.cfg.job).job_status()), JobStatus)
+        except EtcdUnavailable:
+            return ""
+        return status.message if status is not None and status.phase == "stopped" else ""
+
     def _train(self, submission: Submission, info: ClusterInfo, begun_at: float, begin: train.OnBegun,
                goes_on: Callable[[], bool]) -> int:
         # The folder of the cluster may be another one on each host, and the address another one than at its submission.
         cfg = settings_here(config.parse(submission.settings), self._cluster.cfg.run_dir)
         logs.setup("train", cfg.telemetry.log_level)
-        return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, on_tick=self._tick,
-                         on_begun=begin, begun_at=begun_at, goes_on=goes_on,
+        return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job,
+                         on_begun=begin, begun_at=begun_at, goes_on=goes_on, stopped=lambda: self._stopped,
                          assignment=self._generation)
 
     def _end(self, etcd: EtcdClient, status: RunStatus) -> None:
@@ -181,10 +193,6 @@ class RunService:
         finally:
             closing.set()
             thread.join(_JOIN_S)
-
-    def _tick(self, waiting: Mapping[str, str]) -> None:
-        if self._stopped:
-            self._interrupt()
 
     def _interrupt(self) -> None:
         """Raises KeyboardInterrupt the first time; nothing interrupts what then cleans up."""

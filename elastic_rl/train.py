@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,13 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Audit, ConsumedGroups, Consumption, audit
 from elastic_rl.data.text_options import with_absolute_paths
 from elastic_rl.dcs.catalog.reads import list_versions
-from elastic_rl.driver.supervisor import DriverSupervisor
+from elastic_rl.driver.supervisor import END_CODES, STOPPED, DriverSupervisor
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.records import GroupLease, JobStatus, Version
+from elastic_rl.etcd.records import ENDED_PHASES, GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
@@ -45,6 +45,7 @@ from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.ray_node import compute_environment
 from elastic_rl.job import check as job_check
+from elastic_rl.job.check import JobFinding
 from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.pipeline.records.run_events import PRODUCER
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
@@ -70,15 +71,17 @@ OnBegun = Callable[[], None]
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
         on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
-        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0) -> int:
-    """Trains until the run ends; returns 0 when it finished, 1 when it failed. Always writes the report.
+        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0,
+        stopped: Callable[[], bool] = lambda: False) -> int:
+    """Trains until the run ends; returns 0 when it finished, 1 when it failed, and ``STOPPED``. Always writes the
+    report.
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
     its turn. ``on_tick`` is called four times a second. ``from_job``: begin with the newest committed policy of this
     job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
     ``goes_on``: asked when an error, or a signal, ends this process: whether another one goes on with the run. Then its
-    compute plane runs on. ``assignment``: generation of the driver's assignment, if there is one: this process's
-    driver begins under it.
+    compute plane runs on. ``stopped``: whether the operator stops the run. ``assignment``: generation of the driver's
+    assignment, if there is one: this process's driver begins under it.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -101,7 +104,7 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
             ClusterKeys(cfg.cluster_name), cfg.job, assignment))
         on_begun()
         return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
-                    started=begun_at or time.time(), goes_on=goes_on)
+                    started=begun_at or time.time(), goes_on=goes_on, stopped=stopped)
 
 
 @contextmanager
@@ -129,20 +132,20 @@ def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | No
                      host=host_address(cfg))
     with _connect(ctx, cfg.etcd.retry_budget_s) as etcd:
         phase = _status(etcd, ctx.keys).phase
-    if phase not in ("finished", "failed"):
+    if phase not in ENDED_PHASES:
         return None
-    code = 0 if phase == "finished" else 1
+    code = END_CODES[phase]
     _report(ctx, code, wall_s=time.time() - begun_at)
     return code
 
 
 def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None], *,
-         started: float, goes_on: Callable[[], bool]) -> int:
+         started: float, goes_on: Callable[[], bool], stopped: Callable[[], bool]) -> int:
     code: int | None = None
     with _connect(ctx, _TICK_ETCD_BUDGET_S) as etcd, ctx.connect() as injected:
         injector = _start_injector(ctx, injected, info, fault_plan) if fault_plan else None
         try:
-            code = _supervise_driver(ctx, etcd, on_tick, goes_on)
+            code = _supervise_driver(ctx, etcd, on_tick, goes_on, stopped)
             return code
         finally:
             if injector:
@@ -166,7 +169,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool
     with preflight_writes(cfg.run_dir):
         paths.folder.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
-        cfg = _admit(etcd, cfg, from_job)
+        cfg = _admit(etcd, cfg, from_job, goes_on=resumes)
         if not resumes:
             derived.remove_unused(paths.data)
         model_dir = str(inherited_model.began_with(cfg))
@@ -193,9 +196,9 @@ def _absolute(cfg: Config) -> Config:
                                       for name, pool in cfg.pools.items()}})
 
 
-def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
-    """Settles what the job begins with, and that it may; returns the settings that hold for it. Raises as ``prepare``.
-    """
+def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Config:
+    """Settles what the job begins with, and that it may; returns the settings that hold for it. ``goes_on``: its run
+    has begun. Raises as ``prepare``."""
     keys = Keys(cfg.job)
     decided = job_spec.read(etcd, keys)
     cfg = job_spec.with_template_date(cfg, decided)
@@ -208,7 +211,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
             inherited_model.export_policy(cfg, begun.from_job, number=begun.from_version)
         cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
         job_spec.require_same(cfg, decided)
-        job_check.require(cfg, begun=True)
+        _log_warnings(job_check.require(cfg, begun=True, goes_on=goes_on))
         return cfg
     version = 0
     if not from_job and decided.spec is not None and decided.spec.from_job:  # that start was not completed
@@ -221,9 +224,16 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
         cfg = inherited_model.with_inherited_model(cfg, from_job)
     elif not decided.committed and decided.spec is not None and decided.spec.settings != fixed_settings(cfg):
         shutil.rmtree(inherited_model.folder(cfg), ignore_errors=True)  # made with the settings of then
-    job_check.require(cfg)  # with the model that is settled, whose tokenizer the data may need
+    # With the model that is settled, whose tokenizer the data may need.
+    _log_warnings(job_check.require(cfg, goes_on=goes_on))
     job_spec.record(etcd, keys, cfg, decided, from_job=from_job, from_version=version)
     return cfg
+
+
+def _log_warnings(found: Iterable[JobFinding]) -> None:
+    """Those who follow the run have been told (``cli.run``)."""
+    for finding in found:
+        log.warning("%s: %s; %s", finding.part, finding.fault or finding.detail, finding.hint)
 
 
 def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
@@ -245,8 +255,8 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
     etcd.update(ctx.keys.job_status(), change, guards=[fencing.epoch_guard(ctx.keys, epoch)])
 
 
-def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None], goes_on: Callable[[], bool]
-                      ) -> int:
+def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None], goes_on: Callable[[], bool],
+                      stopped: Callable[[], bool]) -> int:
     """Raises PreflightFailed when the files that the driver needs cannot be written."""
     paths = JobPaths.of(ctx.config)
     with preflight_writes(paths.private):
@@ -254,7 +264,7 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
     leftovers.make_temp_folder(paths)
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
     return DriverSupervisor(ctx, etcd, command, env=compute_environment(ctx.config), on_tick=on_tick,
-                            goes_on=goes_on).run()
+                            goes_on=goes_on, stopped=stopped).run()
 
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:
@@ -282,7 +292,7 @@ class _Facts:
 
 
 def _report(ctx: RunContext, code: int | None, *, wall_s: float) -> None:
-    """Writes the report of a run that has ended with ``code``; None: by an error, or interrupted."""
+    """Writes the report of a run that has ended with ``code``; None: by an error, or a signal."""
     try:
         write_report(ctx, code, wall_s=wall_s)
     except OSError as e:  # no room, most likely; the outcome of the run is another matter
@@ -293,7 +303,7 @@ def write_report(ctx: RunContext, code: int | None, *, wall_s: float) -> Path:
     """Writes report.json and report.html to the job's folder; returns the path of the page. Where etcd does not answer,
     the report is made from the run's own records, and says so. Raises OSError."""
     cfg, paths = ctx.config, JobPaths.of(ctx.config)
-    records = _records(ctx, _INTERRUPTED_ETCD_BUDGET_S if code is None else _REPORT_ETCD_BUDGET_S)
+    records = _records(ctx, _INTERRUPTED_ETCD_BUDGET_S if code in (None, STOPPED) else _REPORT_ETCD_BUDGET_S)
     facts = _facts(ctx, records, code)
     report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=facts.audit, wall_s=wall_s,
                                 status=facts.status, versions=facts.versions, note=facts.note)
@@ -317,7 +327,7 @@ def _records(ctx: RunContext, etcd_budget_s: float) -> list[report_build.Record]
 def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None) -> _Facts:
     per_step = ctx.config.train.prompts_per_step
     try:
-        with _connect(ctx, _INTERRUPTED_ETCD_BUDGET_S if code is None else _REPORT_ETCD_BUDGET_S) as etcd:
+        with _connect(ctx, _INTERRUPTED_ETCD_BUDGET_S if code in (None, STOPPED) else _REPORT_ETCD_BUDGET_S) as etcd:
             states = [(int(v.meta.get("step", 0)), ConsumedGroups.from_json(v.meta.get("consumed") or {}))
                       for v in list_versions(etcd, ctx.keys, Stream.TRAINER_STATE)
                       if v.committed_at > 0 and v.meta.get("phase") == "rl"]
@@ -332,6 +342,6 @@ def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None
     for record in report_build.effective_steps(records):
         trained = trained.add(Consumption(IntervalSet.from_values(record.get("groups") or [])))
         step = int(record["step"])
-    status = {0: "finished", None: "interrupted"}.get(code, "failed")
+    status = {0: "finished", STOPPED: "stopped", None: "interrupted"}.get(code, "failed")
     return _Facts(audit([(step, trained)], groups_per_step=per_step), status, [], (
         f"Made without etcd ({message}): groups, versions and status are from the run's own records."))

@@ -151,7 +151,7 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
         case JobPhase.FINISHED:
             return Exit.OK
         case _ if reading.phase is JobPhase.STOPPED or reading.stopping:
-            _note(f"the run was stopped; `elastic-rl train {options}` resumes it")
+            _note(f"the run was {reading.outcome or 'stopped'}; `elastic-rl train {options}` resumes it")
             return Exit.INTERRUPTED
         case _:
             _note(f"the run ended with exit code {Exit.FAILED}; `elastic-rl logs train {options}` shows its log, and "

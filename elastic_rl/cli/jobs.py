@@ -46,8 +46,10 @@ def stop(ctx: typer.Context, job: _Job = "", file: File = None) -> None:
     set_job(ctx, job)
     cluster = find_cluster(ctx, file, stored=False, say=say)
     stopped = cluster.stop_run()
-    say(f"stopped: {cluster.run.name}; `elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
-         f"job {cluster.cfg.job} does not run: {_state(cluster.run.look()) or 'it was never started'}")
+    reading = cluster.run.look()
+    say(f"stopped: {cluster.run.name} ({reading.outcome or 'it has ended'}); "
+        f"`elastic-rl train {kept_state.options(cluster.cfg)}` resumes it" if stopped else
+        f"job {cluster.cfg.job} does not run: {_state(reading) or 'it was never started'}")
 
 
 @app.command(**EXTRA)
@@ -90,7 +92,7 @@ def row_of(cluster: Cluster, silent: set[Path] | None = None) -> dict[str, Any]:
         return {**row, "message": f"how it goes cannot be read: {e}"}
     row |= {"state": _state(reading), "pid": reading.pid, "since_at": reading.since or None,
             "submitted_at": reading.submitted_at or None,
-            "message": reading.error.message if reading.error is not None else reading.waits_for}
+            "message": reading.outcome or reading.waits_for}
     if cluster.dir in silent:
         row["message"] = "etcd does not answer: this is what was seen of it last"
     elif reading.wanted and not reading.alive and not cluster.agents.running():

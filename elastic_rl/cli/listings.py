@@ -67,7 +67,8 @@ def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
     found = {"job": api.get(""), "steps": api.items("steps", limit=1), "pools": api.items("pools"),
              "operations": api.items("operations?state=running"), "alerts": api.items("alerts"),
              "members": _members(api), **run}
-    facts = {name: " ".join(filter(None, (row["state"], row["message"]))) for name, row in run.items()}
+    facts = {name: message if (message := row["message"]).startswith(row["state"]) else
+             f"{row['state']} {message}".strip() for name, row in run.items()}
     parts = [tables.facts(job_facts(found["job"]) | facts | step_facts(found["steps"])), "",
              tables.table(found["pools"], _POOL, output)]
     if found["operations"]:

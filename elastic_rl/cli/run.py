@@ -233,7 +233,8 @@ def _print_kept(cluster: Cluster) -> None:
     from elastic_rl.host import kept_state
     kept = [f"{f.path}  {tables.size(f.nbytes)}: {f.what}" for f in kept_state.folders(cluster.cfg)]
     kept += [*kept_state.in_cluster(cluster.cfg), *kept_state.elsewhere(cluster.cfg)] if cluster.known else []
-    lines = [("kept", line) for line in kept]
+    outcome = cluster.run.last_seen().outcome
+    lines = [*([("run", outcome)] if outcome else []), *(("kept", line) for line in kept)]
     if kept and not kept_state.keeps_versions(cluster.cfg):
         lines.append(("lost", "its versions were in memory only, and are gone with the nodes"))
     lines += kept_state.commands(cluster.cfg) if kept else ()
@@ -270,14 +271,18 @@ def train(ctx: typer.Context, file: File = None,
                                "without --with-cluster")
     preflight.require_temporary(cluster.cfg)
     code = int(Exit.FAILED)
-    if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
-        job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
+    is_new = (with_cluster and not cluster.known and not from_job
+              and not inherited_model.folder(cluster.cfg).exists())
+    if is_new:  # the start does it again: but what is wrong shows before anything runs
+        _say_warnings(job_check.require(cluster.cfg))
     before = cluster_settings.snapshot(JobPaths.of(cluster.cfg).submitted_settings) if cluster.known else None
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
     with signals_interrupt(), owned as was_up:
         try:
             info = (cluster.up(resubmit=False) if with_cluster else
                     cluster.admit() if cluster.named else cluster.connect())
+            if not is_new:
+                _say_warnings_of(cluster, from_job)
             code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,
                           may_detach=not with_cluster or keep_up)
             if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
@@ -298,6 +303,22 @@ def train(ctx: typer.Context, file: File = None,
         out.print("the cluster keeps running", highlight=False)
         _print_access(cluster.cfg, info)
     raise typer.Exit(code)
+
+
+def _say_warnings_of(cluster: Cluster, from_job: str) -> None:
+    """Says what ``config check`` would have one look at. Whatever is wrong is what the start refuses: it alone knows
+    what the job has begun with. Says nothing of a job whose model is another one's policy."""
+    from elastic_rl.host import inherited_model
+    from elastic_rl.job import check as job_check
+    if not from_job and not inherited_model.folder(cluster.cfg).exists():
+        _say_warnings([found for found in job_check.check(cluster.cfg) if not found.fault])
+
+
+def _say_warnings(found: Sequence[JobFinding]) -> None:
+    for finding in found:
+        if finding.hint or finding.fault:
+            _progress(f"{_state(finding)}  {finding.part}: {finding.fault or finding.detail}")
+            _progress(f"      → {finding.hint}")
 
 
 def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
@@ -328,6 +349,7 @@ def _train_on_hosts(cluster: Cluster, *, faults: bool, from_job: str, detach: bo
     """Submits the run on the first of the hosts in namespaces of this machine, and follows it from here unless it is
     detached at once. Returns the exit code."""
     with signals_interrupt():
+        _say_warnings_of(cluster, from_job)
         test_hosts.hosts_of(cluster).submit(faults=faults, from_job=from_job)
         if detach:
             follow.say_goes_on(cluster)

@@ -66,6 +66,10 @@ class TrainerConfig(Section):
     re-forms. It bounds no wait for micro-batches, which may take longer on one replica than on another."""
     start_timeout_s: Seconds = 120.0
     """Seconds that the trainer group may take to start."""
+    stop_timeout_s: Seconds = 60.0
+    """Seconds that a run which its operator stops may take to commit what it has trained, beside the time for its
+    processes to end. It waits for the update in progress, and for no prompt that is being answered. What is not
+    committed in time is trained again when the job is resumed."""
     @property
     def ranks(self) -> int:
         """Number of processes in the trainer group."""

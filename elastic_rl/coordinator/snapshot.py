@@ -27,6 +27,7 @@ from elastic_rl.etcd.heartbeats import HeartbeatIndex
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.known_ranges import KnownRanges
 from elastic_rl.etcd.records import (
+    ENDED_PHASES,
     Autoscaler,
     AutoscalerState,
     DcsNode,
@@ -49,7 +50,6 @@ from elastic_rl.etcd.records import (
 
 R = TypeVar("R", bound=Record)
 
-RUN_OVER = ("finished", "failed")
 ACTOR_ROLE = "actor"
 """Role of the members that run a job's training loop."""
 _LAGS_EVERY_S = 1.0
@@ -141,7 +141,7 @@ class ClusterSnapshot:
 
     @property
     def run_over(self) -> bool:
-        return self.status is not None and self.status.phase in RUN_OVER
+        return self.status is not None and self.status.phase in ENDED_PHASES
 
     @property
     def run_ended(self) -> bool:

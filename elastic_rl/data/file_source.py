@@ -52,6 +52,9 @@ class FileSource:
         self.max_prompt_tokens = self._options.max_prompt_tokens
         self.max_response_tokens = self._options.max_response_tokens
 
+        self._dropped = scan.Dropped()
+        """Rows that are not trained on, once ``train`` was read."""
+        self._left_out_of_evals: list[str] = []
         sets = {name: self._opened(paths, f"data.options.{'eval_paths' if name == 'eval' else f'evals.{name}'}")
                 for name, paths in self._options.eval_sets.items()}
         self._split: Permutation | None = None
@@ -64,6 +67,22 @@ class FileSource:
         self.eval: Sequence[Prompt] = next(iter(self.evals.values()))
         self._held_out: np.ndarray | None = None
         self._excluded = np.zeros(0, np.uint64)
+
+    @property
+    def rows_left_out(self) -> Sequence[str]:
+        """What the options leave out, in words: a sentence for each reason."""
+        found = self._dropped
+        if not found.total:  # nor may there be any training files
+            return self._left_out_of_evals
+        total = len(self._rows)
+        first = f", the first in {self._rows.where(found.first_overlap)}" if found.first_overlap is not None else ""
+        return [*self._left_out_of_evals, *(text for count, text in (
+            (found.overlap, f"overlap=drop leaves {found.overlap} of {total} rows out of the training, since their "
+             f"texts are evaluated{first}"),
+            (found.duplicate, f"duplicates=drop leaves {found.duplicate} of {total} rows out of the training, which "
+             "repeat others"),
+            (found.long, f"long_prompts=drop leaves {found.long} of {total} rows out of the training, which have more "
+             f"than max_prompt_tokens={self._options.max_prompt_tokens} tokens")) if count)]
 
     @cached_property
     def _rows(self) -> FilesRows:
@@ -128,6 +147,10 @@ class FileSource:
             numbers = [number for part in batches(numbers, _MEASURED) for number, tokens in zip(
                 part, self._maker.lengths([self._text(rows.row(n), rows.where(n)) for n in part]), strict=True)
                 if tokens <= limit]
+            if left := all_of_them - len(numbers):
+                self._left_out_of_evals.append(
+                    f"long_prompts=drop leaves {left} of {all_of_them} prompts out of the evaluation set {name!r}, "
+                    f"which have more than max_prompt_tokens={limit} tokens")
             if not numbers:
                 raise ConfigError(f"all {all_of_them} prompts of the evaluation set {name!r} have more than {limit} "
                                   "tokens", hint="raise data.options.max_prompt_tokens")
@@ -182,10 +205,7 @@ class FileSource:
         found = scan.remembered(self._folder, [*self._identity, files, self.tokenizer.identity], held_out,
                                 lambda: scan.scan(self._texts(), self._is_train, self._maker.lengths, held_out, rules,
                                                   self._rows.where))
-        if found.dropped.total:
-            log.info("of %d rows %d are not trained on: %d too long, %d duplicates, %d that are evaluated",
-                     len(self._rows), found.dropped.total, found.dropped.long, found.dropped.duplicate,
-                     found.dropped.overlap)
+        self._dropped = found.dropped
         return found.rows
 
     def _is_train(self, number: int) -> bool:

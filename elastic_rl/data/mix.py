@@ -88,6 +88,12 @@ class Mix:
         return Concatenated([_named(source.train, name) for source, name in
                              zip(self._sources, self._names, strict=True)])
 
+    @property
+    def rows_left_out(self) -> Sequence[str]:
+        """What the parts leave out, once ``train`` was read."""
+        return [f"part {name}: {text}" for source, name in zip(self._sources, self._names, strict=True)
+                for text in getattr(source, "rows_left_out", ())]
+
     def order(self, seed: int) -> Order:
         """Parts by weight, each in its own order. Raises ConfigError for a part without a prompt."""
         for name, prompts in zip(self._names, self.train.parts, strict=True):

@@ -44,6 +44,9 @@ class Dropped:
     long: int = 0
     duplicate: int = 0
     overlap: int = 0
+    """Rows that are evaluated too."""
+    first_overlap: int | None = None
+    """Number of the first of these, for people."""
 
     @property
     def total(self) -> int:
@@ -70,6 +73,7 @@ def scan(texts: Iterator[str], is_train: Callable[[int], bool], lengths: Callabl
     kept: list[np.ndarray] = []
     seen: list[np.ndarray] = []
     long = overlap = first = 0
+    first_overlap: int | None = None
     while chunk := list(islice(texts, _CHUNK)):
         numbers = np.array([n for n in range(first, first + len(chunk)) if is_train(n)], np.int64)
         own = [chunk[n - first] for n in numbers]
@@ -83,6 +87,7 @@ def scan(texts: Iterator[str], is_train: Callable[[int], bool], lengths: Callabl
                     "which leaves it out of the training; without an evaluation set of its own a file with duplicates "
                     "has some on both sides")
             overlap += int(common.sum())
+            first_overlap = int(numbers[common.argmax()]) if first_overlap is None else first_overlap
             ok &= ~common
         if rules.max_tokens is not None:
             places = np.flatnonzero(ok)
@@ -95,9 +100,9 @@ def scan(texts: Iterator[str], is_train: Callable[[int], bool], lengths: Callabl
         first += len(chunk)
     rows = np.concatenate([np.zeros(0, np.int64), *kept])
     if not rules.drop_duplicates:
-        return rows, Dropped(long, 0, overlap)
+        return rows, Dropped(long, 0, overlap, first_overlap)
     _, firsts = np.unique(np.concatenate([np.zeros(0, np.uint64), *seen]), return_index=True)
-    return rows[np.sort(firsts)], Dropped(long, len(rows) - len(firsts), overlap)
+    return rows[np.sort(firsts)], Dropped(long, len(rows) - len(firsts), overlap, first_overlap)
 
 
 def remembered(folder: Path, identity: Sequence[object], held_out: np.ndarray,

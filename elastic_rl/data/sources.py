@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from elastic_rl.config import Config
 from elastic_rl.data.addition import Addition
-from elastic_rl.data.file_source import jsonl, parquet
+from elastic_rl.data.file_source import FileSource, jsonl, parquet
 from elastic_rl.data.generated_tasks import ReasoningGym
 from elastic_rl.data.mix import Mix
 from elastic_rl.data.mixing import Concatenated
@@ -101,6 +101,8 @@ class CheckedSource:
     """Makes the order of ``train`` from the seed."""
     vocabulary: int
     """Number of the model's tokens; ids of prompts are below it."""
+    rows_left_out: Sequence[str] = ()
+    """What the options leave out, in words."""
 
 
 def make_source(cfg: Config) -> CheckedSource:
@@ -183,10 +185,12 @@ def _check(made: Any, *, train: bool, vocabulary: int) -> CheckedSource:
     parts = [named.get(id(part), "") for part in main.parts] if isinstance(main, Concatenated) else []
     own = getattr(made, "order", None)
     trained = _Counted(made.train) if train else ()
+    left_out = made.rows_left_out if isinstance(made, FileSource | Mix) else ()
     return CheckedSource(trained, held_out, tuple(made.stop_token_ids), made.max_prompt_tokens,
                          made.max_response_tokens, evals, eval_name, tuple(parts) if all(parts) else (),
                          getattr(made, "tokenizer", None),
-                         own if own is not None else lambda seed: PromptOrder(len(trained), seed), vocabulary)
+                         own if own is not None else lambda seed: PromptOrder(len(trained), seed), vocabulary,
+                         tuple(left_out))
 
 
 def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str) -> list[tuple[int, int]]:

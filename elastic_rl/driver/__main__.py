@@ -3,8 +3,8 @@
 A driver takes over where the Ray of the epoch was started and not ended: it begins the next generation, which fences
 off the drivers before it, adopts what runs as it is, and starts the rest again. Otherwise it raises the epoch, which
 fences off every older driver and trainer, and starts everything: Ray → router → trainer and engines → roles. Exit
-codes: 0 when the job's status is finished, 1 when it is failed; after any other end its supervisor starts the next
-driver.
+codes: 0 when the job's status is finished, 1 when it is failed or stopped; after any other end its supervisor starts
+the next driver.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.records import ENDED_PHASES, JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.compute_services import ray_epoch
 from elastic_rl.host.here import context_here, heartbeats_here
@@ -154,7 +154,7 @@ def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: Com
             silent_since, logged = 0.0, float("-inf")
         job = readable_one(found, JobStatus) or JobStatus(phase="")
         member.progress(job.step, job.phase, **report)
-        if job.phase in ("finished", "failed"):
+        if job.phase in ENDED_PHASES:
             return 0 if job.phase == "finished" else 1
     return 0
 

@@ -19,11 +19,19 @@ from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.etcd_patience import patiently
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
-from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
+from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest, Severity
+from elastic_rl.etcd.records import (
+    ENDED_PHASES,
+    WORKING_PHASES,
+    Epoch,
+    JobStatus,
+    RestartRequest,
+    Severity,
+    stopped_message,
+)
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
@@ -31,10 +39,17 @@ from elastic_rl.host.paths import JobPaths
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+STOPPED = 130
+"""Result of a run that its operator has stopped."""
+END_CODES = {"finished": 0, "failed": 1, "stopped": STOPPED}
 _TICK_S = 0.25
 _REQUESTS_INTERVAL_S = 1.0
 _STOP_GRACE_S = 30.0
 """Time for a driver to shut the compute plane down in order."""
+
+
+class _RunStopped(Exception):
+    """The run was stopped, and its driver is not waited for."""
 
 
 class DriverSupervisor:
@@ -45,22 +60,34 @@ class DriverSupervisor:
     ends a run is the policy's rule for drivers alone (``after_driver_ended``). The leader counts deaths of drivers too;
     it does not see a driver that ends before it has registered.
 
+    A run that its operator stops has ``trainer.stop_timeout_s`` to commit what it has trained: the actor does that, and
+    writes that the run was stopped, before anything of it is ended. Where it does not, this process writes it.
+
     ``command`` starts the driver's process; it gets ``--id NAME``, under which it registers and raises the epoch.
     ``on_tick`` is called four times a second. ``goes_on``: whether another process goes on with the run when an error
-    ends this one.
+    ends this one. ``stopped``: whether the operator has stopped the run.
     """
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, command: Sequence[str], *,
                  env: Mapping[str, str | None],
-                 on_tick: Callable[[], None] = lambda: None, goes_on: Callable[[], bool] = lambda: False) -> None:
+                 on_tick: Callable[[], None] = lambda: None, goes_on: Callable[[], bool] = lambda: False,
+                 stopped: Callable[[], bool] = lambda: False) -> None:
         self._ctx, self._etcd, self._keys = ctx, etcd, ctx.keys
         self._policy = ctx.config.failure_policy
         self._command, self._env, self._on_tick, self._goes_on = command, env, on_tick, goes_on
+        self._stopped, self._stop_deadline = stopped, float("inf")
         self._log_file = JobPaths.of(ctx.config).log("driver")
 
     def run(self) -> int:
-        """Returns 0 when the job has finished, 1 when it has failed or the driver is in a crash loop. Waits as long as
-        etcd is unavailable."""
+        """Returns 0 when the job has finished, 1 when it has failed or the driver is in a crash loop, and ``STOPPED``.
+        Waits as long as etcd is unavailable, unless the run is stopped."""
+        try:
+            return self._keep_running()
+        except _RunStopped:
+            self._record_stop()
+            return STOPPED
+
+    def _keep_running(self) -> int:
         ends: list[FaultOccurrence] = []
         budget = no_backoff = StartBudget(base_s=self._policy.backoff_initial_s, ceiling_s=self._policy.backoff_max_s)
         while True:
@@ -75,8 +102,9 @@ class DriverSupervisor:
                 self._pause_until(budget)
                 continue
             job = self._with_etcd(self._status)
-            if job.phase in ("finished", "failed"):
-                return 0 if job.phase == "finished" else 1
+            if job.phase in ENDED_PHASES:
+                return END_CODES[job.phase]
+            self._require_wanted()
             # A restart of the job ends the epoch: the driver may have ended for it before this process saw the request.
             request = self._with_etcd(self._request)
             if request is not None:  # the leader counts these, and stops a crash loop
@@ -99,7 +127,7 @@ class DriverSupervisor:
 
     def _run_driver(self, driver_id: str) -> int | None:
         """Starts a driver, and returns when it has ended, with its exit code, or was ended for a request, with None.
-        Raises PreflightFailed.
+        Raises PreflightFailed, and _RunStopped where the run was stopped and has not ended by itself in time.
 
         A driver that is told to stop ends all that runs. That is for the end of the run, and for a restart of the job:
         after every other end, also of this process, the next driver takes it over.
@@ -108,6 +136,9 @@ class DriverSupervisor:
         try:
             self._wait(driver)
             return driver.poll()
+        except _RunStopped:  # first: the end of what runs is then no fault
+            self._record_stop()
+            raise
         except BaseException:
             if self._goes_on():
                 driver.kill()
@@ -119,8 +150,46 @@ class DriverSupervisor:
 
     def _pause_until(self, budget: StartBudget) -> None:
         while not budget.open(time.monotonic()):
-            self._on_tick()
+            self._tick()
             time.sleep(_TICK_S)
+
+    def _tick(self) -> None:
+        """Raises _RunStopped when nothing runs that could commit anything."""
+        self._on_tick()
+        self._require_wanted()
+
+    def _require_wanted(self) -> None:
+        if self._stopped():
+            raise _RunStopped
+
+    def _require_time_to_stop(self) -> None:
+        """Raises _RunStopped when the run was stopped, and has nothing to commit, or no time left for it."""
+        if not self._stopped():
+            return
+        self._stop_deadline = min(self._stop_deadline, time.monotonic() + self._ctx.config.trainer.stop_timeout_s)
+        try:
+            phase = self._status().phase
+        except EtcdUnavailable:  # nobody can commit anything
+            raise _RunStopped from None
+        if phase not in (*WORKING_PHASES, *ENDED_PHASES) or time.monotonic() >= self._stop_deadline:
+            raise _RunStopped
+
+    def _record_stop(self) -> None:
+        """Writes that the run was stopped, unless it is on record, and fences the actor off, which would write that it
+        works. Without etcd nobody sees the run end, either."""
+        with contextlib.suppress(EtcdUnavailable, Fenced, Conflict):
+            status = self._status()
+            epoch = fencing.current_epoch(self._etcd, self._keys)
+            if status.phase in ENDED_PHASES:
+                return
+            if epoch:
+                fencing.begin_term(self._etcd, self._keys, epoch, "stop")
+            message = stopped_message(status, committed=status.phase not in WORKING_PHASES)
+            fencing.FencedWriter.of_epoch(self._etcd, self._keys, epoch).emit(
+                event_kinds.RUN_STOPPED, self._ctx.job, message, ops=[Op.put(
+                    self._keys.job_status(), status.replace(
+                        phase="stopped", message=message, stage="", waiting_for="", waiting_kind="", waiting_since=0.0,
+                        updated_at=time.time()).encode())])
 
     def _stop_run(self, ends: int) -> None:
         """Ends the run where it is, as the leader does in a crash loop: every version is kept."""
@@ -149,6 +218,7 @@ class DriverSupervisor:
                             return
                         driver.kill()
                 next_read = time.monotonic() + _REQUESTS_INTERVAL_S
+                self._require_time_to_stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 driver.wait(timeout=_TICK_S)
         self._on_tick()
@@ -211,7 +281,7 @@ class DriverSupervisor:
         def pause(seconds: float) -> bool:
             until = time.monotonic() + seconds
             while time.monotonic() < until:
-                self._on_tick()
+                self._tick()
                 time.sleep(_TICK_S)
             return False
 

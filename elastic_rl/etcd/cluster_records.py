@@ -255,6 +255,9 @@ class JobRecord(Record):
     """
     stopped: bool = False
     """An operator asked to stop this submission."""
+    stop_s: float = 60.0
+    """Seconds that a run of the job which is stopped may take to commit what it has trained
+    (``trainer.stop_timeout_s``)."""
     submitted_at: float = 0.0
     """Unix seconds, for people."""
     host: str = ""

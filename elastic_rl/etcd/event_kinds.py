@@ -206,6 +206,8 @@ RUN_RESTARTED = EventKind("run.restarted", "the process of a run has ended, and 
                           "on with the run", counted="job", alert="run.restarted", one_time=True)
 RUN_CRASH_LOOP = EventKind("run.crash_loop", "several restarts made no progress, so the run is stopped; everything is "
                            "kept", alert="run.crash_loop")
+RUN_STOPPED = EventKind("run.stopped", "its operator has stopped the run, which has committed what it had trained; "
+                        "where it has not, the text says so")
 RUN_FINISHED = EventKind("run.finished", "the run has made its last step")
 
 ACTOR_RESYNCED = EventKind("actor.resynced", "a command of the actor did not fit to the trainer's state, and the actor "

@@ -8,6 +8,8 @@ from elastic_rl.etcd.record import FiniteByName, FiniteOrNone, OpenEnum, Record
 
 WORKING_PHASES = ("sft", "rl", "eval", "rejection_sampling")
 """Phases of a job that works, or waits for what it needs to."""
+ENDED_PHASES = ("finished", "failed", "stopped")
+"""Phases of a job whose run is over. Only a new submission begins another one."""
 
 
 class GenerationCap(OpenEnum):
@@ -26,7 +28,7 @@ class JobStatus(Record):
     """Progress of the run; written by the actor role. Times are unix seconds."""
 
     phase: str
-    """starting, one of ``WORKING_PHASES``, finished or failed."""
+    """starting, or one of ``WORKING_PHASES`` and ``ENDED_PHASES``."""
     step: int = 0
     """Last step of RL, or of what else the job is for; 0 in the supervised phase before RL."""
     steps: int = 0
@@ -72,6 +74,15 @@ class JobStatus(Record):
     generation_cap: GenerationCap = GenerationCap.NONE
     """Which limit has kept it for a while from asking its engines for more samples; empty while none does, and where
     there is nothing more to ask for."""
+
+
+def stopped_message(status: JobStatus, *, committed: bool) -> str:
+    """Says that a run was stopped, and where it goes on when it is resumed. ``committed``: whether all that it had
+    trained is committed."""
+    supervised = not status.step and status.sft_step
+    at = f"supervised step {status.sft_step}" if supervised else f"step {status.step}"
+    return f"stopped by its operator at {at}" + (
+        "" if committed else "; what was trained after its last commit was not committed in time, and is done again")
 
 
 class StepMetrics(Record):

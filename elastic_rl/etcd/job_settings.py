@@ -72,7 +72,7 @@ def submit(etcd: EtcdClient, keys: ClusterKeys, cfg: Config, secret: ClusterSecr
     def change(raw: bytes | None) -> bytes:
         before = read_record(raw, cfg.job) if raw is not None else JobRecord(
             id=secrets.token_hex(8), submitted_at=time.time())
-        return before.replace(settings=sealed(cfg, secret)).encode()
+        return before.replace(settings=sealed(cfg, secret), stop_s=cfg.trainer.stop_timeout_s).encode()
 
     etcd.update(keys.job(cfg.job), change, guards=token)
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from elastic_rl.config.autoscale import AutoscaleFields
 from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
+    ENDED_PHASES,
     WORKING_PHASES,
     GenerationCap,
     GroupLease,
@@ -17,6 +18,7 @@ from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
     RunLogHead,
     SampleRecord,
     StepMetrics,
+    stopped_message,
 )
 from elastic_rl.etcd.record import OpenEnum, Record
 

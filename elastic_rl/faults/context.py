@@ -19,7 +19,7 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.heartbeats import merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.etcd.records import ENDED_PHASES, Engine, EngineState, JobStatus, Leader, Member, PoolStatus
 from elastic_rl.host import processes
 from elastic_rl.host.compute_services import compute_services, router_service
 from elastic_rl.host.here import heartbeats_here
@@ -75,7 +75,7 @@ class FaultContext:
 
     def finished(self) -> bool:
         status = self.status()
-        return status is not None and status.phase in ("finished", "failed")
+        return status is not None and status.phase in ENDED_PHASES
 
     def leader(self) -> Leader | None:
         return readable_one(self.etcd.get(self.keys.leader()), Leader)

@@ -115,6 +115,11 @@ def _shortened(text: str) -> str:
     return text[:_MAX_TEXT].encode(errors="backslashreplace").decode()
 
 
+def stopped(status: RunStatus, message: str = "") -> RunStatus:
+    """The end of a run that its operator has stopped. ``message``: what the run says of it."""
+    return now(status, JobPhase.STOPPED).replace(message=_shortened(message or "stopped by its operator"))
+
+
 def now(status: RunStatus, phase: JobPhase) -> RunStatus:
     return status.replace(phase=phase, at=time.time())
 
@@ -210,6 +215,12 @@ class RunReading:
     def error(self) -> ElasticRLError | None:
         """The error that has ended it."""
         return as_error(self._status) if self._status is not None else None
+
+    @property
+    def outcome(self) -> str:
+        """What its process says of its end, for people; empty where that is nothing, or it goes on."""
+        status = self._status
+        return status.message if status is not None and status.phase.ended else ""
 
     @property
     def waits_for(self) -> str:

@@ -41,7 +41,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.coordinator.jobs.state_machine import STOP_RUN_S
 from elastic_rl.dcs.storage.arena import PREFIX, SHM, Leftovers
-from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
+from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import job_settings
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import ClusterMember, EtcdClient, Op
@@ -98,6 +98,8 @@ _LOCK_TIMEOUT_S = 180.0
 _DOWN_LOCK_TIMEOUT_S = 15.0
 """Longest wait of ``down`` for such a command. It then goes on without the lock, to end an ``up`` that hangs."""
 _STOP_RUN_S = STOP_RUN_S
+_WITHDRAW_S = 2.0
+"""Retries of etcd before a run that is taken down ends without a commit."""
 """Longest wait for a run to end."""
 _READ_BUDGET_S = 1.0
 """Retries of a reading of a run, which is made again and again."""
@@ -1119,19 +1121,37 @@ class Cluster:
             with self.etcd(self.connect()) as etcd:
                 wanted = self.run.withdraw(etcd)
                 if wanted or self.run.read_from(etcd).stopping:
-                    self._say(f"stopping the run of job {self.cfg.job}")
+                    record = self.run.read_from(etcd).record
+                    commit_s = record.stop_s if record is not None else 0.0
+                    self._say(f"stopping the run of job {self.cfg.job}: it commits what it has trained, which may take "
+                              f"{commit_s:g} s")
                     with contextlib.suppress(DeadlineExceeded):
-                        wait_until(lambda: self.run.read_from(etcd).over, timeout_s=_STOP_RUN_S,
+                        wait_until(lambda: self.run.read_from(etcd).over, timeout_s=commit_s + _STOP_RUN_S,
                                    what="the end of the run")
         except EtcdUnavailable as e:
             e.hint = f"{e.hint}; without etcd, `elastic-rl down {kept_state.cluster_options(self.cfg)}` ends the run"
             raise
         return self._end_run() or wanted
 
-    def _end_run(self, *, locked: bool = False, goes_on: bool = False) -> bool:
+    def _withdraw_run(self) -> float:
+        """Has etcd say that the run on this host was stopped, so that it commits what it has trained, and its end is
+        no fault. Returns the seconds that the commit may take; 0 where nothing runs here, and where etcd does not
+        answer, without which nothing can be committed."""
+        if not self.run.pid:
+            return 0.0
+        try:
+            with self.etcd(self.connect(), retry_budget_s=_WITHDRAW_S) as etcd:
+                self.run.withdraw(etcd)
+                record = self.run.read_from(etcd).record
+        except (ConfigError, Conflict, EtcdUnavailable, PreflightFailed) as e:
+            self._say(f"warning: the run of job {self.cfg.job} commits nothing first: {e.message}")
+            return 0.0
+        return record.stop_s if record is not None else 0.0
+
+    def _end_run(self, *, locked: bool = False, goes_on: bool = False, commit_s: float = 0.0) -> bool:
         """Ends the process of a run that was stopped, and what its compute plane has left; returns whether there was
         one. ``locked``: this process holds the cluster's lock. ``goes_on``: the run was not stopped, and
-        goes on later, or on another host."""
+        goes on later, or on another host. ``commit_s``: seconds that it may take to commit what it has trained."""
         record = self.singletons.get(quote(self.run.name, safe=""))
         if record is None or not record.running:
             return not locked and self._sweep_compute()
@@ -1145,7 +1165,7 @@ class Cluster:
             processes.stop(process.pid, grace_s=_EXIT_GRACE_S, descendants=False)
         try:
             wait_until(lambda: not (self.run.pid if process is None else runs(process)),
-                       timeout_s=_STOP_RUN_S if locked else _EXIT_GRACE_S, what="the end of the run")
+                       timeout_s=commit_s + _STOP_RUN_S if locked else _EXIT_GRACE_S, what="the end of the run")
         except DeadlineExceeded as e:
             if process is None:
                 raise PreflightFailed(f"the run of job {self.cfg.job} does not end where it runs",
@@ -1415,6 +1435,9 @@ class Cluster:
 
     def _down(self, purge: bool, suspends: bool) -> list[str]:
         jobs = [self.of_job(job) for job in self.jobs]
+        goes_on = self.host.joined or suspends
+        # First: afterwards nobody connects to the cluster any more.
+        commit_s = {job.cfg.job: 0.0 if goes_on else job._withdraw_run() for job in jobs}
         if not suspends:
             self.paths.suspended.unlink(missing_ok=True)
         elif self.paths.info.exists():  # before the cluster counts as down, so that no run takes that for its stop
@@ -1425,7 +1448,7 @@ class Cluster:
                     job._job.unsaved.touch()
             self.paths.info.replace(self.paths.stopped)
         stopped = [job.run.name for job in jobs if job._end_run(
-            locked=True, goes_on=self.host.joined or self.suspended)]
+            locked=True, goes_on=self.host.joined or self.suspended, commit_s=commit_s[job.cfg.job])]
         stopped += [f"compute {pid}" for job in jobs for pid in leftovers.sweep(job._job)]
         services = self._stop(sorted(self.services.all(), key=lambda r: _down_order(r.name)))
         stopped += services

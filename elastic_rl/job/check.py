@@ -45,8 +45,11 @@ _HELD_TOKEN_BYTES = 90
 _MUCH_MEMORY = 8 << 30
 _SURE_TOKENS_PER_S = 20.0
 """Speed of one request; an engine on a GPU makes as many for each of hundreds."""
-_NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
+_PROMPTS, _REWARD_OF_ANSWERS, _ENVIRONMENT = "prompts", "reward of the answers", "environment"
+_NEW_JOBS_ONLY = ("checkpoints", "evaluation sets", _PROMPTS, _REWARD_OF_ANSWERS, _ENVIRONMENT)
 """Parts that are required of a new job only."""
+_LETTERS = 8
+"""Letters that are named for which a tokenizer has no token."""
 _SHOWN = 200
 """Characters of a prompt that are shown."""
 
@@ -62,15 +65,17 @@ class JobFinding:
     hint: str = ""
 
 
-def require(cfg: Config, *, begun: bool = False) -> None:
-    """Raises ConfigError with everything that is wrong with what the settings name. Reads the data's first prompts
-    only, and calls no reward: it is done at each start of a job. ``begun``: the job has committed something; then
-    nothing is refused that cannot be changed any more, or without which it may still go on."""
-    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg))
-              if f.fault and not (begun and f.part in _NEW_JOBS_ONLY)]
+def require(cfg: Config, *, begun: bool = False, goes_on: bool = False) -> list[JobFinding]:
+    """All of ``check``, at each start of a run; returns what is no reason to refuse it and should be looked at. Raises
+    ConfigError with everything that is wrong. ``begun``: the job has committed something; then nothing is refused that
+    cannot be changed any more, or without which it may still go on. ``goes_on``: the run has begun, and another process
+    goes on with it; then no prompt but the first ones is read, and no reward is called."""
+    found = list((*_plug_ins(cfg), *_model_and_data(cfg)) if goes_on else check(cfg))
+    faults = [f for f in found if f.fault and not (begun and f.part in _NEW_JOBS_ONLY)]
     if faults:
         raise ConfigError("\n  ".join(f.fault for f in faults),
                           hint="; ".join(dict.fromkeys(f.hint for f in faults if f.hint)))
+    return [f for f in found if f.hint or f.fault]
 
 
 def check(cfg: Config) -> Iterator[JobFinding]:
@@ -90,8 +95,13 @@ def check(cfg: Config) -> Iterator[JobFinding]:
     for source in made:
         yield from _of_requests(cfg, source)
         yield from _of_memory(cfg, source)
+        if source.rows_left_out:
+            yield JobFinding("rows", "; ".join(source.rows_left_out),
+                             hint="if that is more than you meant, look at data.options and at the files")
         prompts = _of_prompts(cfg, source)
         yield prompts
+        if not prompts.fault and (unknown := _of_unknown_tokens(cfg, source)) is not None:
+            yield unknown
         if cfg.uses_engines and cfg.rollout.environment and plays and not prompts.fault:
             yield _of_environment(cfg, source)
         if cfg.uses_engines and usable and not prompts.fault:
@@ -373,8 +383,7 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> JobFinding:
         nonlocal hint
         shown, longest = "", 0
         for name, prompts in (("train", source.train), *source.evals.items()):
-            count = min(_READ, len(prompts))
-            read = read_prompts(prompts, [i * len(prompts) // count for i in range(count)], named=cfg.data.source,
+            read = read_prompts(prompts, _spread(len(prompts)), named=cfg.data.source,
                                 answers=cfg.imitates_answers and name == "train", vocabulary=source.vocabulary)
             if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
                 raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
@@ -389,8 +398,38 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> JobFinding:
                     f"max_response_tokens={source.max_response_tokens} can have")
         return f"the first one: {plain(shown, _SHOWN)!r}"
 
-    found = _finding("prompts", examine)
+    found = _finding(_PROMPTS, examine)
     return replace(found, hint=hint) if hint and not found.fault else found
+
+
+def _of_unknown_tokens(cfg: Config, source: CheckedSource) -> JobFinding | None:
+    """A tokenizer that lacks tokens for what the prompts and answers are written with: the model sees the same token in
+    the place of each, and no answer that has one can be right."""
+    tokenizer = source.tokenizer
+    if not isinstance(tokenizer, ModelTokenizer) or (unknown := tokenizer.unknown_id) is None:
+        return None
+    answers = cfg.imitates_answers and bool(source.train)
+    sets = [(source.train, answers), *((prompts, False) for prompts in source.evals.values())]
+    read = [prompt for prompts, with_answers in sets if prompts for prompt in read_prompts(
+        prompts, _spread(len(prompts)), named=cfg.data.source, answers=with_answers, vocabulary=source.vocabulary)]
+    found = [prompt for prompt in read if unknown in (*prompt.token_ids, *(prompt.answer_ids or ()))]
+    if not found:
+        return None
+    letters = sorted(set("".join(f"{prompt.text}{prompt.metadata.get('answer', '')}" for prompt in found)))
+    missing = [letter for letter, ids in zip(letters, tokenizer.encode_batch(letters, special_tokens=False),
+                                             strict=True) if unknown in ids]
+    named = f"{', '.join(map(repr, missing[:_LETTERS]))}{' …' if len(missing) > _LETTERS else ''}" or "some words"
+    return JobFinding(
+        "tokenizer", f"model.path has no token for {plain(named, _SHOWN)}, in {len(found)} of the {len(read)} prompts "
+        f"that were read, with their answers: each is {tokenizer.decode([unknown], False)!r}, for what is unknown",
+        hint="the model cannot tell these from one another, nor write them: take the model's own tokenizer files, or a "
+             "tokenizer that was made from such texts")
+
+
+def _spread(count: int) -> list[int]:
+    """Indices of prompts to read, spread over a set of so many."""
+    wanted = min(_READ, count)
+    return [i * count // wanted for i in range(wanted)]
 
 
 def _as_text(source: CheckedSource, prompt: Prompt) -> str:
@@ -426,7 +465,7 @@ def _of_environment(cfg: Config, source: CheckedSource) -> JobFinding:
         hint = "; ".join(job_hints.of_tokens(cfg, source.max_response_tokens))
         return f"an episode begins with each of the first {len(prompts)} prompts"
 
-    found = _finding("environment", examine)
+    found = _finding(_ENVIRONMENT, examine)
     return replace(found, hint=hint) if hint else found
 
 
@@ -461,7 +500,7 @@ def _of_reward(cfg: Config, source: CheckedSource) -> JobFinding:
                     "for rewards of this scale, or to null")
         return f"the data's own answers get {', '.join(f'{value:g}' for value in values)}"
 
-    found = _finding("reward of the answers", examine)
+    found = _finding(_REWARD_OF_ANSWERS, examine)
     return replace(found, hint=hint) if hint else found
 
 

@@ -21,6 +21,7 @@ from elastic_rl.pipeline.stages.rl import RlStages, RoleCalls
 from elastic_rl.pipeline.stages.sampled import SampledStages
 from elastic_rl.pipeline.stages.sft import SftStages
 from elastic_rl.pipeline.stages.term import ActorTerm
+from elastic_rl.pipeline.waits import StopAsked
 from elastic_rl.runtime.backoff import RetryBackoff
 
 _LOST_RETRY_S = (0.5, 10.0)
@@ -31,16 +32,18 @@ class Pipeline:
     """Runs one job to its last step, as one term of the actor."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, roles: RoleCalls,
-                 stopping: threading.Event) -> None:
-        """``stopping`` ends the run with Fenced, wherever it waits."""
-        self._ctx, self._etcd, self._member, self._roles, self._stopping = ctx, etcd, member, roles, stopping
+                 stopping: threading.Event, stop_asked: threading.Event) -> None:
+        """``stopping`` ends the run with Fenced, wherever it waits. ``stop_asked``: its operator stops it, so that it
+        commits what is trained, and ends."""
+        self._ctx, self._etcd, self._member, self._roles = ctx, etcd, member, roles
+        self._stopping, self._stop_asked = stopping, stop_asked
         self.term = 0
         """The actor's term, once it has begun."""
         self.finished = False
 
     def run(self) -> None:
-        """Returns when the job has finished. Raises Fenced when another term or epoch has begun."""
-        term = ActorTerm.begin(self._ctx, self._etcd, self._member, self._stopping)
+        """Returns when the job has finished, or was stopped. Raises Fenced when another term or epoch has begun."""
+        term = ActorTerm.begin(self._ctx, self._etcd, self._member, self._stopping, self._stop_asked)
         self.term = term.number
         with contextlib.ExitStack() as closing:
             closing.callback(term.close)
@@ -60,11 +63,19 @@ def _drive(stages: Stages, term: ActorTerm) -> None:
     waits, effects = term.waits, stages.effects
     effect = next(effects)
     lost = RetryBackoff(*_LOST_RETRY_S)
+    stops = False
     while True:
+        if waits.stop_asked and not stops and not isinstance(effect, schedule.NOT_STOPPED):
+            stops, effect = True, effects.throw(schedule.StopAsked())
         try:
-            outcome = waits.retry("trainer", lambda e=effect: stages.carry_out(e),  # type: ignore[misc]
-                                  end_on=(TrainerFailed, Conflict))
+            with waits.interruptible(isinstance(effect, schedule.INTERRUPTIBLE)):
+                outcome = waits.retry("trainer", lambda e=effect: stages.carry_out(e),  # type: ignore[misc]
+                                      end_on=(TrainerFailed, Conflict))
+        except StopAsked:
+            stops, effect = True, effects.throw(schedule.StopAsked())
+            continue
         except (TrainerFailed, Conflict) as e:
+            stops = False  # what was to be saved is gone, or another step is there
             stages.lost(e)
             _report_loss(term, e)
             effect = effects.throw(Lost(str(e)))

@@ -38,6 +38,11 @@ class Lost(Exception):
     was executed. Go on from its state."""
 
 
+class StopAsked(Exception):
+    """The operator stops the run: what is trained and not committed yet is saved, and ``Stop`` follows. It may come in
+    the place of the outcome of any effect but those two and ``Finish``."""
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The settings that the schedule goes by; ``FlowLimits`` has those of the flow."""
@@ -264,8 +269,20 @@ class Finish:
     step: int
 
 
+@dataclass(frozen=True)
+class Stop:
+    """→ None. The last effect of a run that its operator stops."""
+
+    step: int | None
+    """That of the committed state; None where the run was stopped before it was known."""
+
+
 Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Take | Train | Evaluate | Save | SampleGroups | Write
-          | Complete | Finish)
+          | Complete | Finish | Stop)
+INTERRUPTIBLE = (Resume, Take, Evaluate, SampleGroups)
+"""Effects that a stop does not wait for: nothing is lost with them that is trained."""
+NOT_STOPPED = (Resume, Finish, Stop)
+"""Effects that are carried out although the run is to stop: they end it, or say what there is to be saved."""
 Effects = Generator[Effect, Any, None]
 """The effects of a whole job, one after the other; each is sent its outcome."""
 Continuation = Generator[Effect, Any, bool]
@@ -302,23 +319,42 @@ def run_sampled(plan: RunPlan) -> Effects:
 
 def _from_committed_state(go_on: Callable[[State, _Position], Continuation]) -> Effects:
     """Goes on from the committed state, and again whenever the job turns out to be at another one, or the continuation
-    ends without the job. Ends after ``Finish``."""
+    ends without the job. Ends after ``Finish``, or ``Stop``."""
     reason, position = "", _Position(0)
     while True:
         try:
             state: State = yield Resume(reason, position.step)
-            position = _Position(state.step)
-            if (yield from go_on(state, position)):
-                yield Finish(position.step)
+            position = _Position(state.step, state.phase, state.cursor)
+            try:
+                if (yield from go_on(state, position)):
+                    yield Finish(position.step)
+                    return
+            except StopAsked:
+                if (save := position.save()) is not None:
+                    yield save
+                yield Stop(position.step)
                 return
             reason = ""
         except Lost as e:
             reason = str(e) or "the trainer was lost"
+        except StopAsked:  # where the trainer is, or the output, is not known: the committed state has what there is
+            yield Stop(None)
+            return
 
 
 @dataclass
 class _Position:
+    """Where the job is, and what a commit of it would have to say."""
+
     step: int
+    phase: str = ""
+    cursor: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self) -> Save | None:
+        """What commits the steps that were trained; None where there are none, or each one is committed as it is made.
+        The trainer may have committed this step already: it does so at some of them."""
+        phases: dict[str, Phase] = {"sft": "sft", "rl": "rl"}
+        return Save(phases[self.phase], self.step, self.cursor) if self.step and self.phase in phases else None
 
 
 def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, Any, dict[str, Any]]:
@@ -335,6 +371,7 @@ def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, 
         accuracy = yield SftEvaluate(position.step, updates)
         evaluated_at = position.step
         cursor["sft"] = {"step": evaluated_at, "accuracy": accuracy}
+        position.cursor = cursor
     return cursor
 
 
@@ -361,6 +398,7 @@ def _rl(plan: RunPlan, state: State, position: _Position, flow: Flow) -> Effects
             evals = [*evals, (state.step, float(accuracy))][-_KEPT_EVALS:]
             # Committed with the next step; until then a successor finds it missing, and evaluates again.
             state = replace(state, cursor={**state.cursor, "evals": [list(e) for e in evals]})
+            position.cursor = state.cursor
         if state.step >= plan.steps or reached([a for _, a in evals], plan.stop_eval_accuracy):
             break
         version = yield from _step(state, flow)

@@ -27,6 +27,10 @@ _LOG_AFTER_S = 1.0
 """Shorter waits are part of a step and are not logged."""
 
 
+class StopAsked(Exception):
+    """The operator stops the run, and what the loop does now need not be done first."""
+
+
 class WaitReporter(Protocol):
     """Shows what the run does. Called often; writes rarely. Raises nothing but Fenced."""
 
@@ -55,9 +59,12 @@ class _Wait:
 class Waits:
     """Waits of one loop, by stage. Used by one thread, but for ``take_idle_s``, which any other one may call."""
 
-    def __init__(self, report: WaitReporter, stopping: threading.Event) -> None:
-        """``stopping``: ends every wait with Fenced."""
-        self._report, self._stopping = report, stopping
+    def __init__(self, report: WaitReporter, stopping: threading.Event, stop_asked: threading.Event | None = None
+                 ) -> None:
+        """``stopping``: ends every wait with Fenced. ``stop_asked``: ends those with StopAsked that are
+        ``interruptible``."""
+        self._report, self._stopping, self._stop_asked = report, stopping, stop_asked or threading.Event()
+        self._interruptible = False
         self._stage = ""
         self._kind = self._what = ""
         self._since = self._counted_from = 0.0
@@ -99,9 +106,28 @@ class Waits:
             self._wait(_Wait(held.kind, f"{held.what} (now for {what})" if lasted >= _SAID_AFTER_S else held.what,
                              held.since))
 
-    def _wait(self, wait: _Wait) -> None:
+    @property
+    def stop_asked(self) -> bool:
+        return self._stop_asked.is_set()
+
+    @contextlib.contextmanager
+    def interruptible(self, yes: bool = True) -> Iterator[None]:
+        """Inside, waits and pauses raise StopAsked once the run is to stop; unless ``yes`` they do not."""
+        before, self._interruptible = self._interruptible, yes
+        try:
+            yield
+        finally:
+            self._interruptible = before
+
+    def _require(self) -> None:
+        """Raises Fenced when the loop is to end, and StopAsked."""
         if self._stopping.is_set():
             raise Fenced("this loop is to end")
+        if self._interruptible and self._stop_asked.is_set():
+            raise StopAsked
+
+    def _wait(self, wait: _Wait) -> None:
+        self._require()
         self._set(wait.kind, wait.what, wait.since)
 
     def _set(self, kind: str, what: str, since: float) -> None:
@@ -131,7 +157,9 @@ class Waits:
     def pause(self, seconds: float) -> None:
         """Raises Fenced when the loop is to end."""
         end = time.monotonic() + seconds
+        self._require()
         while not self._stopping.wait(min(seconds, _SHOW_EVERY_S)):
+            self._require()
             seconds = end - time.monotonic()
             if seconds <= 0:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
@@ -9,6 +10,9 @@ from ray import serve
 
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import fencing
+from elastic_rl.etcd.cluster_records import JobRecord
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline.pipeline import Pipeline
@@ -18,6 +22,8 @@ from elastic_rl.roles.role_clients import RoleClients
 
 log = logging.getLogger(__name__)
 
+_STOP_READ_S = 0.5
+"""Whether the job was stopped is read so often."""
 _CALLED = ("rollout", "advantages", "genrm", "teacher")
 
 
@@ -30,13 +36,24 @@ class ActorRole(Role):
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         cfg = ctx.config
-        self._stopping = threading.Event()
+        self._stopping, self._stop_asked = threading.Event(), threading.Event()
         clients = RoleClients({name: serve.get_app_handle(name) for name in _CALLED if ROLES[name].is_wanted(cfg)},
                               cfg, lambda role: bool(members(self.etcd, ctx.keys, role)), lambda: self.pipeline.term)
-        self.pipeline = Pipeline(ctx, self.etcd, self.member, clients, self._stopping)
+        self.pipeline = Pipeline(ctx, self.etcd, self.member, clients, self._stopping, self._stop_asked)
         self._ended = ""
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._follow_job, name="follow-job", daemon=True).start()
+
+    def _follow_job(self) -> None:
+        """Has the loop end once the operator has stopped the job."""
+        key = ClusterKeys(self.ctx.config.cluster_name).job(self.ctx.job)
+        while not self._stopping.wait(_STOP_READ_S):
+            with contextlib.suppress(ElasticRLError):  # an outage of etcd is no stop
+                record = readable_one(self.etcd.get(key), JobRecord)
+                if record is not None and record.stopped:
+                    self._stop_asked.set()
+                    return
 
     def _run(self) -> None:
         try:

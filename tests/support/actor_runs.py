@@ -53,7 +53,7 @@ class ThreadedJob:
     def start_actor(self) -> list[Exception]:
         """One more replica of the actor; returns where the error appears that ends it."""
         stopping = threading.Event()
-        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping), stopping)
+        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping, threading.Event()), stopping)
         self.runs.append(run)
         return run.errors
 

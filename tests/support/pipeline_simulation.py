@@ -27,7 +27,7 @@ from elastic_rl.data.staleness import StalenessRule
 from elastic_rl.errors import Conflict, Fenced, StaleSamples, TrainerFailed
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.group_flow import FlowLimits, GroupFlow
-from elastic_rl.pipeline.schedule import Lost, RunPlan, State, TakenStep
+from elastic_rl.pipeline.schedule import Lost, RunPlan, State, StopAsked, TakenStep
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.commands import (
     BatchCommand,
@@ -111,6 +111,8 @@ class Actor:
     """Groups that were generated for steps that are not made."""
     doing: Iterator[None] = iter(())
     done: bool = False
+    stops: bool = False
+    """Whether it was told of the stop that is asked for, and is to end."""
     waiting_for: str = ""
 
 
@@ -118,10 +120,11 @@ class World:
     """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
     step's batch before it trains. ``lies``: how often those who generate say a wrong version of a sample (0 to 1).
     ``trusts_trainer``: whether the actor may leave it to the trainer to refuse samples that it knows to be stale.
-    ``poison``: groups that the trainer cannot compute with."""
+    ``poison``: groups that the trainer cannot compute with. ``stops``: how often the operator stops the run, which is
+    then resumed: everything of it has ended meanwhile."""
 
     def __init__(self, seed: int, plan: RunPlan = PLAN, limits: FlowLimits = LIMITS, *, asks_reference: bool = False,
-                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = ()) -> None:
+                 lies: float = 0.0, trusts_trainer: bool = False, poison: Collection[int] = (), stops: int = 0) -> None:
         self.lies, self.trusts_trainer, self.refusals = lies, trusts_trainer, 0
         self.poison, self.refused = poison, 0
         self.random, self.plan, self.limits, self.asks_reference = random.Random(seed), plan, limits, asks_reference
@@ -135,11 +138,15 @@ class World:
         self.version = self.served = 0
         self.weights_of: dict[int, Weights] = {}
         """Of each version."""
-        self.groups = 0
+        self.groups = self.undone = 0
+        """Groups that were formed, and updates that are to be made again since one of them was lost."""
         self.network: list[tuple[int, Command]] = []
         self.trainer = self.form_group()
         self.actors: list[Actor] = []
-        self.finished = False
+        self.finished = self.stop_asked = False
+        self.stops_left = stops
+        self.stopped_at: list[tuple[int | None, Progress]] = []
+        """Step that each stop named, and what the trainer had then."""
         self.faults_left = self.random.randint(0, 14)
         self.waits_shown: Counter[str] = Counter()
         self.resumes = 0
@@ -151,9 +158,11 @@ class World:
         self.groups += 1
         if self.committed:
             last = self.committed[-1]
+            self.undone += len(self.executed) - last.lineage
             del self.executed[last.lineage:]
             progress = Progress.from_json(last.progress.to_json())  # as it is stored
         else:
+            self.undone += len(self.executed)
             self.executed.clear()
             progress = Progress()
         formed = Trainer(self.groups, progress, self.version, WriterGate(1, str(self.groups)),
@@ -289,17 +298,43 @@ class World:
         """Carries the effects of an actor out. Between any two yields everything else may happen."""
         effect = next(actor.effects)
         while True:
+            if self.stop_asked and not actor.stops and not isinstance(effect, schedule.NOT_STOPPED):
+                actor.stops, effect = True, actor.effects.throw(schedule.StopAsked())
             try:
-                outcome = yield from self.perform(actor, effect)
+                outcome = yield from self.interruptible(actor, effect)
+            except StopAsked:
+                actor.stops, effect = True, actor.effects.throw(schedule.StopAsked())
+                continue
             except Lost as e:
-                effect = actor.effects.throw(e)
+                actor.stops, effect = False, actor.effects.throw(e)
                 continue
             try:
                 effect = actor.effects.send(outcome)
             except StopIteration:
                 actor.done = True
-                self.finished = True
+                self.finished = not isinstance(effect, schedule.Stop)
+                if not self.finished:
+                    self.end_everything()
                 return
+
+    def interruptible(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
+        """Performs an effect; a stop may come at each of its waits, if it need not be done."""
+        doing = self.perform(actor, effect)
+        while True:
+            if self.stop_asked and isinstance(effect, schedule.INTERRUPTIBLE) and self.random.random() < 0.3:
+                raise StopAsked
+            try:
+                next(doing)
+            except StopIteration as e:
+                return e.value
+            yield
+
+    def end_everything(self) -> None:
+        """What the end of a run's processes leaves: what is committed."""
+        self.stop_asked = False
+        self.actors.clear()
+        self.network.clear()
+        self.trainer = self.form_group()
 
     def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
         match effect:
@@ -339,6 +374,9 @@ class World:
                     pass
             case schedule.Finish():
                 yield from self.fenced_write(actor, lambda: None)
+            case schedule.Stop(step=stopped_at):
+                yield from self.fenced_write(actor, lambda: self.stopped_at.append(
+                    (stopped_at, self.committed[-1].progress if self.committed else Progress())))
         return None
 
     def wait(self, actor: Actor, what: str, holds: Any) -> Iterator[None]:
@@ -466,6 +504,9 @@ class World:
             self.random.choice([self.kill_trainer, self.start_actor, self.kill_actor, self.etcd_down,
                                 self.engines_down, self.repeat_command])()
             return
+        if self.stops_left and self.random.random() < 0.01:
+            self.stops_left -= 1
+            self.stop_asked = True
         chance = self.random.random()
         if chance < 0.05:
             self.etcd_up = self.engines_up = True
@@ -485,7 +526,8 @@ class World:
         try:
             next(actor.doing)
         except StopIteration:
-            self.actors.remove(actor)
+            if actor in self.actors:  # else it has ended with all of the run
+                self.actors.remove(actor)
         except Fenced:
             self.actors.remove(actor)
             if actor.term == self.term:

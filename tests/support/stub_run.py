@@ -15,7 +15,7 @@ import sys
 if "elastic_rl.run_service" in sys.orig_argv:
     from elastic_rl import train
     python = train.processes.python
-    train.job_check.require = lambda *_, **__: None
+    train.job_check.require = lambda *_, **__: []
     train.processes.python = lambda module, *args: (
         COMMAND + list(args) if module == "elastic_rl.driver" else python(module, *args))
 """

@@ -60,6 +60,7 @@ function title(level, model, waitsLong) {
   if (level === "warn") return `The job runs with warnings.${operations}`;
   if (!status) return "No run yet. The cluster is up.";
   if (status.phase === "finished") return `The run finished after ${plural(status.step, "step")}.`;
+  if (status.phase === "stopped") return `The run was ${status.message || "stopped"}.`;
   return `All is well.${operations}`;
 }
 

@@ -15,7 +15,7 @@ const ID = {
 };
 
 export const ENDED = ["succeeded", "failed", "cancelled"];
-export const RUN_ENDED = ["finished", "failed"];
+export const RUN_ENDED = ["finished", "failed", "stopped"];
 
 export class Model {
   constructor() {

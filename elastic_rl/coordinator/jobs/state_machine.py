@@ -7,8 +7,8 @@ The queue is ordered by priority, then by the order of submissions; ``parallel``
 its place until its driver is gone, however it ended, so that the next one finds the devices free. A job whose driver,
 host or engines are away stays RUNNING, since it goes on where it was: there is no edge RUNNING → QUEUED.
 
-A run that is stopped ends what it has started, and writes its report: while its driver runs it has ``stop_run_s`` for
-that.
+A run that is stopped commits what it has trained, for which its job's record has a limit, ends what it has started, and
+writes its report: while its driver runs it has that limit and ``stop_run_s`` for all of it.
 
 The transition that must NOT exist: out of an ended phase without a new submission. A leader that reads the last status
 of a driver late would start a finished job again, which would write over its results while the next job trains.
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from elastic_rl.etcd.cluster_records import JobPhase, JobRecord, JobState, RunStatus
 
 STOP_RUN_S = 60.0
-"""Longest time for a run that was stopped to end in order: it takes its processes down, one after the other, and writes
-its report."""
+"""Longest time for a run that was stopped to end in order, once it has committed what it had trained: it takes its
+processes down, one after the other, and writes its report."""
 _BY_OPERATOR = (JobPhase.STOPPED, "stopped by its operator")
 
 
@@ -82,7 +82,7 @@ class SeenJob:
 def advance(jobs: Mapping[str, SeenJob], parallel: int, leader_s: float, stop_run_s: float = STOP_RUN_S
             ) -> dict[str, JobState]:
     """The jobs that were submitted as they are now, by name; a state equal to the one before where nothing has changed.
-    ``stop_run_s``: longest time for a run that was stopped to end in order, by the leader clock."""
+    ``stop_run_s``: longest time for a run that was stopped to end in order after its commit, by the leader clock."""
     jobs = {name: job for name, job in jobs.items() if job.record.submission}
     states = {name: _advance(job, leader_s, stop_run_s) for name, job in jobs.items()}
     # A job that ends in this pass has its place until the next one, so that its end is written before another begins.
@@ -114,7 +114,7 @@ def _advance(job: SeenJob, leader_s: float, stop_run_s: float) -> JobState:
             return state.replace(phase=phase, reason=reason, stop_deadline_s=0.0)
         if job.ends_in_order(leader_s):
             return state.replace(reason="is stopping: its run ends what it has started",
-                                 stop_deadline_s=state.stop_deadline_s or leader_s + stop_run_s)
+                                 stop_deadline_s=state.stop_deadline_s or leader_s + job.record.stop_s + stop_run_s)
         return state.replace(reason=f"is about to be {phase}: waits for the end of its driver")
     if state.phase is JobPhase.STARTING and job.begun:
         return state.replace(phase=JobPhase.RUNNING, reason="")

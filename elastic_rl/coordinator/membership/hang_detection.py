@@ -24,7 +24,7 @@ from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.records import ProgressIntervals
 from elastic_rl.etcd.records import Member, StatedWork
 
-IDLE_PHASES = frozenset({"", "closed", "idle", "finished", "failed"})
+IDLE_PHASES = frozenset({"", "closed", "idle", "finished", "failed", "stopped"})
 """Phases in which no progress is expected: not started, ended, or waiting for a request. So are those that begin with
 ``waiting``."""
 _KNOWN_AFTER = 3

@@ -18,11 +18,11 @@ from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, EventCursor, FaultStatistics, Histogram
 from elastic_rl.coordinator.idle_slots import idle_slots
 from elastic_rl.coordinator.membership.hang_detection import is_idle, stalled_s
-from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.dcs.catalog.reads import newest_number
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import decode, decode_all
-from elastic_rl.etcd.records import EngineState, Member, StepMetrics
+from elastic_rl.etcd.records import ENDED_PHASES, EngineState, Member, StepMetrics
 from elastic_rl.telemetry.metrics import JOB_LABEL, PREFIX
 
 _MAX_NAMES = 16
@@ -182,7 +182,7 @@ def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
     s = snapshot.status
     ratio = None
     if s is not None and s.started_at > 0:
-        wall_s = (s.updated_at if s.phase in RUN_OVER else snapshot.now) - s.started_at
+        wall_s = (s.updated_at if s.phase in ENDED_PHASES else snapshot.now) - s.started_at
         ratio = min(1.0, s.productive_s / wall_s) if wall_s > 0 else None
     stages = {k: v for k, v in p.seconds.items() if k not in ("total", "publish_stall")} if p else {}
     return [

@@ -18,7 +18,7 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import GenerationCap, JobStatus, StepMetrics
+from elastic_rl.etcd.records import ENDED_PHASES, GenerationCap, JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
 from elastic_rl.pipeline.records.history import Block, History, record_line
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _MAX_REASONS = 16
 _OTHER = "other"
-_OVER = ("finished", "failed")
 _WAITING_FOR = 4000
 """Longest text of a wait, in characters."""
 _PROGRESS_EVERY_S = 1.0
@@ -239,7 +238,7 @@ class JobStatusWriter:
 
     def _write(self, phase: str, changes: Mapping[str, Any], ops: Sequence[Op]) -> None:
         now = self._clock()
-        if phase in _OVER:
+        if phase in ENDED_PHASES:
             self._activity.update(now, "")
             changes = {**changes, "generation_cap": GenerationCap.NONE}
         shown = self._activity.visible(now)

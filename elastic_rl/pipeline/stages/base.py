@@ -29,6 +29,8 @@ class Stages:
         """The outcome of an effect, whose side has the devices. A mode adds its effects to these."""
         if isinstance(effect, schedule.Finish):
             return self._term.finish(effect.step)
+        if isinstance(effect, schedule.Stop):
+            return self._term.stop(effect.step)
         raise TypeError(f"no effect of this mode: {effect!r}")
 
     def lost(self, error: TrainerFailed | Conflict) -> None:

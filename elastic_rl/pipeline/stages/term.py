@@ -20,7 +20,7 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
+from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics, stopped_message
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import checkpoint_capacity
 from elastic_rl.host.job_secrets import dcs_security
@@ -56,9 +56,10 @@ class ActorTerm:
     """One term of the actor; it is shared by the stages of a mode, in the loop's thread."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, number: int, writer: FencedWriter,
-                 status: JobStatusWriter, history: History, stopping: threading.Event) -> None:
+                 status: JobStatusWriter, history: History, stopping: threading.Event,
+                 stop_asked: threading.Event) -> None:
         """``writer``: holds the term's fencing token. ``history``: whose tail ``status`` writes. ``stopping``: ends
-        every wait with Fenced."""
+        every wait with Fenced. ``stop_asked``: the run is to stop, see ``Waits``."""
         self.ctx, self.cfg, self.etcd, self.keys, self.member = ctx, ctx.config, etcd, ctx.keys, member
         self.number, self.writer, self.status = number, writer, status
         self.phase, self.step = "starting", 0
@@ -67,7 +68,7 @@ class ActorTerm:
         """Tells how many groups and parts of the next step are done."""
         self._fence_read = 0.0
         """Monotonic time at which a wait last checked that this is still the actor."""
-        self.waits = Waits(self._show_wait, stopping)
+        self.waits = Waits(self._show_wait, stopping, stop_asked)
         self.emit = emitter(writer, self.waits)
         self.events = RunEvents(etcd, ctx.keys, self.emit)
         paths = JobPaths.of(self.cfg)
@@ -88,7 +89,8 @@ class ActorTerm:
         self._spool.start()
 
     @classmethod
-    def begin(cls, ctx: RunContext, etcd: EtcdClient, member: Membership, stopping: threading.Event) -> ActorTerm:
+    def begin(cls, ctx: RunContext, etcd: EtcdClient, member: Membership, stopping: threading.Event,
+              stop_asked: threading.Event) -> ActorTerm:
         """Begins the next term, which fences off all earlier ones. Waits while etcd is away. Raises Fenced when the
         epoch is over."""
         waits = Waits(lambda stage, kind, what: member.progress(0, f"waiting for {kind}" if kind else stage), stopping)
@@ -98,7 +100,7 @@ class ActorTerm:
         history = waits.retry("etcd", lambda: open_history(etcd, ctx.keys, writer, ctx.job))
         status = waits.retry("etcd", lambda: JobStatusWriter(
             etcd, ctx.keys, writer, steps=ctx.config.total_steps, seed=ctx.config.seed, history=history))
-        term = cls(ctx, etcd, member, number, writer, status, history, stopping)
+        term = cls(ctx, etcd, member, number, writer, status, history, stopping, stop_asked)
         try:
             term.waits.stage("starting")
         except BaseException:
@@ -177,6 +179,15 @@ class ActorTerm:
         self.emit(event_kinds.RUN_FINISHED, self.ctx.job, f"finished after {step} steps")
         self.phase = "finished"
         self.write(step=step)
+
+
+    def stop(self, step: int | None) -> None:
+        """Ends the run where it is. ``step``: the committed one, of the phase; None where the trainer is away."""
+        self.member.progress(step or self.step, "stopped")
+        message = stopped_message(self.status.latest, committed=step is not None)
+        self.emit(event_kinds.RUN_STOPPED, self.ctx.job, message)
+        self.phase = "stopped"
+        self.write(message=message)
 
 
 def known_before(metrics: StepMetrics, groups: IntervalSet) -> dict[str, Any]:

@@ -83,7 +83,7 @@ if __name__ == "__main__":
         with Membership(etcd, ctx.keys, "driver", args.id, epoch=epoch, ttl_s=2).start():
             while True:
                 if args.behaviour == "works":
-                    if status(ctx, etcd) == "finished":
+                    if status(ctx, etcd) in ("finished", "stopped"):
                         sys.exit(0)
                     if fencing.current_epoch(etcd, ctx.keys) > epoch:
                         sys.exit(1)

@@ -20,12 +20,13 @@ from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.restart_requests import open_requests
-from elastic_rl.driver.supervisor import DriverSupervisor
+from elastic_rl.driver.supervisor import STOPPED, DriverSupervisor
+from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import JobStatus, Member, RestartRequest
+from elastic_rl.etcd.records import JobStatus, Member, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
@@ -38,20 +39,22 @@ _STUB = Path(__file__).with_name("stub_driver.py")
 class SupervisedJob:
     """A job whose driver is a stub, and its supervisor in a thread."""
 
-    def __init__(self, endpoints: list[str], keys: Keys, etcd: EtcdClient, folder: Path) -> None:
+    def __init__(self, endpoints: list[str], keys: Keys, etcd: EtcdClient, folder: Path,
+                 stop_timeout_s: float = 60.0) -> None:
         cfg = config.parse({"job": keys.job, "run_dir": str(folder),
-                            "etcd": {"call_timeout_s": 2.0, "retry_budget_s": 1.0}})
+                            "etcd": {"call_timeout_s": 2.0, "retry_budget_s": 1.0},
+                            "trainer": {"stop_timeout_s": stop_timeout_s}})
         self.ctx = RunContext(config=cfg, etcd_endpoints=endpoints, job=keys.job, epoch=0, model_dir="", host=LOOPBACK)
         self.etcd, self.keys = etcd, keys
         self.code: int | None = None
-        self._stopping = False
+        self._stopping = self.stopped = False
 
     def start(self, behaviour: str) -> None:
         context = self.ctx.save(JobPaths.of(self.ctx.config).context())
         self._client = self.ctx.connect()
         self._supervisor = DriverSupervisor(
             self.ctx, self._client, [sys.executable, str(_STUB), behaviour, "--context", str(context)], env={},
-            on_tick=self._tick)
+            on_tick=self._tick, stopped=lambda: self.stopped)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -278,6 +281,57 @@ def test_supervisor_waits_for_etcd_and_then_restarts_the_driver(keys: Keys, tmp_
                 job.close()
     finally:
         servers.close()
+
+
+def test_run_that_is_stopped_ends_once_its_actor_has_committed_and_said_so(job: SupervisedJob) -> None:
+    job.start("works")
+    job.await_driver(1)
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=16).encode())
+    job.stopped = True
+    job.await_polls()
+    assert job.driver().is_running() and job.code is None, "it has not committed yet"
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="stopped", step=16, message="of the actor").encode())
+    assert job.end() == STOPPED
+    assert _status(job).message == "of the actor" and "run.stopped" not in job.events(), "which the actor writes"
+    assert len(job.starts()) == 1 and "driver.restarted" not in job.events()
+
+
+def test_run_that_is_stopped_before_it_has_trained_anything_waits_for_no_commit(job: SupervisedJob) -> None:
+    job.start("hangs")
+    job.await_driver(1)
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="starting", step=10).encode())
+    job.stopped = True
+    assert job.end() == STOPPED
+    status = _status(job)
+    assert (status.phase, status.message) == ("stopped", "stopped by its operator at step 10")
+    assert job.events().count("run.stopped") == 1
+
+
+def test_run_that_does_not_commit_in_time_is_stopped_on_record_before_anything_of_it_ends(
+        etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, tmp_path: Path) -> None:
+    """Else the end of its processes would look like their death, and its actor might write that it goes on."""
+    job = SupervisedJob(etcd_servers.endpoints, keys, etcd, tmp_path, stop_timeout_s=0.1)
+    try:
+        job.start("hangs")
+        epoch = job.await_driver(1)
+        actor = fencing.FencedWriter.of_term(etcd, keys, epoch, fencing.begin_term(etcd, keys, epoch, "actor"))
+        etcd.put(keys.job_status(), JobStatus(phase="rl", step=16).encode())
+        job.stopped = True
+        assert job.end() == STOPPED
+        status = _status(job)
+        assert status.phase == "stopped" and "not committed in time" in status.message
+        [stop] = [e for e in events.recent(etcd, keys) if e.kind == "run.stopped"]
+        assert stop.severity is Severity.INFO and stop.message == status.message
+        with pytest.raises(Fenced):
+            actor.require()
+    finally:
+        job.close()
+
+
+def _status(job: SupervisedJob) -> JobStatus:
+    found = job.etcd.get(job.keys.job_status())
+    assert found is not None
+    return JobStatus.decode(found.value)
 
 
 _NOTES_ITS_END = """

@@ -217,7 +217,7 @@ def test_interrupted_train_keeps_its_versions_and_the_next_one_resumes_with_them
         return 1
 
     arguments = ["train", "--with-cluster", f"--job={cluster.cfg.job}", f"--run_dir={tmp_path}"]
-    monkeypatch.setattr(job_check, "require", lambda *_, **__: None)
+    monkeypatch.setattr(job_check, "require", lambda *_, **__: [])
     monkeypatch.setattr(run, "_train", first)
     with pytest.raises(SystemExit) as e:
         main.main([*arguments, f"--dcs.arena_bytes={ARENA_BYTES}", "--coordinator.replicas=1"])

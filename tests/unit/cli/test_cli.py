@@ -452,6 +452,22 @@ def test_down_below_a_file_says_what_is_in_the_way(tmp_path: Path, capsys: pytes
     assert run("down", f"--run_dir={tmp_path / 'nowhere'}", "--job=nobody") == 0
 
 
+def test_train_says_what_the_check_warns_of_before_anything_starts(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "up", lambda *_, **__: pytest.fail("it starts something"))
+    arguments = ["train", "--with-cluster", f"--run_dir={tmp_path}", "--job=nobody"]
+    with pytest.raises(pytest.fail.Exception, match="it starts something"):
+        run(*arguments, "--train.queue=embedded")
+    said = capsys.readouterr().err
+    assert "warn  settings: train.queue is for" in said and "      → " in said
+    (tmp_path / "raising_reward.py").write_text(
+        "async def reward(prompt, samples):\n    raise ValueError('no such key')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(*arguments, "--rollout.reward=raising_reward:reward") == Exit.USAGE
+    assert "no such key" in capsys.readouterr().err
+
+
 def test_failed_start_of_a_cluster_is_the_error_if_stopping_fails_too(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(cluster: Cluster) -> None:

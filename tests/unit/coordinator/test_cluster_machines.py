@@ -225,7 +225,8 @@ def test_singleton_moves_to_fit_hosts_only_and_never_without_a_reason(
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 def job(phase: JobPhase | None = JobPhase.QUEUED, order: int = 1, submission: int = 1, **more: Any) -> SeenJob:
-    record = JobRecord(priority=more.pop("priority", 0), stopped=more.pop("stopped", False), submission=submission)
+    record = JobRecord(priority=more.pop("priority", 0), stopped=more.pop("stopped", False), submission=submission,
+                       stop_s=more.pop("stop_s", 60.0))
     seen_submission = more.pop("seen", submission)
     state = None if phase is None else JobState(phase=phase, submission=seen_submission, order=order)
     return SeenJob(record, order, state, **more)
@@ -274,8 +275,9 @@ def test_job_runs_once_its_run_has_begun() -> None:
 
 
 def test_run_that_was_stopped_has_its_driver_until_it_has_ended_in_order_or_its_time_is_over() -> None:
-    runs = job(JobPhase.RUNNING, stopped=True, driver=Driver(runs=True, gone=False))
-    state = jobs.advance({"a": runs}, 1, 100.0, 60.0)["a"]
+    """It has the time of its settings to commit what it has trained, and then the time to end."""
+    runs = job(JobPhase.RUNNING, stopped=True, stop_s=20.0, driver=Driver(runs=True, gone=False))
+    state = jobs.advance({"a": runs}, 1, 100.0, 40.0)["a"]
     assert state.phase is JobPhase.RUNNING and state.stop_deadline_s == 160.0 and "is stopping" in state.reason
     stopping = replace(runs, state=state)
     assert jobs.advance({"a": stopping}, 1, 130.0)["a"] == state and stopping.wants_driver(130.0)

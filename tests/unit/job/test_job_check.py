@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 from support.local_plugin import local_plugins  # noqa: F401
 from support.text_model import make_tokenizer_folder
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from typer.testing import CliRunner
 
 from elastic_rl import config
@@ -197,6 +201,69 @@ def test_answers_that_no_response_can_have_are_pointed_out(tmp_path: Path, model
     found = by_part(text_job(tmp_path, model, rows))["prompts"]
     assert not found.fault and "has 41 tokens" in found.hint and "max_response_tokens=32" in found.hint
     assert not by_part(text_job(tmp_path, model, ROWS))["prompts"].hint
+
+
+def test_rows_that_are_left_out_are_said(tmp_path: Path, model: Path) -> None:
+    evaluated, long = ROWS[5], {"question": "x" * 500, "answer": "1"}
+    path = tmp_path / "evals.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ({"question": "new", "answer": "1"}, evaluated, long)))
+    options = (f"--data.options.eval_paths={path}", "--data.options.overlap=drop", "--data.options.long_prompts=drop")
+    found = by_part(text_job(tmp_path, model, [*ROWS, evaluated, long, long], *options))["rows"]
+    assert not found.fault and found.hint
+    assert found.detail == (
+        "long_prompts=drop leaves 1 of 3 prompts out of the evaluation set 'eval', which have more than "
+        "max_prompt_tokens=64 tokens; overlap=drop leaves 2 of 19 rows out of the training, since their texts are "
+        f"evaluated, the first in {tmp_path / 'data.jsonl'}:6; long_prompts=drop leaves 2 of 19 rows out of the "
+        "training, which have more than max_prompt_tokens=64 tokens")
+    assert by_part(text_job(tmp_path, model, [*ROWS, evaluated, long, long], *options))["rows"] == found, "remembered"
+    mixed = config.load(overrides=[
+        f"--run_dir={tmp_path / 'runs'}", f"--model.path={model}", "--data.source=mix",
+        "--data.options.parts=" + json.dumps([{"source": "jsonl", "name": "sums", "options": {
+            "paths": str(tmp_path / "data.jsonl"), "prompt_key": "question", "answer_key": "answer",
+            "eval_paths": str(path), "overlap": "drop", "long_prompts": "drop", "max_prompt_tokens": 64,
+            "max_response_tokens": 32}}])])
+    assert "part sums: overlap=drop leaves 2 of 19 rows" in by_part(mixed)["rows"].detail
+    assert "rows" not in by_part(text_job(tmp_path, model, ROWS))
+
+
+def test_tokenizer_without_tokens_for_letters_is_named(tmp_path: Path, model: Path) -> None:
+    """Each such letter is the same token to the model, so that no answer with one can be right."""
+    folder = tmp_path / "letters"
+    shutil.copytree(model, folder)
+    known = "abcdefghijklmnoprstuvwxy? 01"
+    tokens = ["<|end|>", "<unk>", *known]
+    core = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
+    core.pre_tokenizer = Split(Regex("."), "isolated")
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "unk_token": "<unk>"}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    plain = "--data.options.apply_chat_template=false"
+    rows = [{"question": f"what is {a} and {b}?", "answer": str(a + b)} for a in range(2) for b in range(2)] * 4
+    options = (plain, "--data.options.overlap=unchecked")
+    assert by_part(text_job(tmp_path, folder, rows, *options))["tokenizer"].detail.startswith(
+        "model.path has no token for '2', in ")
+    found = by_part(text_job(tmp_path, folder, [{**row, "question": "Ünder which"} for row in rows], *options,
+                             "--sft.max_steps=0"))["tokenizer"]
+    assert not found.fault and found.hint
+    assert "'Ü', in 16 of the 16 prompts" in found.detail and "'<unk>'" in found.detail
+    assert "tokenizer" not in by_part(text_job(tmp_path, model, rows, *options))
+
+
+def test_start_is_refused_for_what_the_check_finds_and_says_what_it_warns_of(
+        tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that raises was seen after the whole supervised phase."""
+    cfg = text_job(tmp_path, model, ROWS, "--rollout.reward=exact_match", "--train.queue=embedded")
+    assert "settings" in {found.part for found in job_check.require(cfg)}
+    (tmp_path / "raising_reward.py").write_text(
+        "async def reward(prompt, samples):\n    raise ValueError('no such key')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    raises = text_job(tmp_path, model, ROWS, "--rollout.reward=raising_reward:reward")
+    with pytest.raises(ConfigError, match="no such key"):
+        job_check.require(raises)
+    assert "reward of the answers" in {found.part for found in job_check.require(raises, begun=True)}
+    assert "reward of the answers" not in {found.part for found in job_check.require(raises, goes_on=True)}
 
 
 def test_built_in_models_defaults_are_pointed_out_for_larger_models(tmp_path: Path, model: Path,

@@ -39,6 +39,7 @@ SIDES: dict[type, str] = {
     schedule.Write: EITHER,
     schedule.Complete: EITHER,
     schedule.Finish: EITHER,
+    schedule.Stop: EITHER,
 }
 
 

@@ -118,6 +118,33 @@ LIARS = {"sync": lambda seed, staleness, **options: World(
 """Worlds in which those who generate say versions that are older, of abandoned weights, or do not exist yet."""
 
 
+def _stopped(seed: int) -> World:
+    world = World(seed, stops=3)
+    world.faults_left = 0
+    return ran(seed, world)
+
+
+def test_run_that_is_stopped_commits_what_it_has_trained_and_does_nothing_again() -> None:
+    """Without other faults the resumed run begins where the stopped one was."""
+    stops = 0
+    for seed in range(SEEDS):
+        world = _stopped(seed)
+        known = [(step, at) for step, at in world.stopped_at if step is not None]
+        assert all(at.step == step for step, at in known), f"seed {seed}: {known}"
+        stops += len(known)
+        assert not world.undone, f"seed {seed}: updates were made again"
+    assert stops > SEEDS
+
+
+def test_run_that_is_stopped_again_and_again_ends_as_if_it_was_not_whatever_crashes() -> None:
+    stops = 0
+    for mode in ("rl", "sft"):
+        for seed in range(SEEDS):
+            world = ran(seed, World(seed, replace(PLAN, mode=mode), stops=3))
+            stops += len(world.stopped_at)
+    assert stops > 2 * SEEDS
+
+
 def _without_rule_in_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupFlow, "_stale", lambda self: [])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced
-from elastic_rl.pipeline.waits import Waits
+from elastic_rl.pipeline.waits import StopAsked, Waits
 
 
 class Reports(list[tuple[str, str]]):
@@ -132,3 +132,22 @@ def test_loop_that_is_to_end_waits_no_more() -> None:
     stopping.set()
     with pytest.raises(Fenced):
         waits.retry("trainer", failing(ElasticRLError("busy")))
+
+
+def test_stop_ends_waits_that_need_not_be_done_and_no_others() -> None:
+    """What is trained is to be committed first, however long the checkpoint service lets the run wait."""
+    stop = threading.Event()
+    waits = Waits(lambda *_: None, threading.Event(), stop)
+    with waits.interruptible():
+        waits.waits("engines", "engines")
+        stop.set()
+        for wait in (lambda: waits.waits("engines", "engines"), lambda: waits.pause(60.0), lambda: waits.pause(0.0),
+                     lambda: waits.retry("engines", failing(ElasticRLError("away")))):
+            with pytest.raises(StopAsked):
+                wait()
+        with waits.interruptible(False):
+            waits.waits("dcs", "a commit")
+        with pytest.raises(StopAsked):
+            waits.pause(0.0)
+    waits.waits("dcs", "a commit")
+    assert waits.retry("dcs", failing(ElasticRLError("away"))) == "done" and waits.stop_asked
