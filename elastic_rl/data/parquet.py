@@ -16,6 +16,8 @@ from elastic_rl.data.rows import column_of, require_unpacked
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
 
+_FORMAT = 2
+"""Of the copies: those of another one are made again."""
 _BATCH = 512
 """Rows of one record batch of a copy; what is decoded for one row is one row of it."""
 _MAPPED = 64
@@ -43,7 +45,7 @@ class ParquetRows:
                 if not self._count:
                     return
                 self._columns = list(dict.fromkeys(self._named(name, file.schema_arrow.names) for name in columns))
-            known = json.dumps([str(path), *self.state, sorted(self._columns)])
+            known = json.dumps([_FORMAT, str(path), *self.state, sorted(self._columns)])
             self._copy = derived.path(folder, path.stem, hashlib.sha256(known.encode()).hexdigest(), ".arrow")
             self._reader()
         except (OSError, pa.ArrowException) as e:
@@ -73,11 +75,13 @@ class ParquetRows:
 
         with pq.ParquetFile(self.path, memory_map=True) as file:
             schema = pa.schema([file.schema_arrow.field(name) for name in self._columns])
-            with pa.ipc.new_file(out, schema) as writer:
+            kept = pa.schema([field.with_type(_with_floats(field.type, pa.float64())) for field in schema])
+            with pa.ipc.new_file(out, kept) as writer:
                 for batch in file.iter_batches(batch_size=_BATCH, columns=self._columns):
                     if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
                         raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
-                    writer.write_batch(batch.select(schema.names))
+                    writer.write_batch(pa.record_batch([_with_short_floats(batch.column(field.name)) for field in kept],
+                                                       schema=kept))
         derived.require_same(self.path, self.state, derived.state_of(self.path))
 
     def __len__(self) -> int:
@@ -103,10 +107,38 @@ class ParquetRows:
         import pyarrow as pa
 
         try:
-            rows: list[dict[str, Any]] = self._reader().get_batch(batch).slice(slice_from, length).to_pylist()
-        except (OSError, pa.ArrowException, ValueError) as e:
+            rows: list[dict[str, Any]] = self._reader().get_batch(batch).slice(slice_from, length).to_pylist(
+                maps_as_pydicts="strict")
+        except (OSError, pa.ArrowException, ValueError, KeyError) as e:  # KeyError: a map has a key twice
             raise SourceFailed(f"{self.where(number)} cannot be read: {describe(e)}") from e
         return rows
+
+
+def _with_short_floats(values: Any) -> Any:
+    """An array whose floats of 32 bits are the doubles with the same digits: 0.1, where the double of the same value is
+    0.10000000149011612."""
+    import pyarrow as pa
+
+    kind = _with_floats(values.type, pa.float64())
+    return values if kind == values.type else values.cast(_with_floats(values.type, pa.string())).cast(kind)
+
+
+def _with_floats(kind: Any, as_type: Any) -> Any:
+    """An Arrow type with ``as_type`` in the place of floats of 32 bits, also within lists, maps and structs."""
+    import pyarrow as pa
+
+    if pa.types.is_float32(kind):
+        return as_type
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_floats(field.type, as_type)) for field in kind.fields])
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, _with_floats(kind.item_type, as_type))
+    for is_list, made in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_list(kind):
+            return made(kind.value_field.with_type(_with_floats(kind.value_type, as_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_with_floats(kind.value_type, as_type)), kind.list_size)
+    return kind
 
 
 @lru_cache(_MAPPED)

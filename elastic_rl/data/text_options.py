@@ -59,14 +59,17 @@ class FileOptions(PromptOptions):
     prompt_key: str = ""
     """Column of the prompt's text."""
     messages_key: str = ""
-    """Column of the prompt as a conversation: a list of ``{"role": …, "content": …}``. Needs ``apply_chat_template``.
-    """
+    """Column of the prompt as a conversation: a list of ``{"role": …, "content": …}``, with any further keys that the
+    chat template reads. Needs ``apply_chat_template``."""
     template: str = ""
     """Text with columns in braces, as ``Question: {question}``, instead of ``prompt_key`` or ``messages_key``."""
+    chat_template_keys: list[str] = []
+    """Columns that the chat template gets as variables of the same names, such as ``tools``."""
     answer_key: str = ""
-    """Column of the right answer: what rewards compare with and supervised steps imitate. Empty: there is none."""
+    """Column of the right answer: what rewards compare with and supervised steps imitate. Of a list each is right, and
+    the first is imitated. Empty: there is none."""
     metadata_keys: list[str] = []
-    """Columns that rewards get besides, in the prompt's ``metadata``."""
+    """Columns that rewards get besides, in the prompt's ``metadata``; None for a row without."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Whether a training prompt with the text of an earlier one is left out."""
     overlap: Literal["error", "drop", "unchecked"] = "error"
@@ -87,7 +90,9 @@ class FileOptions(PromptOptions):
             raise ValueError(f"set one of prompt_key, messages_key and template; {', '.join(given) or 'none'} is set")
         if self.messages_key and not self.apply_chat_template:
             raise ValueError("messages_key needs apply_chat_template: true")
-        if "answer" in self.metadata_keys:
+        if self.chat_template_keys and not self.apply_chat_template:
+            raise ValueError("chat_template_keys needs apply_chat_template: true")
+        if self.answer_key and "answer" in self.metadata_keys:
             raise ValueError("metadata has the answer as 'answer' already: leave it out of metadata_keys")
         if self.paths is None and not self.eval_sets:
             raise ValueError("set paths; or, with mode: eval, files to evaluate in eval_paths or evals")
