@@ -17,8 +17,7 @@ _OF_TEXT = {None, "text", "input_text", "output_text"}
 """Types of the parts of a content that are text."""
 _CALLS = ("tool_calls", "function_call")
 _LISTS = ("tools", "documents")
-"""Variables of chat templates that are lists: data sets have them as JSON text too, since Arrow has no lists of objects
-of different kinds."""
+"""Variables of chat templates that are lists."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ def messages_of(content: Any, where: str) -> list[dict[str, Any]]:
     """The messages of a conversation, with all their keys: what they mean is the chat template's business. Keys of null
     are left out at any depth, as Arrow fills them in where other messages have them, but for the content. Raises
     SourceFailed, which begins with ``where``, for what is no conversation of text."""
+    content = _from_json(content) if isinstance(content, str) else content
     if not isinstance(content, list | tuple) or not content:
         raise SourceFailed(f"{where}: the messages are no list of one or more",
-                           hint='a conversation is [{"role": "user", "content": "…"}], not its JSON as text; for text '
-                           "use prompt_key")
+                           hint='a conversation is [{"role": "user", "content": "…"}]; for text use prompt_key')
     return [_message(message, f"{where}: message {number}", f"{where}: the content of message {number}")
             for number, message in enumerate(content)]
 
@@ -74,11 +73,15 @@ def _message(given: Any, what: str, what_content: str) -> dict[str, Any]:
             for key in given if key == _CONTENT or key in message}
 
 
-def _text(content: Any, what: str) -> str | None:
-    """A content as text; None of null. Parts are joined without anything between, as chat templates do: those of models
-    of text alone would write the list."""
-    if content is None or not isinstance(content, list | tuple):
-        return None if content is None else text_value(content, what)
+def _text(content: Any, what: str) -> Any:
+    """A content as text; null and objects, which templates write as JSON where a tool returns them, as they are. Parts
+    are joined with nothing between, as chat templates do: those of models of text alone would write the list."""
+    if content is None:
+        return None
+    if isinstance(content, Mapping):
+        return without_nulls(plain_json(content, what))
+    if not isinstance(content, list | tuple):
+        return text_value(content, what)
     if not content:
         raise SourceFailed(f"{what} is an empty list, not text", hint=_FORM)
     return "".join(_part(part, f"{what}, part {number},") for number, part in enumerate(content))
@@ -86,29 +89,41 @@ def _text(content: Any, what: str) -> str | None:
 
 def _part(part: Any, what: str) -> str:
     if isinstance(part, Mapping):
-        if part.get("type") not in _OF_TEXT or part.get("text") is None:
+        if part.get("type") not in _OF_TEXT:
             raise SourceFailed(f"{what} is of the type {str(part.get('type'))[:100]!r}",
                                hint='only text is read: {"type": "text", "text": "…"}')
-        part = part["text"]
+        part = part.get("text")
     return text_value(part, what)
 
 
 def _shown(message: Mapping[str, Any]) -> str:
-    calls = [json.dumps(message[key], ensure_ascii=False) for key in _CALLS if key in message]
-    return "\n".join(filter(None, (message.get(_CONTENT), *calls)))
+    parts = [message.get(key) for key in (_CONTENT, *_CALLS)]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part)
 
 
-def variable(name: str, value: Any, what: str) -> Any:
-    """A value of a row as a chat template gets it, as the variable ``name``; None for one that it does not get. Raises
-    SourceFailed, which begins with ``what``."""
-    if name in _LISTS and isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as e:
-            raise SourceFailed(f"{what} is text, and no JSON", hint=f"{name} are a list, or its JSON as text") from e
-    if name in _LISTS and value is not None and not isinstance(value, list | tuple):
-        raise SourceFailed(f"{what} is {kind_of(value)}, not a list", hint=f"{name} are a list, or its JSON as text")
+def variable_name(column: str) -> str:
+    """The variable of a chat template that a column is: of ``a.b`` its field ``b``."""
+    return column.rpartition(".")[2]
+
+
+def variable(column: str, value: Any, what: str) -> Any:
+    """A value of a row as a chat template gets it; None for one that it does not get. Raises SourceFailed, which begins
+    with ``what``."""
+    if (name := variable_name(column)) in _LISTS:
+        value = (_from_json(value) if value.strip() else None) if isinstance(value, str) else value
+        if value is not None and not isinstance(value, list | tuple):
+            raise SourceFailed(f"{what} is {kind_of(value)}, not a list",
+                               hint=f"{name} are a list, or its JSON as text")
     return without_nulls(plain_json(value, what))
+
+
+def _from_json(text: str) -> Any:
+    """What a text of JSON holds; the text if it is none. Columns of objects of different kinds are text: Arrow has none
+    of objects."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def without_nulls(value: Any) -> Any:

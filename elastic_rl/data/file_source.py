@@ -12,7 +12,7 @@ import numpy as np
 
 from elastic_rl.config.options import read_options
 from elastic_rl.data import scan
-from elastic_rl.data.conversations import Asked, messages_of, variable
+from elastic_rl.data.conversations import Asked, messages_of, variable, variable_name
 from elastic_rl.data.parquet import ParquetRows
 from elastic_rl.data.permutation import Permutation
 from elastic_rl.data.prompts import LazyPrompts, PromptMaker, hashes
@@ -114,8 +114,8 @@ class FileSource:
     def _asked(self, row: Mapping[str, Any], where: str) -> Asked:
         """What a row asks. Raises SourceFailed for one that asks nothing that can be a prompt."""
         options = self._options
-        variables = {key: variable(key, value_at(row, key, where, optional=True), f"{where}: the column {key!r}")
-                     for key in options.chat_template_keys}
+        variables = {variable_name(key): variable(key, value_at(row, key, where, optional=True),
+                                                  f"{where}: the column {key!r}") for key in options.chat_template_keys}
         return Asked(self._template.render(row, where) if self._template else
                      messages_of(value_at(row, options.messages_key, where), where),
                      {key: value for key, value in variables.items() if value is not None})

@@ -75,12 +75,12 @@ class ParquetRows:
 
         with pq.ParquetFile(self.path, memory_map=True) as file:
             schema = pa.schema([file.schema_arrow.field(name) for name in self._columns])
-            kept = pa.schema([field.with_type(_with_floats(field.type, pa.float64())) for field in schema])
+            kept = pa.schema([field.with_type(_kept_type(field.type)) for field in schema])
             with pa.ipc.new_file(out, kept) as writer:
                 for batch in file.iter_batches(batch_size=_BATCH, columns=self._columns):
                     if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
                         raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
-                    writer.write_batch(pa.record_batch([_with_short_floats(batch.column(field.name)) for field in kept],
+                    writer.write_batch(pa.record_batch([_kept(batch.column(field.name)) for field in kept],
                                                        schema=kept))
         derived.require_same(self.path, self.state, derived.state_of(self.path))
 
@@ -114,31 +114,38 @@ class ParquetRows:
         return rows
 
 
-def _with_short_floats(values: Any) -> Any:
-    """An array whose floats of 32 bits are the doubles with the same digits: 0.1, where the double of the same value is
-    0.10000000149011612."""
+def _kept(values: Any) -> Any:
+    """An array as the copy has it. Floats of 32 bits are the doubles with the same digits: 0.1, where the double of the
+    same value is 0.10000000149011612. Times are in microseconds, as Python's."""
+    kind = _kept_type(values.type)
+    if kind == values.type:
+        return values
+    return values.cast(_kept_type(values.type, as_text=True), safe=False).cast(kind, safe=False)
+
+
+def _kept_type(kind: Any, *, as_text: bool = False) -> Any:
+    """The type that a copy has in the place of one of the file, also within lists, maps and structs. ``as_text``: with
+    text in the place of numbers that are read by their digits."""
     import pyarrow as pa
 
-    kind = _with_floats(values.type, pa.float64())
-    return values if kind == values.type else values.cast(_with_floats(values.type, pa.string())).cast(kind)
-
-
-def _with_floats(kind: Any, as_type: Any) -> Any:
-    """An Arrow type with ``as_type`` in the place of floats of 32 bits, also within lists, maps and structs."""
-    import pyarrow as pa
+    def inner(field: Any) -> Any:
+        return field.with_type(_kept_type(field.type, as_text=as_text))
 
     if pa.types.is_float32(kind):
-        return as_type
+        return pa.string() if as_text else pa.float64()
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_floats(field.type, as_type)) for field in kind.fields])
+        return pa.struct([inner(field) for field in kind.fields])
     if pa.types.is_map(kind):
-        return pa.map_(kind.key_type, _with_floats(kind.item_type, as_type))
-    for is_list, made in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
-        if is_list(kind):
-            return made(kind.value_field.with_type(_with_floats(kind.value_type, as_type)))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_with_floats(kind.value_type, as_type)), kind.list_size)
-    return kind
+        return pa.map_(kind.key_type, inner(kind.item_field))
+    if pa.types.is_list(kind):
+        return pa.list_(inner(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(inner(kind.value_field))
+    return pa.list_(inner(kind.value_field), kind.list_size) if pa.types.is_fixed_size_list(kind) else kind
 
 
 @lru_cache(_MAPPED)

@@ -20,6 +20,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from elastic_rl.data import derived
+from elastic_rl.data.numbers import WrittenFloat
 from elastic_rl.data.values import kind_of
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import did_you_mean
@@ -38,6 +39,7 @@ _PARQUET = b"PAR1"
 _MAGIC_BYTES = 6
 _WHITESPACE = b" \t\r\n"
 """JSON's."""
+_READER = json.JSONDecoder(parse_float=WrittenFloat)
 _DIGITS = "integer string conversion"
 """In the error of an integer that Python reads no digits of."""
 
@@ -158,7 +160,7 @@ class JsonlRows:
 
     def _parsed(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(line)
+            row = _READER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         except UnicodeDecodeError as e:
             raise SourceFailed(f"{self.where(number)} is not UTF-8: {e.reason} at byte {e.start} of the line",
                                hint="write the file as UTF-8, for instance with iconv") from e

@@ -200,9 +200,15 @@ def _test(given: Any) -> _Test | None:
     code, stdin, stdout = (given.get(key) for key in ("code", "stdin", "stdout"))
     if isinstance(code, str):
         return _Test(code)
-    ends = [number_text(text) if isinstance(text, int | float) and not isinstance(text, bool) else text
-            for text in ("" if stdin is None else stdin, stdout)]
-    return _Test(None, *ends) if code is None and all(isinstance(text, str) for text in ends) else None
+    given_in, wanted = _text("" if stdin is None else stdin), _text(stdout)
+    return None if code is not None or given_in is None or wanted is None else _Test(None, given_in, wanted)
+
+
+def _text(value: Any) -> str | None:
+    """The text of a text or a number; None of anything else."""
+    if isinstance(value, str):
+        return value
+    return number_text(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _bytes(text: str) -> bytes:

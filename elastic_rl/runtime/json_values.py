@@ -1,10 +1,10 @@
 """What JSON has, and every encoder on the way of it: one rule for the options of plug-ins and for the metadata of
-prompts. Pure."""
+prompts and samples. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ _MAX_CHARACTERS = 1 << 24
 """Of all texts together, as many as the longest line of a JSON Lines file has bytes."""
 _MAX_BITS = 4096
 """Of an integer. Python writes no more than 14,284 bits as decimal digits."""
+_MISSING = ", which JSON does not have"
 
 
 def require_json(options: _Options) -> _Options:
@@ -28,49 +29,19 @@ def require_json(options: _Options) -> _Options:
 
 
 def json_fault(value: object, *, max_values: int = _MAX_VALUES) -> str:
-    """Why a value cannot be passed on as JSON, by every encoder and to every reader; "" where it can."""
-    characters = 0
-    for number, (found, depth) in enumerate(_nested(value)):
-        if depth > MAX_DEPTH:
-            return f"it is nested more than {MAX_DEPTH} deep, or a value contains itself"
-        if number > max_values:
-            return f"it has more than {max_values} values"
-        if fault := _fault(found):
-            return f"{fault}, which JSON does not have"
-        characters += len(found) if isinstance(found, str) else 0
-        if characters > _MAX_CHARACTERS:
-            return f"its texts have more than {_MAX_CHARACTERS} characters"
+    """Why a value cannot be passed on as JSON, as it is, by every encoder and to every reader; "" where it can."""
+    try:
+        _Reader(max_values, converts=False).read(value, 0)
+    except ValueError as e:
+        return str(e)
     return ""
 
 
 def as_json(value: Any) -> Any:
     """A value as JSON has it: dates as ISO 8601 text, decimals as text with all their digits, scalars, arrays and
     tensors as numbers and lists, tuples as lists, sets sorted. Raises ValueError, which says why, for what has no such
-    form or is not passed on as it is (``json_fault``)."""
-    made = _converted(value, 0)
-    if fault := json_fault(made):
-        raise ValueError(fault)
-    return made
-
-
-def _converted(value: Any, depth: int) -> Any:
-    if depth > MAX_DEPTH + 1 or value is None or type(value) in (bool, int, float, str):
-        return value  # what is too deep json_fault finds, and not Python's limit
-    if hasattr(value, "tolist"):  # first: numpy.float64 is a float too
-        return _converted(value.tolist(), depth)
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        made = {str(k): _converted(v, depth + 1) for k, v in value.items()}
-        if len(made) != len(value):
-            raise ValueError("two keys of a mapping are the same as text")
-        return made
-    if isinstance(value, list | tuple):
-        return [_converted(v, depth + 1) for v in value]
-    if isinstance(value, set | frozenset):
-        return sorted((_converted(v, depth + 1) for v in value), key=repr)
-    text = written(value)
-    return value if text is None else text
+    form or cannot be passed on (``json_fault``)."""
+    return _Reader(_MAX_VALUES, converts=True).read(value, 0)
 
 
 def written(value: Any) -> str | None:
@@ -91,30 +62,65 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _nested(value: object) -> Iterator[tuple[Any, int]]:
-    """A value and all that it holds, keys included, with the depth of each. It never ends for a value that holds
-    itself."""
-    rest: list[tuple[Any, int]] = [(value, 0)]
-    while rest:
-        found, depth = rest.pop()
-        yield found, depth
-        if isinstance(found, Mapping):
-            rest += ((inner, depth + 1) for both in found.items() for inner in both)
-        elif isinstance(found, list | tuple):
-            rest += ((inner, depth + 1) for inner in found)
+class _Reader:
+    """Reads one value with all that it holds, keys included. ``converts``: also what JSON has only another form of."""
 
+    def __init__(self, max_values: int, *, converts: bool) -> None:
+        self._max_values, self._converts = max_values, converts
+        self._values = self._characters = 0
 
-def _fault(value: Any) -> str:
-    """What of one value JSON does not have; empty for none. What it holds is another matter."""
-    if isinstance(value, Mapping):
-        odd = next((key for key in value if not isinstance(key, str)), "")
-        return "" if isinstance(odd, str) else f"a key of a mapping is a {type(odd).__name__}, not text"
-    if isinstance(value, str):
-        return "" if is_unicode(value) else "a text holds half of a surrogate pair"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"a number is {value}"
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return f"a number has more than {_MAX_BITS} bits"
-    if value is None or isinstance(value, bool | int | float | list | tuple):
-        return ""
-    return f"a value is a {type(value).__name__}"
+    def read(self, value: Any, depth: int) -> Any:
+        """The value as JSON has it. ``depth``: what holds it. Raises ValueError."""
+        self._values += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep, or a value contains itself")
+        if self._values > self._max_values:
+            raise ValueError(f"it has more than {self._max_values} values")
+        kind = type(value)
+        if kind is str:
+            return self._text(value)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            if value.bit_length() > _MAX_BITS:
+                raise ValueError(f"a number has more than {_MAX_BITS} bits{_MISSING}")
+            return value
+        if kind is float:
+            if not math.isfinite(value):
+                raise ValueError(f"a number is {value}{_MISSING}")
+            return value
+        if kind is list or isinstance(value, list | tuple):
+            return [self.read(inner, depth + 1) for inner in value]
+        if kind is dict or isinstance(value, Mapping):
+            return self._mapping(value, depth)
+        return self._other(value, depth)
+
+    def _text(self, text: str) -> str:
+        self._characters += len(text)
+        if self._characters > _MAX_CHARACTERS:
+            raise ValueError(f"its texts have more than {_MAX_CHARACTERS} characters")
+        if not is_unicode(text):
+            raise ValueError(f"a text holds half of a surrogate pair{_MISSING}")
+        return text
+
+    def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        made = dict[str, Any]()
+        for key, inner in value.items():
+            if not isinstance(key, str) and not self._converts:
+                raise ValueError(f"a key of a mapping is a {type(key).__name__}, not text{_MISSING}")
+            made[self._text(str(key))] = self.read(inner, depth + 1)
+        if len(made) != len(value):
+            raise ValueError("two keys of a mapping are the same as text")
+        return made
+
+    def _other(self, value: Any, depth: int) -> Any:
+        if self._converts and hasattr(value, "tolist"):  # first: numpy.float64 is a float too
+            return self.read(value.tolist(), depth)
+        for kind in (int, float, str):
+            if isinstance(value, kind):
+                return self.read(kind(value), depth)
+        if self._converts and isinstance(value, set | frozenset):
+            return sorted((self.read(inner, depth + 1) for inner in value), key=repr)
+        if self._converts and (text := written(value)) is not None:
+            return self._text(text)
+        raise ValueError(f"a value is a {type(value).__name__}{_MISSING}")

@@ -14,7 +14,7 @@ from support.text_model import make_tokenizer_folder
 from transformers import AutoTokenizer
 
 from elastic_rl import config
-from elastic_rl.data.conversations import messages_of, variable
+from elastic_rl.data.conversations import Asked, messages_of, variable
 from elastic_rl.data.order import fingerprint
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError, SourceFailed
@@ -92,7 +92,7 @@ def test_question_of_a_conversation_shows_its_calls(tmp_path: Path, model: Path)
     (lambda row: row["messages"][0].update(refusal=None), True)])
 def test_identity_of_a_prompt_is_of_all_that_its_template_gets(tmp_path: Path, model: Path, change: Any,
                                                                same: bool) -> None:
-    rows = [{"messages": TALK, "mood": None}, {"messages": TALK[:1], "mood": "?"}]
+    rows: list[dict[str, Any]] = [{"messages": TALK, "mood": None}, {"messages": TALK[:1], "mood": "?"}]
     first = _source(tmp_path, model, _written(tmp_path / "a.jsonl", rows), chat_template_keys=["mood"])
     for row in (changed := copy.deepcopy(rows)):
         if len(row["messages"]) > 1:
@@ -141,7 +141,27 @@ def test_message_that_is_no_text_says_what_to_do(message: Any, said: str, hint: 
     assert e.value.message.startswith("x:1: ") and hint in e.value.hint
 
 
-@pytest.mark.parametrize("content", [None, [], "hi", '[{"role": "user"}]', {"role": "user"}])
+def test_content_that_is_an_object_reaches_the_chat_template() -> None:
+    """As of the answer of a tool, which Llama's template writes as JSON."""
+    [message] = messages_of([{"role": "tool", "content": {"degrees": 22, "wind": None}}], "x")
+    assert message == {"role": "tool", "content": {"degrees": 22}} and Asked([message]).text == '{"degrees": 22}'
+
+
+def test_conversation_may_be_json_as_text() -> None:
+    assert messages_of(json.dumps(TALK), "x") == messages_of(TALK, "x")
+
+
+def test_conversation_may_end_with_what_is_to_be_continued(tmp_path: Path, model: Path) -> None:
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so"}]
+    path = _written(tmp_path / "a.jsonl", [{"messages": talk}] * 2)
+    options = {"continue_final_message": True}
+    assert _texts(_source(tmp_path, model, path, chat_template_options=options)) == {
+        "<|user|>x<|end|><|assistant|>so"}
+    assert _texts(_source(tmp_path, model, path, chat_template_options={"add_generation_prompt": False})) == {
+        "<|user|>x<|end|><|assistant|>so<|end|>"}
+
+
+@pytest.mark.parametrize("content", [None, [], "hi", '"hi"', "[" * 10_000, {"role": "user"}])
 def test_what_is_no_conversation_says_what_to_do(content: Any) -> None:
     with pytest.raises(SourceFailed, match="x: the messages are no list") as e:
         messages_of(content, "x")
@@ -149,13 +169,19 @@ def test_what_is_no_conversation_says_what_to_do(content: Any) -> None:
 
 
 def test_wrong_variables_and_options_are_named(tmp_path: Path, model: Path) -> None:
-    for value, said in (("[1", "text, and no JSON"), ("{}", "an object, not a list"), (1, "a number, not a list")):
+    for value, said in (("[1", "text, not a list"), ("{}", "an object, not a list"), (1, "a number, not a list")):
         with pytest.raises(SourceFailed, match=f"x is {said}"):
             variable("tools", value, "x")
-    assert variable("mood", "[1", "x") == "[1" and variable("tools", None, "x") is None
+    assert variable("mood", "[1", "x") == "[1" and variable("a.tools", "[1]", "x") == [1]
+    assert [variable("tools", value, "x") for value in (None, "", "null")] == [None] * 3
     path = _written(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
     with pytest.raises(ConfigError, match="has no column 'tols'"):
         _source(tmp_path, model, path, chat_template_keys=["tols"])
     with pytest.raises(ConfigError, match="chat_template_keys needs apply_chat_template"):
         _source(tmp_path, model, path, messages_key="", prompt_key="q", apply_chat_template=False,
                 chat_template_keys=["tools"])
+    for keys in (["a.tools", "tools"], ["messages"]):
+        with pytest.raises(ConfigError, match=f"chat_template_keys has '{keys[-1]}'"):
+            _source(tmp_path, model, path, chat_template_keys=keys)
+    with pytest.raises(ConfigError, match="chat_template_options has 'tokenize'"):
+        _source(tmp_path, model, path, chat_template_options={"tokenize": True})

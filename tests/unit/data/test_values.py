@@ -161,7 +161,8 @@ def test_column_of_answers_may_be_given_as_metadata(tmp_path: Path, model: Path)
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_row_without_an_optional_column_has_none_as_with_null(tmp_path: Path, model: Path, kind: str) -> None:
-    rows = [{"q": "0", "info": {"a": 1}}, *({"q": f"{n}", "info": {"b": n}} for n in range(1, 9)), {"q": "9"}]
+    rows: list[dict[str, Any]] = [
+        {"q": "0", "info": {"a": 1}}, *({"q": f"{n}", "info": {"b": n}} for n in range(1, 9)), {"q": "9"}]
     path = _written(tmp_path / f"a.{kind}", rows)
     found = _prompts(_source(tmp_path, model, path, metadata_keys=["info.a", "info.b"]))
     assert [tuple(found[q].metadata.values()) for q in "059"] == [(1, None), (None, 5), (None, None)]
@@ -195,6 +196,18 @@ def test_row_that_cannot_be_passed_on_is_named_when_it_is_read(tmp_path: Path, m
     assert _prompts(_source(tmp_path, model, path, metadata_keys=["m"]))["other"].metadata == {"m": [_BIG]}
 
 
+@pytest.mark.parametrize(("written", "text"), [
+    ("3.14159265358979323846", "3.14159265358979323846"), ("18.90", "18.90"), ("1e-05", "0.00001"), ("2.50E1", "25.0"),
+    ("12345678901234567890.5", "12345678901234567890.5"), ("-0.0", "-0.0"), ("0e-999999999", "0.0"), ("42", "42"),
+    ("1e-999999999", "0.0"), ("100000000000000000000000000000", "100000000000000000000000000000")])
+def test_number_of_an_answer_has_the_digits_that_are_written(tmp_path: Path, model: Path, written: str,
+                                                             text: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"q": "x", "a": {written}, "m": [{written}]}}\n' * 2)
+    found = _prompts(_source(tmp_path, model, tmp_path / "a.jsonl", answer_key="a", metadata_keys=["m"]))["x"]
+    assert found.metadata == {"answer": text, "m": [json.loads(written)]}
+    assert type(found.metadata["m"][0]) in (int, float)
+
+
 def test_parquet_values_are_those_that_were_written(tmp_path: Path, model: Path) -> None:
     """A float of 32 bits has the digits that were written, maps are objects, and decimals keep their zeros."""
     table = pa.table({
@@ -202,12 +215,13 @@ def test_parquet_values_are_those_that_were_written(tmp_path: Path, model: Path)
         "m": pa.array([{"w": [0.3, None], "k": [("b", 0.7)]}] * 9, pa.struct([
             ("w", pa.list_(pa.float32())), ("k", pa.map_(pa.string(), pa.float32()))])),
         "price": pa.array([Decimal("18.90")] * 9, pa.decimal128(10, 2)),
-        "day": pa.array([datetime.date(2026, 1, 2)] * 9)})
+        "day": pa.array([datetime.date(2026, 1, 2)] * 9), "at": pa.array([1_700_000_000_123_456_789] * 9,
+                                                                         pa.timestamp("ns", "UTC"))})
     pq.write_table(table, tmp_path / "a.parquet")
     found = _prompts(_source(tmp_path, model, tmp_path / "a.parquet", answer_key="a",
-                             metadata_keys=["m", "price", "day"]))
+                             metadata_keys=["m", "price", "day", "at"]))
     assert found["0"].metadata == {"answer": "0.1", "m": {"w": [0.3, None], "k": {"b": 0.7}}, "price": "18.90",
-                                   "day": "2026-01-02"}
+                                   "day": "2026-01-02", "at": "2023-11-14T22:13:20.123456+00:00"}
     twice = pa.table({"q": ["a", "b"], "m": pa.array([[("k", 1), ("k", 2)]] * 2, pa.map_(pa.string(), pa.int64()))})
     pq.write_table(twice, tmp_path / "b.parquet")
     with pytest.raises(ConfigError, match="b.parquet: row 0 cannot be read: .*duplicate"):
