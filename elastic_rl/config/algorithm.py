@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from elastic_rl.config.json_values import require_json
 from elastic_rl.config.pools import PoolName
 from elastic_rl.config.section import Positive, Section
+from elastic_rl.runtime.json_values import require_json
 
 
 def reference_step(step: int, every: int | None) -> int:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from elastic_rl.config.json_values import require_json
 from elastic_rl.config.section import Section
+from elastic_rl.runtime.json_values import require_json
 
 
 class DataConfig(Section):

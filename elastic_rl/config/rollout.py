@@ -9,9 +9,9 @@ from pydantic import Field, field_validator
 
 from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.host_selector import HostSelector
-from elastic_rl.config.json_values import require_json
 from elastic_rl.config.sampling import SamplingOptions
 from elastic_rl.config.section import Positive, Seconds
+from elastic_rl.runtime.json_values import require_json
 
 SINGLE_TURN = "single_turn"
 ENVIRONMENT = "environment"

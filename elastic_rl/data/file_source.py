@@ -12,15 +12,17 @@ import numpy as np
 
 from elastic_rl.config.options import read_options
 from elastic_rl.data import scan
+from elastic_rl.data.conversations import Asked, messages_of, variable, variable_name
 from elastic_rl.data.parquet import ParquetRows
 from elastic_rl.data.permutation import Permutation
 from elastic_rl.data.prompts import LazyPrompts, PromptMaker, hashes
-from elastic_rl.data.rows import FilesRows, JsonlRows, Rows, files_of, plain_json, text_value, value_at
+from elastic_rl.data.rows import FilesRows, JsonlRows, Rows, files_of, value_at
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.templates import Template
 from elastic_rl.data.text_options import FileOptions
 from elastic_rl.data.tokenizer import Tokenizer
-from elastic_rl.errors import ConfigError
+from elastic_rl.data.values import answer_value, plain_json
+from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
@@ -93,45 +95,70 @@ class FileSource:
     # -- files --------------------------------------------------------------------------------------------------------
     def _opened(self, paths: str | list[str], setting: str) -> FilesRows:
         options = self._options
-        columns = [*(self._template.fields if self._template else [options.messages_key]),
+        columns = [*(self._template.fields if self._template else [options.messages_key]), *options.chat_template_keys,
                    *([options.answer_key] if options.answer_key else []), *options.metadata_keys]
         files = [self._open(path, columns, self._folder) for path in files_of(paths, setting)]
         if not any(map(len, files)):
             raise ConfigError(f"{files[0].path} is empty" if len(files) == 1 else
                               f"all {len(files)} files of {setting} are empty", hint=f"check {setting}")
+        tried = list[tuple[Mapping[str, Any], str]]()
         for file in files:
             if not len(file):
                 log.warning("%s has no row", file.path)
-            for number in range(min(_TRIED, len(file))):
-                row, where = file.row(number), file.where(number)
-                self._made(self._text(row, where), row, where, measure=options.long_prompts == "error")
+            tried += ((file.row(number), file.where(number)) for number in range(min(_TRIED, len(file))))
+        self._require_columns(tried)
+        for row, where in tried:
+            if options.long_prompts == "error":
+                self._made(row, where)
+            else:
+                self._text(row, where)
+                self._rewarded_by(row, where)
         return FilesRows(files)
 
+    def _require_columns(self, rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+        """Raises SourceFailed for a column that a row need not have, and that none of these has: it is misspelt."""
+        for key in (*self._options.metadata_keys, *self._options.chat_template_keys):
+            failed: SourceFailed | None = None
+            for row, where in rows:
+                try:
+                    value_at(row, key, where, hint="a row need not have it, but one of the first ones of each file, or "
+                             "null in its place")
+                    break
+                except SourceFailed as e:
+                    failed = failed or e
+            else:
+                assert failed is not None
+                raise failed
+
+    def _asked(self, row: Mapping[str, Any], where: str) -> Asked:
+        """What a row asks. Raises SourceFailed for one that asks nothing that can be a prompt."""
+        options = self._options
+        variables = {variable_name(key): variable(key, value_at(row, key, where, optional=True),
+                                                  f"{where}: the column {key!r}") for key in options.chat_template_keys}
+        return Asked(self._template.render(row, where) if self._template else
+                     messages_of(value_at(row, options.messages_key, where), where),
+                     {key: value for key, value in variables.items() if value is not None})
+
     def _text(self, row: Mapping[str, Any], where: str) -> str:
-        content = self._content(row, where)
-        return self._maker.text(content, where) if self._template else self._maker.conversation(content, where)
+        return self._maker.text(self._asked(row, where), where)
 
-    def _content(self, row: Mapping[str, Any], where: str) -> Any:
-        """What is asked: a text, or the row's messages."""
-        return self._template.render(row, where) if self._template else value_at(
-            row, self._options.messages_key, where)
-
-    def _made(self, text: str, row: Mapping[str, Any], where: str, *, measure: bool = True) -> Prompt | None:
-        """The prompt of a row; with ``measure`` off everything of it but its tokens is looked at."""
-        options, metadata, answer = self._options, dict[str, Any](), None
+    def _rewarded_by(self, row: Mapping[str, Any], where: str) -> tuple[str | None, dict[str, Any]]:
+        """The answer that is imitated, and the metadata. Raises SourceFailed."""
+        options, metadata, imitated = self._options, dict[str, Any](), None
         if options.answer_key:
-            answer = text_value(value_at(row, options.answer_key, where), f"{where}: the column {options.answer_key!r}")
-            metadata["answer"] = answer
+            answer = answer_value(value_at(row, options.answer_key, where),
+                                  f"{where}: the column {options.answer_key!r}")
+            metadata["answer"], imitated = answer, answer if isinstance(answer, str) else answer[0]
         for key in options.metadata_keys:
-            metadata[key] = plain_json(value_at(row, key, where), f"{where}: the column {key!r}")
-        return self._maker.prompt(text, where, answer=answer, metadata=metadata, question=self._maker.question(
-            self._content(row, where), where)) if measure else None
+            metadata[key] = plain_json(value_at(row, key, where, optional=True), f"{where}: the column {key!r}")
+        return imitated, metadata
 
     def _prompt(self, rows: FilesRows, number: int) -> Prompt:
-        row, where = rows.row(number), rows.where(number)
-        made = self._made(self._text(row, where), row, where)
-        assert made is not None
-        return made
+        return self._made(rows.row(number), rows.where(number))
+
+    def _made(self, row: Mapping[str, Any], where: str) -> Prompt:
+        asked, (answer, metadata) = self._asked(row, where), self._rewarded_by(row, where)
+        return self._maker.prompt(self._maker.text(asked, where), asked, where, answer=answer, metadata=metadata)
 
     # -- evaluation sets ----------------------------------------------------------------------------------------------
     def _chosen(self, name: str, rows: FilesRows) -> LazyPrompts:
@@ -215,9 +242,8 @@ class FileSource:
         """The texts of all rows. What else is wrong with a row is found here too, but for its tokens."""
         for number, row in enumerate(self._rows.scan()):
             where = self._rows.where(number)
-            text = self._text(row, where)
-            self._made(text, row, where, measure=False)
-            yield text
+            self._rewarded_by(row, where)
+            yield self._text(row, where)
 
 
 def jsonl(options: Mapping[str, Any], *, seed: int, eval_fraction: float, tokenizer: Tokenizer, folder: Path

@@ -14,14 +14,15 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from elastic_rl.config.options import Options, read_options
+from elastic_rl.data.conversations import Asked
 from elastic_rl.data.mixing import Concatenated, WeightedOrder
 from elastic_rl.data.order import Order, PromptOrder
 from elastic_rl.data.prompts import LazyPrompts, PromptMaker, contains, hashes
-from elastic_rl.data.rows import plain_json
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.templates import Template
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.data.tokenizer import Tokenizer
+from elastic_rl.data.values import plain_json
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
 
@@ -158,7 +159,8 @@ class _Problems:
                 failed = f": {e.message}"
                 continue
             content = self._template.render(entry, where)
-            text = self._maker.text(content, where)
+            asked = Asked(content)
+            text = self._maker.text(asked, where)
             if contains(held_out, hashes([text]))[0]:
                 continue
             if self._options.long_prompts == "drop" and (
@@ -167,8 +169,7 @@ class _Problems:
             answer = entry["answer"]
             metadata = {"task": self.task.name, "entry": entry, "answer": answer or "", "config": self.task.config,
                         "seed": seed, "size": _CHUNK, "index": index}
-            return self._maker.prompt(text, where, answer=answer or None, metadata=metadata,
-                                      question=self._maker.question(content, where))
+            return self._maker.prompt(text, asked, where, answer=answer or None, metadata=metadata)
         raise SourceFailed(f"reasoning_gym task {self.task.name}: {_TRIES} problems in place of number {number} are "
                            f"evaluated too, or too long, or cannot be made{failed}", hint="the task has too few "
                            "different problems: lower data.options.eval_prompts, raise max_prompt_tokens, or change "

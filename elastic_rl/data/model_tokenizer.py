@@ -131,9 +131,9 @@ class ModelTokenizer:
                               hint="set data.options.apply_chat_template to false and write the whole prompt into "
                               "data.options.template, or use the model's chat variant")
         try:
-            return str(self._loaded.apply_chat_template([dict(m) for m in messages], tokenize=False,
-                                                        add_generation_prompt=True,
-                                                        **{_NOW: self._now.strftime, **options}))
+            return str(self._loaded.apply_chat_template([dict(m) for m in messages], tokenize=False, **{
+                "add_generation_prompt": not options.get("continue_final_message"), _NOW: self._now.strftime,
+                **options}))
         except Exception as e:  # whatever the template raises; it is a program
             import jinja2
 

@@ -16,6 +16,8 @@ from elastic_rl.data.rows import column_of, require_unpacked
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
 
+_FORMAT = 2
+"""Of the copies: those of another one are made again."""
 _BATCH = 512
 """Rows of one record batch of a copy; what is decoded for one row is one row of it."""
 _MAPPED = 64
@@ -43,7 +45,7 @@ class ParquetRows:
                 if not self._count:
                     return
                 self._columns = list(dict.fromkeys(self._named(name, file.schema_arrow.names) for name in columns))
-            known = json.dumps([str(path), *self.state, sorted(self._columns)])
+            known = json.dumps([_FORMAT, str(path), *self.state, sorted(self._columns)])
             self._copy = derived.path(folder, path.stem, hashlib.sha256(known.encode()).hexdigest(), ".arrow")
             self._reader()
         except (OSError, pa.ArrowException) as e:
@@ -73,11 +75,13 @@ class ParquetRows:
 
         with pq.ParquetFile(self.path, memory_map=True) as file:
             schema = pa.schema([file.schema_arrow.field(name) for name in self._columns])
-            with pa.ipc.new_file(out, schema) as writer:
+            kept = pa.schema([field.with_type(_kept_type(field.type)) for field in schema])
+            with pa.ipc.new_file(out, kept) as writer:
                 for batch in file.iter_batches(batch_size=_BATCH, columns=self._columns):
                     if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
                         raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
-                    writer.write_batch(batch.select(schema.names))
+                    writer.write_batch(pa.record_batch([_kept(batch.column(field.name)) for field in kept],
+                                                       schema=kept))
         derived.require_same(self.path, self.state, derived.state_of(self.path))
 
     def __len__(self) -> int:
@@ -103,10 +107,45 @@ class ParquetRows:
         import pyarrow as pa
 
         try:
-            rows: list[dict[str, Any]] = self._reader().get_batch(batch).slice(slice_from, length).to_pylist()
-        except (OSError, pa.ArrowException, ValueError) as e:
+            rows: list[dict[str, Any]] = self._reader().get_batch(batch).slice(slice_from, length).to_pylist(
+                maps_as_pydicts="strict")
+        except (OSError, pa.ArrowException, ValueError, KeyError) as e:  # KeyError: a map has a key twice
             raise SourceFailed(f"{self.where(number)} cannot be read: {describe(e)}") from e
         return rows
+
+
+def _kept(values: Any) -> Any:
+    """An array as the copy has it. Floats of 32 bits are the doubles with the same digits: 0.1, where the double of the
+    same value is 0.10000000149011612. Times are in microseconds, as Python's."""
+    kind = _kept_type(values.type)
+    if kind == values.type:
+        return values
+    return values.cast(_kept_type(values.type, as_text=True), safe=False).cast(kind, safe=False)
+
+
+def _kept_type(kind: Any, *, as_text: bool = False) -> Any:
+    """The type that a copy has in the place of one of the file, also within lists, maps and structs. ``as_text``: with
+    text in the place of numbers that are read by their digits."""
+    import pyarrow as pa
+
+    def inner(field: Any) -> Any:
+        return field.with_type(_kept_type(field.type, as_text=as_text))
+
+    if pa.types.is_float32(kind):
+        return pa.string() if as_text else pa.float64()
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
+    if pa.types.is_struct(kind):
+        return pa.struct([inner(field) for field in kind.fields])
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, inner(kind.item_field))
+    if pa.types.is_list(kind):
+        return pa.list_(inner(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(inner(kind.value_field))
+    return pa.list_(inner(kind.value_field), kind.list_size) if pa.types.is_fixed_size_list(kind) else kind
 
 
 @lru_cache(_MAPPED)

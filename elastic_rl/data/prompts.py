@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_rl.data.rows import text_value
+from elastic_rl.data.conversations import Asked
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.data.tokenizer import Tokenizer
@@ -26,32 +26,16 @@ class PromptMaker:
     def __init__(self, options: PromptOptions, tokenizer: Tokenizer) -> None:
         self._options, self._tokenizer = options, tokenizer
 
-    def text(self, content: str, where: str) -> str:
-        """The prompt that asks for an answer to ``content``. Raises SourceFailed, which begins with ``where``, for what
-        the chat template refuses."""
-        if not self._options.apply_chat_template:
-            return content
-        return self._templated([{"role": "user", "content": content}], where)
-
-    def conversation(self, messages: Any, where: str) -> str:
-        """The prompt that asks for the answer to messages ``[{"role": …, "content": …}, …]``. Raises as ``text``, and
-        SourceFailed for anything else."""
-        return self._templated(_messages(messages, where), where)
-
-    def question(self, content: Any, where: str) -> str:
-        """``Prompt.question`` of a text, or of messages: their texts, each after its role if there are several. Raises
-        as ``conversation``."""
-        if isinstance(content, str):
-            return content if self._options.apply_chat_template else ""
-        messages = _messages(content, where)
-        return messages[0]["content"] if len(messages) == 1 else "\n\n".join(
-            f"{message['role']}: {message['content']}" for message in messages)
-
-    def _templated(self, messages: list[dict[str, Any]], where: str) -> str:
+    def text(self, asked: Asked, where: str) -> str:
+        """The prompt that asks for an answer. Raises SourceFailed, which begins with ``where``, for what the chat
+        template refuses."""
         options = self._options
+        if not options.apply_chat_template and isinstance(asked.content, str):
+            return asked.content
         system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
         try:
-            return self._tokenizer.apply_chat_template([*system, *messages], options.chat_template_options)
+            return self._tokenizer.apply_chat_template([*system, *asked.messages],
+                                                       {**options.chat_template_options, **asked.variables})
         except ConfigError as e:
             raise SourceFailed(f"{where}: {e.message}", hint=e.hint) from e
 
@@ -59,9 +43,9 @@ class PromptMaker:
         """Tokens of each text."""
         return [len(ids) for ids in self._encoded(texts)]
 
-    def prompt(self, text: str, where: str, *, answer: str | None, metadata: Mapping[str, Any],
-               question: str = "") -> Prompt:
-        """Raises SourceFailed for a prompt without a token or longer than the limit. ``answer``: what is imitated."""
+    def prompt(self, text: str, asked: Asked, where: str, *, answer: str | None, metadata: Mapping[str, Any]) -> Prompt:
+        """The prompt of ``text``, which asks what is ``asked``. Raises SourceFailed for one without a token or longer
+        than the limit. ``answer``: what is imitated."""
         try:
             [ids] = self._encoded([text])
             answer_ids = None if answer is None else (
@@ -74,15 +58,16 @@ class PromptMaker:
             raise SourceFailed(f"{where}: the prompt has {len(ids)} tokens, and data.options.max_prompt_tokens is "
                                f"{self._options.max_prompt_tokens}",
                                hint="raise it, or set data.options.long_prompts to drop")
-        return Prompt(tuple(ids), text, answer_ids, metadata, question, self._identity(question))
+        question = asked.text if self._options.apply_chat_template else ""
+        return Prompt(tuple(ids), text, answer_ids, metadata, question, self._identity(asked))
 
-    def _identity(self, question: str) -> str:
+    def _identity(self, asked: Asked) -> str:
         """``Prompt.identity``, of what is asked and the options and the template that it is rendered by."""
         options = self._options
         if not options.apply_chat_template:
             return ""
-        made_from = [question, options.system_prompt, options.chat_template_options, options.special_tokens,
-                     self._tokenizer.chat_template]
+        made_from = [asked.text, options.system_prompt, options.chat_template_options, options.special_tokens,
+                     self._tokenizer.chat_template, *asked.beside_text]
         return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
@@ -90,20 +75,6 @@ class PromptMaker:
         own = self._options.special_tokens
         return self._tokenizer.encode_batch(
             texts, special_tokens=not self._options.apply_chat_template if own is None else own)
-
-
-def _messages(content: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(content, list | tuple) or not content:
-        raise SourceFailed(f"{where}: the messages are no list of one or more",
-                           hint='a conversation is [{"role": "user", "content": "…"}]; for text use prompt_key')
-    messages = []
-    for number, message in enumerate(content):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise SourceFailed(f"{where}: message {number} is no object with a role",
-                               hint='a message is {"role": "user", "content": "…"}')
-        text = text_value(message.get("content"), f"{where}: the content of message {number}")
-        messages.append({"role": message["role"], "content": text})
-    return messages
 
 
 class LazyPrompts(Sequence[Prompt]):

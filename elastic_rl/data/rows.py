@@ -20,7 +20,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from elastic_rl.data import derived
-from elastic_rl.data.numbers import number_text
+from elastic_rl.data.numbers import WrittenFloat
+from elastic_rl.data.values import kind_of
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import did_you_mean
 
@@ -38,6 +39,9 @@ _PARQUET = b"PAR1"
 _MAGIC_BYTES = 6
 _WHITESPACE = b" \t\r\n"
 """The blanks that JSON allows between values."""
+_READER = json.JSONDecoder(parse_float=WrittenFloat)
+_DIGITS = "integer string conversion"
+"""In the error of an integer that Python reads no digits of."""
 
 
 class Rows(Protocol):
@@ -156,15 +160,21 @@ class JsonlRows:
 
     def _parsed(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(line)
+            row = _READER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         except UnicodeDecodeError as e:
             raise SourceFailed(f"{self.where(number)} is not UTF-8: {e.reason} at byte {e.start} of the line",
                                hint="write the file as UTF-8, for instance with iconv") from e
-        except (ValueError, RecursionError) as e:
+        except RecursionError as e:
+            raise SourceFailed(f"{self.where(number)} is nested too deeply",
+                               hint="write what is nested as text, of JSON for instance") from e
+        except ValueError as e:
+            if _DIGITS in str(e):  # Python's limit: reading more takes time that grows with their square
+                raise SourceFailed(f"{self.where(number)} has a number of thousands of digits",
+                                   hint="write it as text") from e
             what = "is empty, with rows after it" if not line.strip() else f"is not JSON: {e}"
             raise SourceFailed(f"{self.where(number)} {what}", hint="write one JSON object a line") from e
         if not isinstance(row, dict):
-            raise SourceFailed(f"{self.where(number)} is {_kind(row)}, not an object with columns",
+            raise SourceFailed(f"{self.where(number)} is {kind_of(row)}, not an object with columns",
                                hint="write one JSON object a line")
         return row
 
@@ -252,14 +262,17 @@ def column_of(key: str, columns: Container[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
-def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "") -> Any:
-    """The value of a column, or of a field of one (see ``column_of``); None for a field of null. Raises SourceFailed,
-    which names the columns that there are and the nearest."""
+def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "", optional: bool = False) -> Any:
+    """The value of a column, or of a field of one (see ``column_of``); None for a field of null and, if it is
+    ``optional``, for one that is not there: Arrow fills such fields with null. Raises SourceFailed, which names the
+    columns that there are and the nearest."""
     found: Any = row
     rest = key
     while found is not None:
         name = column_of(rest, found) if isinstance(found, Mapping) else None
         if name is None:
+            if optional and isinstance(found, Mapping):
+                return None
             names = [str(n) for n in found] if isinstance(found, Mapping) else []
             raise SourceFailed(f"{where} has no column {key!r}, only {', '.join(names[:_NAMED]) or 'none'}"
                                f"{did_you_mean(rest.partition('.')[0], names)}", hint=hint)
@@ -267,37 +280,3 @@ def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "") ->
         if not rest:
             break
     return found
-
-
-def plain_json(value: Any, what: str) -> Any:
-    """A value of a row as JSON has it: dates as ISO 8601 text, tuples as lists, sets sorted. Raises SourceFailed for
-    what has no such form."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): plain_json(v, what) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(v, what) for v in value]
-    if isinstance(value, set | frozenset):
-        return sorted((plain_json(v, what) for v in value), key=repr)
-    if hasattr(value, "isoformat"):
-        return str(value.isoformat())
-    if isinstance(value, np.generic | np.ndarray):
-        return plain_json(value.tolist(), what)
-    raise SourceFailed(f"{what} is {_kind(value)}, which JSON does not have")
-
-
-def text_value(value: Any, what: str) -> str:
-    """A value that is to be written into a prompt or an answer. Raises SourceFailed for what is neither text nor a
-    number."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return number_text(value)
-    raise SourceFailed(f"{what} is {_kind(value)}, not text")
-
-
-def _kind(value: Any) -> str:
-    return {type(None): "null", dict: "an object", list: "a list", bool: "true or false", str: "text",
-            int: "a number", float: "a number"}.get(type(value), f"of type {type(value).__name__}")
-

@@ -21,7 +21,7 @@ MAX_TOKEN_IDS = 1 << 31
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem of a data source. It is JSON-able, but for nothing else: ``metadata`` holds plain values."""
+    """One problem of a data source. ``metadata`` holds what JSON has (``runtime.json_values``)."""
 
     token_ids: tuple[int, ...]
     text: str = ""

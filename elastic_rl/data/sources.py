@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +19,12 @@ from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.order import Order, PromptOrder, sft_order
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt
 from elastic_rl.data.tokenizer import VOCAB_SIZE, CharacterTokenizer, Tokenizer
+from elastic_rl.data.values import plain_json
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugins.user_code import describe, plain, resolve, text_of
+from elastic_rl.runtime.json_values import is_unicode
 
 
 class DataSource(Protocol):
@@ -211,9 +213,10 @@ def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str)
 
 def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: str, answers: bool,
                  vocabulary: int = MAX_TOKEN_IDS) -> list[Prompt]:
-    """These prompts of the source ``named``. ``answers``: each must have one. ``vocabulary``: number of the model's
-    tokens. Raises SourceFailed, with the index, for whatever the source raises and for what is no prompt of that model.
-    Call it in no main thread: there KeyboardInterrupt is not the source's."""
+    """These prompts of the source ``named``, with metadata as JSON has them (``as_json``). ``answers``: each must have
+    one. ``vocabulary``: number of the model's tokens. Raises SourceFailed, with the index, for whatever the source
+    raises and for what is no prompt of that model. Call it in no main thread: there KeyboardInterrupt is not the
+    source's."""
     read = []
     for i in indices:
         try:
@@ -223,7 +226,8 @@ def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: st
             raise SourceFailed(f"data.source={named} failed for prompt {i}: {describe(e)}") from e
         if fault:
             raise SourceFailed(f"data.source={named} gives prompt {i} {fault}")
-        read.append(prompt)
+        read.append(replace(prompt, metadata=plain_json(
+            prompt.metadata, f"data.source={named} gives prompt {i} with metadata that are not passed on")))
     return read
 
 
@@ -234,8 +238,11 @@ def prompt_fault(prompt: object, vocabulary: int = MAX_TOKEN_IDS, *, answers: bo
         return f"as {plain(type(prompt).__name__, 100)}, not as Prompt"
     if not _are_token_ids(prompt.token_ids) or not prompt.token_ids:
         return "without token_ids, a tuple of one int >= 0 or more"
-    if not isinstance(prompt.text, str) or not isinstance(prompt.metadata, Mapping):
-        return "with a text that is no str, or metadata that are no mapping"
+    if not isinstance(prompt.text, str) or not isinstance(prompt.question, str) or (
+            not isinstance(prompt.metadata, Mapping)):
+        return "with a text or question that is no str, or metadata that are no mapping"
+    if not (is_unicode(prompt.text) and is_unicode(prompt.question)):
+        return "with a text that holds half of a surrogate pair, which no other process could read"
     if prompt.answer_ids is None and answers:
         return "without answer_ids, which supervised steps imitate"
     if prompt.answer_ids is not None and (not _are_token_ids(prompt.answer_ids) or not prompt.answer_ids):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.data.rows import text_value, value_at
+from elastic_rl.data.rows import value_at
+from elastic_rl.data.values import text_value
 from elastic_rl.errors import ConfigError
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

@@ -11,7 +11,10 @@ from pydantic import Field, model_validator
 
 from elastic_rl.config.options import Options
 from elastic_rl.config.section import PathText
+from elastic_rl.data.conversations import variable_name
 
+_GIVEN = ("messages", "conversation", "tokenize")
+"""What chat templates are called with, and no option of theirs."""
 Paths = PathText | Annotated[list[PathText], Field(min_length=1)]
 
 
@@ -26,7 +29,8 @@ class PromptOptions(Options):
     """Whether the tokenizer adds its special tokens to a prompt, such as one that begins every text. null: unless a
     chat template is applied, which writes them itself. ``false`` for texts that have been through one before."""
     chat_template_options: dict[str, Any] = {}
-    """Further variables of the chat template, such as ``enable_thinking``."""
+    """Further variables of the chat template, such as ``enable_thinking``, and ``continue_final_message: true`` where a
+    conversation ends with the begin of what the model is to write."""
     max_prompt_tokens: Annotated[int, Field(ge=1)]
     """Longest prompt, in tokens."""
     max_response_tokens: Annotated[int, Field(ge=1)]
@@ -39,6 +43,8 @@ class PromptOptions(Options):
     def _check_system_prompt(self) -> PromptOptions:
         if self.system_prompt and not self.apply_chat_template:
             raise ValueError("system_prompt has no effect without apply_chat_template: write it into template")
+        if given := [key for key in _GIVEN if key in self.chat_template_options]:
+            raise ValueError(f"chat_template_options has {given[0]!r}, which the source gives: leave it out")
         return self
 
 
@@ -59,14 +65,18 @@ class FileOptions(PromptOptions):
     prompt_key: str = ""
     """Column of the prompt's text."""
     messages_key: str = ""
-    """Column of the prompt as a conversation: a list of ``{"role": …, "content": …}``. Needs ``apply_chat_template``.
-    """
+    """Column of the prompt as a conversation: a list of ``{"role": …, "content": …}``, with any further keys that the
+    chat template reads. Needs ``apply_chat_template``."""
     template: str = ""
     """Text with columns in braces, as ``Question: {question}``, instead of ``prompt_key`` or ``messages_key``."""
+    chat_template_keys: list[str] = []
+    """Columns that the chat template gets as variables of the same names, such as ``tools``; of ``a.b`` that is ``b``.
+    """
     answer_key: str = ""
-    """Column of the right answer: what rewards compare with and supervised steps imitate. Empty: there is none."""
+    """Column of the right answer: what rewards compare with and supervised steps imitate. Of a list each is right, and
+    the first is imitated. Empty: there is none."""
     metadata_keys: list[str] = []
-    """Columns that rewards get besides, in the prompt's ``metadata``."""
+    """Columns that rewards get besides, in the prompt's ``metadata``; None for a row without."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Whether a training prompt with the text of an earlier one is left out."""
     overlap: Literal["error", "drop", "unchecked"] = "error"
@@ -87,7 +97,12 @@ class FileOptions(PromptOptions):
             raise ValueError(f"set one of prompt_key, messages_key and template; {', '.join(given) or 'none'} is set")
         if self.messages_key and not self.apply_chat_template:
             raise ValueError("messages_key needs apply_chat_template: true")
-        if "answer" in self.metadata_keys:
+        if self.chat_template_keys and not self.apply_chat_template:
+            raise ValueError("chat_template_keys needs apply_chat_template: true")
+        names = [variable_name(key) for key in self.chat_template_keys]
+        if wrong := next((name for name in names if name in _GIVEN or names.count(name) > 1), ""):
+            raise ValueError(f"chat_template_keys has {wrong!r} twice, or the source gives it: name another column")
+        if self.answer_key and "answer" in self.metadata_keys:
             raise ValueError("metadata has the answer as 'answer' already: leave it out of metadata_keys")
         if self.paths is None and not self.eval_sets:
             raise ValueError("set paths; or, with mode: eval, files to evaluate in eval_paths or evals")

@@ -18,6 +18,7 @@ from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFaile
 from elastic_rl.net.engine_key import EngineAccess
 from elastic_rl.plugins.process import PluginProcess
 from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
+from elastic_rl.runtime.json_values import as_json
 
 if TYPE_CHECKING:  # the process of the user's code imports this module too, and starts sooner without the settings
     from elastic_rl.config import Config
@@ -240,8 +241,16 @@ class _EnginesOfCall(GenerateClient):
 
 def _to_json(sample: Sample) -> dict[str, Any]:
     return {"segments": [_segment(segment) for segment in sample.segments],
-            "finish_reason": plain(sample.finish_reason, 100), "metadata": dict(sample.metadata),
+            "finish_reason": plain(sample.finish_reason, 100), "metadata": _metadata(sample),
             "text": encodable(sample.text)}  # whole: the answer is at its end
+
+
+def _metadata(sample: Sample) -> Any:
+    try:
+        return as_json(sample.metadata)
+    except ValueError as e:
+        raise PluginFailed(f"it returned a sample with metadata that are not passed on: {e}",
+                           hint="put numbers, texts, and lists and mappings of them into metadata") from e
 
 
 def _segment(segment: Segment) -> Sequence[Any]:

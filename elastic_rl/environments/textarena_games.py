@@ -181,6 +181,8 @@ def _made(options: TextArenaOptions, seed: int) -> Any:
 
 def _seed(prompt: Prompt) -> int:
     found = prompt.metadata.get("seed")
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)  # as in a column of whole numbers in which some were missing
     if type(found) is not int:
         raise PluginFailed('the prompt has no metadata["seed"] that is a whole number',
                            hint="name the column of the game's seed in data.options.metadata_keys")

@@ -196,10 +196,15 @@ class ToolEpisode:
         return value if isinstance(value, Awaitable) else self._text(value)
 
     def _text(self, value: Any) -> str:
-        return self._cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+        return self._cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain))
 
     def _cut(self, text: str) -> str:
         return text[:self._options.max_result_characters]
+
+
+def _plain(value: Any) -> Any:
+    """What a function returned within what it returned: of NumPy as JSON has it, of any other type as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _faults(error: ValidationError | TypeError) -> str:

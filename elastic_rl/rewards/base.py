@@ -102,7 +102,7 @@ def gold_answers(prompt: Prompt, decode: Decode | None) -> tuple[str, ...]:
     given = prompt.metadata.get("answer")
     if given is None and prompt.answer_ids is not None and decode is not None:
         return (decode(prompt.answer_ids),)
-    answers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    answers = tuple(a for a in given if a is not None) if isinstance(given, list | tuple) else (given,)
     if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         raise PluginFailed('the prompt has no metadata["answer"] that is a text, a number, or a list of these',
                            hint="give the prompts of the data source an answer")

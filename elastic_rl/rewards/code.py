@@ -8,11 +8,13 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from elastic_rl.config.options import Options, read_options
+from elastic_rl.data.numbers import number_text
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
 from elastic_rl.rewards.base import Reward, RewardContext, rounds
@@ -76,8 +78,9 @@ class CodeOptions(Options):
 
 class Code:
     """Runs the program in each response (``program_of``) against ``metadata["tests"]``, a list. A test is ``{"stdin":
-    TEXT, "stdout": TEXT}``: the output must be the same but for white space at the ends of lines and of the output. Or
-    it is ``{"code": TEXT}``: Python that runs in the program's scope and must not raise."""
+    TEXT, "stdout": TEXT}``, where no ``stdin`` is an empty one: the output must be the same but for white space at the
+    ends of lines and of the output. Or it is ``{"code": TEXT}``: Python that runs in the program's scope and must not
+    raise."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
         """Raises ConfigError, also where no sandbox works."""
@@ -105,7 +108,7 @@ class Code:
         self._closing.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _one(self, text: str, tests: Sequence[Mapping[str, str]], given_up: threading.Event) -> Reward:
+    def _one(self, text: str, tests: Sequence[_Test], given_up: threading.Event) -> Reward:
         program = program_of(text)
         if not program:
             return Reward(0.0, {"passed": 0.0, "program": 0.0})
@@ -121,15 +124,15 @@ class Code:
         return Reward(fraction if self._options.partial else float(passed == len(tests)),
                       {"passed": fraction, "program": 1.0})
 
-    def _passes(self, program: str, test: Mapping[str, str]) -> bool:
-        if "code" in test:
+    def _passes(self, program: str, test: _Test) -> bool:
+        if test.code is not None:
             mark = secrets.token_hex(16).encode() + b"\n"
             outcome = self._sandbox.run({"main.py": _CALLER.encode(), "program.py": _bytes(program),
-                                         "test.py": _bytes(test["code"])}, "main.py", mark, self._limits)
+                                         "test.py": _bytes(test.code)}, "main.py", mark, self._limits)
             return not outcome.ended and outcome.output == mark
-        outcome = self._sandbox.run({"main.py": _bytes(program)}, "main.py", _bytes(test["stdin"]), self._limits)
+        outcome = self._sandbox.run({"main.py": _bytes(program)}, "main.py", _bytes(test.stdin), self._limits)
         return (not outcome.ended and outcome.returncode == 0
-                and _lines(outcome.output.decode("utf-8", "replace")) == _lines(test["stdout"]))
+                and _lines(outcome.output.decode("utf-8", "replace")) == _lines(test.stdout))
 
 
 def program_of(text: str) -> str:
@@ -171,15 +174,41 @@ def _columns(indentation: str) -> int:
     return len(indentation.expandtabs(_NEARER))
 
 
-def _tests(prompt: Prompt) -> list[Mapping[str, str]]:
+@dataclass(frozen=True)
+class _Test:
+    """``code``: what runs in the program's scope; None: its output is compared."""
+
+    code: str | None
+    stdin: str = ""
+    stdout: str = ""
+
+
+def _tests(prompt: Prompt) -> list[_Test]:
     """Raises PluginFailed for a prompt without tests."""
     tests = prompt.metadata.get("tests")
-    if not isinstance(tests, list | tuple) or not tests or not all(
-            isinstance(t, Mapping) and (isinstance(t.get("code"), str) or (
-                isinstance(t.get("stdin"), str) and isinstance(t.get("stdout"), str))) for t in tests):
+    found = [_test(test) for test in tests] if isinstance(tests, list | tuple) else []
+    if not found or None in found:
         raise PluginFailed('the prompt has no metadata["tests"], a list of {"stdin": TEXT, "stdout": TEXT} or '
                            '{"code": TEXT}')
-    return list(tests)
+    return [test for test in found if test is not None]
+
+
+def _test(given: Any) -> _Test | None:
+    """None for what is no test. A key of null is one that is not there: Arrow fills in those that other tests have."""
+    if not isinstance(given, Mapping):
+        return None
+    code, stdin, stdout = (given.get(key) for key in ("code", "stdin", "stdout"))
+    if isinstance(code, str):
+        return _Test(code)
+    given_in, wanted = _text("" if stdin is None else stdin), _text(stdout)
+    return None if code is not None or given_in is None or wanted is None else _Test(None, given_in, wanted)
+
+
+def _text(value: Any) -> str | None:
+    """The text of a text or a number; None of anything else."""
+    if isinstance(value, str):
+        return value
+    return number_text(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _bytes(text: str) -> bytes:

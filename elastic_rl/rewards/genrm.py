@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from elastic_rl.config.options import read_options
-from elastic_rl.data.rows import text_value, value_at
+from elastic_rl.data.rows import value_at
 from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.data.values import text_value
 from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed, RoleUnavailable, SourceFailed
 from elastic_rl.rewards.base import Reward, RewardAway, RewardContext, gold_answers
 from elastic_rl.rewards.judge_prompts import JudgePrompts
@@ -62,7 +63,9 @@ class GenRm:
 
     def _request(self, prompt: Prompt, samples: Sequence[Sample]) -> JudgeRequest:
         """Raises PluginFailed for a prompt that lacks what the judge is to see."""
-        answer = ", ".join(gold_answers(prompt, self._decode)) if self._options.uses_answer(len(samples)) else ""
+        right = gold_answers(prompt, self._decode) if self._options.uses_answer(len(samples)) else ("",)
+        # As a response that another is compared with it is one of them.
+        answer = right[0] if self._options.mode == "pairwise" and len(samples) == 1 else " or ".join(right)
         return JudgeRequest(self._options, prompt.question or prompt.text or self._text(prompt), answer,
                             tuple(sample.text for sample in samples), self._seed, self._metadata(prompt))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from elastic_rl.net.listeners import owners
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
 from elastic_rl.runtime.backoff import RetryBackoff
+from elastic_rl.runtime.json_values import json_fault
 
 _RETRY_S = (0.2, 5.0)
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -132,7 +134,8 @@ class Remote:
         self._loop.stop()
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:
-        has_answer = "answer" in prompt.metadata or (prompt.answer_ids is not None and self._decode is not None)
+        has_answer = prompt.metadata.get("answer") is not None or (
+            prompt.answer_ids is not None and self._decode is not None)
         about = {"text": prompt.text, "question": prompt.question or prompt.text, "metadata": dict(prompt.metadata),
                  "answers": gold_answers(prompt, self._decode) if has_answer else ()}
         return {**about, "token_ids": prompt.token_ids} if self._options.send_token_ids else about
@@ -162,9 +165,12 @@ class Remote:
 
     def _body(self, prompt: Mapping[str, Any], samples: Sequence[Sample]) -> bytes:
         try:
-            body = orjson.dumps({"prompt": prompt, "samples": [self._sample(s) for s in samples]})
-        except TypeError as e:
-            raise PluginFailed(f"the prompt's metadata are no JSON: {plain(str(e), _SHOWN)}") from e
+            # Not orjson: it takes no integer of more than 64 bits.
+            body = json.dumps({"prompt": prompt, "samples": [self._sample(s) for s in samples]}, allow_nan=False,
+                              separators=(",", ":")).encode()
+        except (TypeError, ValueError, RecursionError) as e:
+            fault = json_fault(prompt["metadata"]) or plain(str(e), _SHOWN)
+            raise PluginFailed(f"the prompt's metadata are no JSON: {fault}") from e
         if len(body) > self._options.max_request_mb << 20:
             raise PluginFailed(f"a request of {len(body)} bytes is larger than max_request_mb",
                                hint="raise max_request_mb, or lower batch_samples")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 import unicodedata
@@ -11,7 +12,8 @@ from typing import Any, Literal
 
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.rewards.base import Reward, RewardContext, RewardFn, gold_answers
+from elastic_rl.errors import PluginFailed
+from elastic_rl.rewards.base import Decode, Reward, RewardContext, RewardFn, gold_answers
 
 _ARTICLES = {"a", "an", "the"}
 _MAX_MARKS, _JOINER = 30, "\u034f"
@@ -21,7 +23,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 class ExactMatchOptions(Options):
     compare: Literal["tokens", "text"] = "tokens"
     """``tokens``: the response's token ids must equal the prompt's ``answer_ids``, including the end-of-sequence token,
-    so that a response which continues or was cut off is wrong. ``text``: the decoded response must equal the answer,
+    so that a response which continues or was cut off is wrong; of several right answers, each with that end is.
+    ``text``: the decoded response must equal the answer,
     in Unicode's form NFKC and with each run of white space as one space."""
     ignore_case: bool = False
     """Whether upper and lower case are the same; with ``compare=text``."""
@@ -31,7 +34,7 @@ def exact_match(options: Mapping[str, Any], context: RewardContext) -> RewardFn:
     """1.0 for a response that equals the prompt's answer, else 0.0. Raises ConfigError."""
     chosen = read_options(ExactMatchOptions, options, of="the reward 'exact_match'", setting=context.setting)
     if chosen.compare == "tokens":
-        return same_tokens
+        return functools.partial(same_tokens, decode=context.decode)
 
     def normalised(text: str) -> str:
         return normalised_text(text, ignore_case=chosen.ignore_case)
@@ -43,9 +46,22 @@ def exact_match(options: Mapping[str, Any], context: RewardContext) -> RewardFn:
     return same_text
 
 
-async def same_tokens(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
-    """1.0 if the response equals the prompt's answer token for token, else 0.0."""
-    return [Reward(float(sample.response_ids == prompt.answer_ids)) for sample in samples]
+async def same_tokens(prompt: Prompt, samples: Sequence[Sample], *, decode: Decode | None = None) -> list[Reward]:
+    """1.0 if the response equals the prompt's answer token for token, else 0.0. Of several right answers ``answer_ids``
+    are the first: a response that is another of them has its text, and ends with the same token. Raises PluginFailed
+    where there are others and no tokenizer."""
+    answer = prompt.metadata.get("answer")
+    if not isinstance(answer, list | tuple) or len(answer) < 2 or prompt.answer_ids is None:
+        return [Reward(float(sample.response_ids == prompt.answer_ids)) for sample in samples]
+    if decode is None:
+        raise PluginFailed("the prompt has several right answers, which only a tokenizer can compare with a response",
+                           hint="give the data source a tokenizer, or its prompts one answer")
+    right, end = set(gold_answers(prompt, decode)), prompt.answer_ids[-1]
+
+    def is_right(ids: tuple[int, ...]) -> bool:
+        return ids == prompt.answer_ids or (end in ids and ids.index(end) == len(ids) - 1 and decode(ids[:-1]) in right)
+
+    return [Reward(float(is_right(sample.response_ids))) for sample in samples]
 
 
 def normalised_text(text: str, *, ignore_case: bool) -> str:

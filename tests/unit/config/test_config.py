@@ -285,7 +285,7 @@ def test_value_that_breaks_the_yaml_reader_is_a_config_error(value: str, tmp_pat
     ("{a: !!binary /w==}", "a bytes"), ("{a: &x [*x]}", "contains itself"), ("{a: &x {b: *x}}", "contains itself"),
     ("{a: 2024-01-01}", "a date"), ("{a: {1: 2}}", "a key of a mapping is a int"), ("{a: .nan}", "a number is nan"),
     ("{a: [.inf]}", "a number is inf"), ("{a: !!set {x}}", "a set"), ('{a: "\\ud800"}', "surrogate"),
-    ("{a: " + "[" * 60 + "]" * 60 + "}", "nested more than"), (f"{{a: 0x{'f' * 5000}}}", "bits"),
+    ("{a: " + "[" * 120 + "]" * 120 + "}", "nested more than"), (f"{{a: 0x{'f' * 5000}}}", "bits"),
     ("{a: &a [1,1,1,1,1,1,1,1,1,1], " + ", ".join(f"{x}: &{x} [{','.join(['*' + y] * 10)}]" for x, y in zip(
         "bcdefg", "abcdef", strict=True)) + "}", "more than")])
 def test_options_that_json_does_not_have_are_refused(options: str, said: str) -> None:

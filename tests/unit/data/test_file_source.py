@@ -24,10 +24,11 @@ from elastic_rl import config
 from elastic_rl.data import derived, parquet
 from elastic_rl.data.order import fingerprint
 from elastic_rl.data.parquet import ParquetRows
-from elastic_rl.data.rows import JsonlRows, plain_json, text_value, value_at
+from elastic_rl.data.rows import JsonlRows, value_at
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.templates import Template
+from elastic_rl.data.values import plain_json, text_value
 from elastic_rl.errors import ConfigError, SourceFailed
 
 ROWS = [{"question": f"what is {i} and {i}?", "answer": 2 * i, "level": {"name": f"l{i % 3}"}} for i in range(60)]
@@ -177,7 +178,7 @@ def test_number_of_a_row_is_written_in_decimal_digits(value: float) -> None:
 
 
 def test_value_that_json_does_not_have_is_a_fault_with_its_place() -> None:
-    with pytest.raises(SourceFailed, match="a:1 is of type bytes"):
+    with pytest.raises(SourceFailed, match="a:1: a value is a bytes"):
         plain_json({"x": [b""]}, "a:1")
     with pytest.raises(SourceFailed, match="a:1 has no column 'lvl', only level; did you mean 'level'"):
         value_at({"level": 1}, "lvl", "a:1")

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("forked_plugins")
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLE = Sample((Segment((1,), (-0.5,), version=3),))
 MODULE = '''
-import asyncio, os, threading
+import asyncio, numpy, os, threading
 from dataclasses import replace
 from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.errors import EngineFailed
@@ -50,7 +50,7 @@ def sample(ids=(1, 2), logprobs=(-0.5, -0.5), **more):
     segment = Segment((1,), (-0.5,), version=3)
     for name, value in {"token_ids": ids, "logprobs": logprobs, **more}.items():
         object.__setattr__(segment, name, value)
-    return Sample((segment,), metadata={"tool": "calculator"})
+    return Sample((segment,), metadata={"tool": "calculator", "took_s": numpy.float32(0.5), "right": numpy.bool_(True)})
 
 async def generate(request, engines):
     what, n = request.prompt.text, request.samples
@@ -68,6 +68,7 @@ async def generate(request, engines):
     if what == "text": return "nothing"
     if what == "none": return [sample(version=None) for _ in range(n)]
     if what == "zero": return [sample(version=0) for _ in range(n)]
+    if what == "metadata": return [replace(sample(), metadata={"took_s": float("inf")}) for _ in range(n)]
     if what == "own": return [sample(version=2) for _ in range(n)]
     return [sample() for _ in range(n)]
 
@@ -118,13 +119,15 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRole]:
     ("raise", "ValueError: the tool is away"), ("hang", "took longer than 2 s for group 1.*generate_timeout_s"),
     ("token", "a token id that is no int from 0 to 49"), ("nan", "a log-prob that is not finite"),
     ("lengths", "2 tokens with 1 log-probs"), ("long", "a response of 50 tokens, and the data source allows 12"),
-    ("few", "must give 2 samples"), ("text", "must give 2 samples"),
-    ("none", "version is no int .*engines.generate"), ("zero", "trained on, with version=0, and 3 .*engines.generate"),
+    ("metadata", "metadata that are not passed on: a number is inf"), ("few", "must give 2 samples"),
+    ("text", "must give 2 samples"), ("none", "version is no int .*engines.generate"),
+    ("zero", "trained on, with version=0, and 3 .*engines.generate"),
     ("own", "samples of policy version 2, and 3 or newer")])
 def test_what_fails_or_is_nonsense_costs_its_group_only(role: RolloutRole, what: str, named: str) -> None:
     good, bad = _generate(role, "", what)
     assert isinstance(good, list) and good[0].segments[0].token_ids == (1, 2) and good[0].oldest_version == 3
-    assert good[1].metadata == {"tool": "calculator"} and good[1].segments[0].logprobs == (-0.5, -0.5)
+    assert good[1].metadata == {"tool": "calculator", "took_s": 0.5, "right": True}
+    assert good[1].segments[0].logprobs == (-0.5, -0.5)
     assert isinstance(bad, GenerateFault) and not bad.shared
     with pytest.raises(AssertionError, match=named):
         raise AssertionError(bad.why)

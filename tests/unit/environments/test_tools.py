@@ -7,8 +7,10 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +72,10 @@ def large() -> list[int]:
     return list(range(10_000))
 
 
+def measures() -> dict[str, Any]:
+    return {"n": np.int64(3), "ok": np.bool_(True), "x": np.array([0.5]), "of": Path("a")}
+
+
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -83,7 +89,7 @@ class PlainCalls:
 
 
 NAMES = ["calculator", *(f"{__name__}:{name}" for name in (
-    "add", "wait", "fails", "times_out", "leaves", "validates", "cancels", "hangs", "large"))]
+    "add", "wait", "fails", "times_out", "leaves", "validates", "cancels", "hangs", "large", "measures"))]
 
 
 def make(**options: Any) -> Tools:
@@ -102,6 +108,11 @@ def test_results_of_the_calls_of_a_turn_are_read_in_order() -> None:
         Message("tool", "5", "add", "000100000"), Message("tool", "42", "calculator", "000100001"),
         Message("tool", "awake", "wait", "000100002"))
     assert not found.done and found.parts == {"tool_calls": 3.0, "tool_errors": 0.0}
+
+
+def test_result_is_written_as_json() -> None:
+    [message] = step(call("measures")).messages
+    assert json.loads(message.content) == {"n": 3, "ok": True, "x": [0.5], "of": "a"}
 
 
 def test_turn_without_a_call_ends_the_episode() -> None:

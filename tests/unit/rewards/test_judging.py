@@ -190,9 +190,18 @@ def test_reward_sends_all_responses_at_once_and_shows_what_was_not_judged() -> N
     prompt = Prompt((1,), text="why?", metadata={"answer": ["so", "thus"]})
     assert rewards(judge, prompt, "x", "y", prompt="{response} {answer}") == [
         Reward(0.25, {NO_VERDICT: 0.0}), Reward(0.0, {NO_VERDICT: 1.0})]
-    assert [(a.question, a.answer, a.responses, a.seed) for a in seen] == [("why?", "so, thus", ("x", "y"), 7)]
+    assert [(a.question, a.answer, a.responses, a.seed) for a in seen] == [("why?", "so or thus", ("x", "y"), 7)]
     with pytest.raises(PluginFailed, match="answer"):
         rewards(judge, Prompt((1,), text="why?"), "x", prompt="{response} {answer}")
+
+
+def test_lone_response_is_compared_with_one_of_several_answers() -> None:
+    def judge(asked: JudgeRequest) -> list[Judgement]:
+        assert asked.answer == "so"
+        return [Judgement(1.0, 0.0)]
+
+    prompt = Prompt((1,), text="why?", metadata={"answer": ["so", "thus"]})
+    assert rewards(judge, prompt, "x", mode="pairwise") == [Reward(1.0, {NO_VERDICT: 0.0})]
 
 
 def test_lone_response_without_an_answer_to_compare_has_no_verdict() -> None:

@@ -79,10 +79,10 @@ def service() -> Iterator[Service]:
     http_servers.close(made.server)
 
 
-def _rewards(service: Service, *texts: str, **options: Any) -> list[Reward]:
+def _rewards(service: Service, *texts: str, prompt: Prompt = PROMPT, **options: Any) -> list[Reward]:
     reward = make_reward("remote", {"urls": [service.url], **options})
     try:
-        return list(asyncio.run(reward(PROMPT, [Sample((Segment((7,)),), text=t) for t in texts])))  # type: ignore[arg-type]
+        return list(asyncio.run(reward(prompt, [Sample((Segment((7,)),), text=t) for t in texts])))  # type: ignore[arg-type]
     finally:
         close_reward(reward)
 
@@ -96,6 +96,14 @@ def test_samples_are_posted_in_batches_and_rewarded_in_order(service: Service) -
     assert service.bodies[0]["samples"][0].keys() == {"text", "finish_reason"}
     _rewards(service, "a", send_token_ids=True)
     assert service.bodies[-1]["samples"][0]["token_ids"] == [7] and service.bodies[-1]["prompt"]["token_ids"] == [1, 2]
+
+
+def test_metadata_arrive_as_they_are(service: Service) -> None:
+    metadata = {"answer": None, "n": 2**70, "small": 1e-7, "text": "ä\ud83d", "null": None}
+    _rewards(service, "a", prompt=Prompt((1,), "x", metadata=metadata))
+    assert service.bodies[0]["prompt"]["metadata"] == metadata and service.bodies[0]["prompt"]["answers"] == []
+    with pytest.raises(PluginFailed, match="metadata are no JSON: a number is nan"):
+        _rewards(service, "a", prompt=Prompt((1,), "x", metadata={"n": float("nan")}))
 
 
 def test_no_more_requests_than_allowed_are_sent_at_once(service: Service) -> None:

@@ -500,7 +500,17 @@ def test_program_under_test_code_is_a_module_that_python_finds_by_its_name(progr
 
 
 @needs_sandbox
-@pytest.mark.parametrize("tests", [None, [], [{}], [{"stdin": "1"}], "x", [{"code": 1}]])
+def test_key_of_a_test_that_is_null_is_not_there() -> None:
+    """As in a row of Parquet, whose tests have all keys that others have."""
+    filled = {"code": None, "stdin": None, "stdout": None}
+    tests = [{**filled, "stdin": "2", "stdout": "2"}, {**filled, "code": "assert x"}, {**filled, "stdout": "3"},
+             {**filled, "stdin": 5, "stdout": 5}]
+    assert _rewards({"partial": True}, tests, "import sys\nx = 1\nprint(sys.stdin.read() or 3)") == [(1.0, 1.0)]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("tests", [None, [], [{}], [{"stdin": "1"}], "x", [{"code": 1}], [{"code": 1, "stdout": "1"}],
+                                   [{"stdin": "1", "stdout": None}], [{"stdout": True}], [None]])
 def test_prompt_without_tests_is_a_failure_of_the_group(tests: object) -> None:
     with pytest.raises(PluginFailed, match='metadata\\["tests"\\]'):
         _rewards({}, tests, "print(1)")

@@ -36,8 +36,27 @@ def test_exact_match_of_text_ignores_white_space_and_on_request_case() -> None:
     assert [r.value for r in found] == [1, 0, 0, 0]
     found = _rewards("exact_match", {"compare": "text", "ignore_case": True}, _answer("The answer"), *texts)
     assert [r.value for r in found] == [1, 1, 0, 0]
-    assert _rewards("exact_match", {"compare": "text"}, _answer(["x", 7]), "7", "x", "8") == [
+    assert _rewards("exact_match", {"compare": "text"}, _answer(["x", 7, None]), "7", "x", "8") == [
         Reward(1.0), Reward(1.0), Reward(0.0)]
+
+
+def test_exact_match_of_tokens_takes_each_of_several_answers() -> None:
+    """The first is the prompt's ``answer_ids``; the others are compared as text, with the token that ends a response.
+    """
+    def decode(ids: Any) -> str:
+        return "".join("" if i == 0 else chr(i) for i in ids)
+
+    def values(answer: Any, *responses: str, **more: Any) -> list[float]:
+        prompt = Prompt((1,), answer_ids=(*map(ord, "1/2"), 0), metadata={"answer": answer})
+        samples = [Sample((Segment(tuple(map(ord, text))),), text=decode(map(ord, text))) for text in responses]
+        reward = make_reward("exact_match", {}, **more)
+        return [r.value for r in asyncio.run(reward(prompt, samples))]  # type: ignore[arg-type]
+
+    texts = ("1/2\0", "0.5\0", "5\0", "0.5", "1/2", "0.5\0\0", "\0", "")
+    assert values(["1/2", "0.5", 5], *texts, decode=decode) == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert values(["1/2"], *texts) == values("1/2", *texts) == [1, 0, 0, 0, 0, 0, 0, 0]
+    with pytest.raises(PluginFailed, match="several right answers"):
+        values(["1/2", "0.5"], *texts)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
