@@ -98,9 +98,9 @@ _LOCK_TIMEOUT_S = 180.0
 _DOWN_LOCK_TIMEOUT_S = 15.0
 """Longest wait of ``down`` for such a command. It then goes on without the lock, to end an ``up`` that hangs."""
 _STOP_RUN_S = STOP_RUN_S
+"""Longest wait for a run to end, beside that for its commit."""
 _WITHDRAW_S = 2.0
-"""Retries of etcd before a run that is taken down ends without a commit."""
-"""Longest wait for a run to end."""
+"""Seconds of retries of etcd before a run that is taken down ends without a commit."""
 _READ_BUDGET_S = 1.0
 """Retries of a reading of a run, which is made again and again."""
 SAVE_GRACE_S = 90.0
