@@ -8,7 +8,7 @@ is written. Where a setting takes any value, plain values are what YAML 1.2 has 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -66,9 +66,13 @@ class _Dumper(yaml.SafeDumper):
 
 _numbers_of_yaml_1_2(_Loader)
 _numbers_of_yaml_1_2(_Dumper)
+def _plain(name: str) -> Callable[[Any, Any], _Plain]:
+    """The constructor of a plain scalar of this kind."""
+    return lambda loader, node: _Plain(getattr(loader, f"construct_yaml_{name}")(node), node.value)
+
+
 for _name in _PLAIN:
-    _Loader.add_constructor(f"{_TAG}{_name}", lambda loader, node, name=_name: _Plain(
-        getattr(loader, f"construct_yaml_{name}")(node), node.value))
+    _Loader.add_constructor(f"{_TAG}{_name}", _plain(_name))
 
 
 def load(text: str) -> Any:

@@ -138,7 +138,7 @@ class NoticeSource:
         # Each poll has a connection of its own: one of a server that has gone would cost the next poll its answer.
         self._client = None if self._path is not None else http_client.client(
             timeout=_PAUSE_S, users=None, limits=httpx.Limits(max_keepalive_connections=0),
-            **({"verify": False} if self._url.startswith("http://") else {}))
+            verify=not self._url.startswith("http://"))
 
     def read(self) -> PreemptionNotice | None:
         """The notice that stands; None where there is none. Raises NoticeUnreadable."""
