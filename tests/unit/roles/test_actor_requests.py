@@ -233,7 +233,7 @@ class Engines:
 
     def client(self) -> GenerateClient:
         client = GenerateClient("http://router", timeout_s=600, retries=1)
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(self.handle))
+        client._http = httpx.MockTransport(self.handle)
         return client
 
 
