@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 EPISODE = "episode"
 """Key in the metadata of a sample that an environment took part in: ``{"reward": …, "rewards": [… of each turn],
@@ -40,10 +43,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a sample that have one origin."""
+    """Consecutive tokens of a sample that have one origin. One that is made of arrays has tuples of them once somebody
+    asks for those: a step passes on millions of numbers that only the trainer reads."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = field(default_factory=tuple)
     """Natural log of the probability with which each token was sampled, under the distribution that it was sampled
     from; empty where no policy sampled them."""
     loss: bool = True
@@ -54,6 +58,34 @@ class Segment:
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"a segment of {len(self.token_ids)} tokens has {len(self.logprobs)} log-probs")
+
+    @classmethod
+    def of_arrays(cls, token_ids: np.ndarray, logprobs: np.ndarray, loss: bool = True, version: int = 0) -> Segment:
+        """``token_ids``: [T] int32; ``logprobs``: [T] or [0] of floats. Nobody changes them any more. Raises
+        ValueError."""
+        if len(logprobs) not in (0, len(token_ids)):
+            raise ValueError(f"a segment of {len(token_ids)} tokens has {len(logprobs)} log-probs")
+        made = cls.__new__(cls)
+        made.__dict__.update(loss=loss, version=version, _arrays=(token_ids, logprobs))
+        return made
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Token ids and log-probs, of one that was made of arrays."""
+        return self.__dict__.get("_arrays")
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids if self.arrays is None else self.arrays[0])
+
+    if not TYPE_CHECKING:  # it would hide wrong names
+        def __getattr__(self, name: str) -> Any:
+            arrays = self.__dict__.get("_arrays")
+            if arrays is None or name not in ("token_ids", "logprobs"):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+            found = self.__dict__[name] = tuple(arrays[name == "logprobs"].tolist())
+            return found
 
 
 @dataclass(frozen=True)
@@ -90,9 +122,9 @@ class Sample:
         ends: list[int] = []
         place, own = 0, False
         for s in self.segments:
-            if not s.token_ids:
+            if not s.size:
                 continue
-            place += len(s.token_ids)
+            place += s.size
             goes_on, own = own, s.loss or bool(s.logprobs)
             if own and goes_on:
                 ends.pop()

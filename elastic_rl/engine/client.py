@@ -10,11 +10,12 @@ Measured on 2 cores, one engine, 64 prompts x 8 samples x 4 tokens, samples/s: `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import resource
 import ssl
 from array import array
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine import packed_answers
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused, Unanswered
-from elastic_rl.net import http_client
 from elastic_rl.net.engine_key import OTHER_KEY, EngineAccess
 from elastic_rl.net.listeners import check_async_connection
 from elastic_rl.net.single_connections import SingleConnections
@@ -122,14 +122,14 @@ class GenerateClient:
     def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH,
                  vocabulary: int = MAX_TOKEN_IDS, end_ids: Sequence[int] = (), access: EngineAccess = EngineAccess()
                  ) -> None:
-        self._url, self._access = router_url.rstrip("/") + "/generate", access
+        self._url, self._access = httpx.URL(router_url.rstrip("/") + "/generate"), access
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
         self._vocabulary, self._end_ids = vocabulary, frozenset(end_ids)
         self._pending: dict[tuple[Sampling, str], list[_Pending]] = {}
         self._sending: set[asyncio.Task[None]] = set()
-        self._http: httpx.AsyncClient | None = None
+        self._http: httpx.AsyncBaseTransport | None = None
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = _CONNECTIONS if files < 0 else max(1, min(_CONNECTIONS, files // 2))
         self._turns = asyncio.Semaphore(self._connections)
@@ -165,6 +165,11 @@ class GenerateClient:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
             raise EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}") from e
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all its connections are in use, so that further requests wait for one."""
+        return self._turns.locked()
+
     async def close(self) -> None:
         """Cancels the requests in flight and closes the connections."""
         for task in list(self._sending):
@@ -197,13 +202,15 @@ class GenerateClient:
             result.add_done_callback(cancel_unwanted)
 
     async def _send(self, sampling: Sampling, route: str, groups: list[_Pending]) -> None:
-        body = _generate_body([prompt for prompt, n, _ in groups for _ in range(n)], sampling.params())
+        body = _generate_body([ids for prompt, n, _ in groups for ids in [list(prompt)] * n], sampling.params())
         try:
             answers = await self._attempts(body, route, unfinished=sampling.resume)
             given = [(prompt, number) for prompt, n, _ in groups for number in range(n)]
-            parsed = [(prompt, sampling.of_rest(number), route, parse_sample(a))
-                      for (prompt, number), a in zip(given, answers, strict=True)]
-            samples = iter(await _all_or_none([self._finished(*one) for one in parsed]))
+            found = [parse_sample(answer) for answer in answers]
+            if any(sample.finish_reason == "abort" for sample in found):
+                found = await _all_or_none([self._finished(prompt, sampling.of_rest(number), route, sample)
+                                            for (prompt, number), sample in zip(given, found, strict=True)])
+            samples = iter(found)
             for _, n, result in groups:
                 own = [next(samples) for _ in range(n)]
                 if not result.done():
@@ -246,7 +253,7 @@ class GenerateClient:
                 unfinished=True)
             more = parse_sample(answer)
             vain = 0 if more.response_ids else vain + 1
-            sample = replace(more, segments=(*sample.segments, *(s for s in more.segments if s.token_ids)))
+            sample = replace(more, segments=(*sample.segments, *(s for s in more.segments if s.size)))
         return sample
 
     def _fail(self, groups: list[_Pending], error: EngineFailed) -> None:
@@ -258,12 +265,9 @@ class GenerateClient:
                         ) -> list[dict[str, Any]]:
         """``unfinished``: answers are taken of samples that the engine has aborted."""
         if self._http is None:
-            options = self._access.options
             # Without an authority the router serves without TLS: one context, which trusts nobody, for all connections.
-            verify = options.pop("verify", None) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            self._http = http_client.async_client(
-                timeout=self._timeout_s, **options,
-                transport=SingleConnections(lambda: httpx.AsyncHTTPTransport(verify=verify, trust_env=False)))
+            verify = self._access.options.get("verify") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._http = SingleConnections(lambda: httpx.AsyncHTTPTransport(verify=verify, trust_env=False))
         last = hint = ""
         for attempt in range(self._retries):
             hint = _READY
@@ -300,18 +304,23 @@ class GenerateClient:
                 hint = OTHER_KEY if status == httpx.codes.UNAUTHORIZED else _READY
         raise Unanswered(f"no engine answered in {self._retries} attempts; the last one: {last}", hint=hint)
 
-    async def _post(self, http: httpx.AsyncClient, body: dict[str, Any], route: str) -> tuple[int, str, bytes]:
+    async def _post(self, http: httpx.AsyncBaseTransport, body: dict[str, Any], route: str) -> tuple[int, str, bytes]:
         """Status, media type and content of an answer, of no more bytes than one to this request has. Raises
         httpx.HTTPError, PortTaken, and _NoAnswer for a longer one."""
         # Without compression: a few bytes could stand for any number.
-        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json",
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **self._access.headers,
                    **({_ROUTE: route} if route else {})}
         limit, content = answer_limit(body), bytearray()
-        async with http.stream("POST", self._url, content=orjson.dumps(body), headers=headers,
-                               extensions={"trace": check_async_connection}) as reply:
+        # Without httpx's client, whose redirects and cookies took a third of the CPU time of a request, and without its
+        # timeouts, one for each read and write: the caller has one for all.
+        reply = await http.handle_async_request(httpx.Request(
+            "POST", self._url, content=orjson.dumps(body), headers=headers,
+            extensions={"trace": check_async_connection}))
+        assert isinstance(reply.stream, httpx.AsyncByteStream)
+        async with contextlib.aclosing(reply.stream) as pieces:
             if reply.headers.get("Content-Encoding", "identity") != "identity":
                 raise _NoAnswer("it is compressed, which was not asked for")
-            async for piece in reply.aiter_bytes():
+            async for piece in pieces:
                 content += piece
                 if len(content) > limit:
                     raise _NoAnswer(f"it has more than {limit} bytes, which no answer to the request has")
@@ -334,7 +343,7 @@ class _NoAnswer(Exception):
 
 
 def _generate_body(prompts: Sequence[Sequence[int]], params: Mapping[str, Any]) -> dict[str, Any]:
-    return {"input_ids": [list(prompt) for prompt in prompts], "return_logprob": True,
+    return {"input_ids": prompts, "return_logprob": True,
             packed_answers.REQUEST_FIELD: True, "sampling_params": params}
 
 
@@ -387,8 +396,9 @@ def parse_sample(answer: dict[str, Any]) -> Sample:
     """A Sample from one element of SGLang's answer to /generate, or of an unpacked one, with a segment for each weight
     version."""
     meta = answer["meta_info"]
+    made: Callable[..., Segment] = Segment
     if isinstance(answer, packed_answers.Unpacked):
-        ids, logprobs = tuple(answer["output_ids"]), tuple(meta[packed_answers.LOGPROBS])
+        ids, logprobs, made = answer["output_ids"], meta[packed_answers.LOGPROBS], Segment.of_arrays
     else:
         ids = tuple(map(int, answer["output_ids"]))
         logprobs = tuple(float(entry[0]) for entry in (meta["output_token_logprobs"] if ids else ()))
@@ -398,7 +408,7 @@ def parse_sample(answer: dict[str, Any]) -> Sample:
             [*(start for start, _, _ in spans), len(ids)] != [0, *(end for _, end, _ in spans)]):
         # It says nothing of where the versions changed, so all tokens count as of the oldest.
         spans = [(0, len(ids), min((v for _, _, v in spans), default=to_version(meta.get("weight_version", ""))))]
-    return Sample(tuple(Segment(ids[start:end], logprobs[start:end], version=version)
+    return Sample(tuple(made(ids[start:end], logprobs[start:end], version=version)
                         for start, end, version in spans), finish_reason=finish_reason(answer))
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Protocol
 
+import numpy as np
+
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient, Sampling
 
@@ -55,6 +57,7 @@ Answers = Sequence[tuple[int, Generated]]
 """What becomes of some groups of a request, which have ended, each with its place in the request."""
 
 
+_NUMBERS = tuple | list | np.ndarray
 _MAX_LOGPROB = 1e30
 """What fp32 holds, with room for sums."""
 _VERSIONS = 1 << 63
@@ -77,7 +80,7 @@ def fault_of(samples: object, request: PromptRequest, vocabulary: int = MAX_TOKE
                 return fault
         if not any(segment.loss for segment in sample.segments):
             return "gave a sample without a segment that is trained on"
-        if (size := sum(len(segment.token_ids) for segment in sample.segments)) > request.sampling.max_new_tokens:
+        if (size := sum(segment.size for segment in sample.segments)) > request.sampling.max_new_tokens:
             return (f"gave a response of {size} tokens, and the data source allows {request.sampling.max_new_tokens} "
                     "with all its segments")
     return ""
@@ -108,27 +111,36 @@ def version_fault(samples: Sequence[Sample], min_version: int, answered: Collect
 def _fault_of_segment(segment: object, vocabulary: int) -> str:
     if not isinstance(segment, Segment):
         return "gave something else than segments in a sample"
-    if not isinstance(segment.token_ids, tuple | list) or not isinstance(segment.logprobs, tuple | list):
+    ids, logprobs = segment.arrays or (segment.token_ids, segment.logprobs)
+    if not isinstance(ids, _NUMBERS) or not isinstance(logprobs, _NUMBERS):
         return "gave a segment whose token_ids or logprobs are no tuple"
     if type(segment.loss) is not bool:
         return "gave a segment whose loss is neither True nor False"
     if type(segment.version) is not int or not 0 <= segment.version < _VERSIONS:
         return ("gave a segment whose version is no int from 0 to 2**63 - 1: it must be the version of the call that "
                 "made it, as in the segments that engines.generate returns, or 0 for what no policy generated")
-    ids, logprobs = segment.token_ids, segment.logprobs
-    # By type first, in passes that run in C: a response may have a hundred thousand tokens.
-    if not {*map(type, ids)} <= {int} or (ids and not 0 <= min(ids) <= max(ids) < vocabulary):
+    if not _are_ids(ids, vocabulary):
         return f"gave a token id that is no int from 0 to {vocabulary - 1}"
-    if segment.logprobs and len(segment.logprobs) != len(segment.token_ids):
-        return f"gave a segment of {len(segment.token_ids)} tokens with {len(segment.logprobs)} log-probs"
-    if segment.loss and segment.token_ids and not segment.logprobs:
+    if len(logprobs) not in (0, len(ids)):
+        return f"gave a segment of {len(ids)} tokens with {len(logprobs)} log-probs"
+    if segment.loss and len(ids) > len(logprobs):
         return "gave a segment that is trained on, without log-probs"
     if not _are_logprobs(logprobs):
         return "gave a log-prob that is not finite, or no number"
     return ""
 
 
-def _are_logprobs(values: Sequence[float]) -> bool:
+def _are_ids(values: Sequence[int] | np.ndarray, vocabulary: int) -> bool:
+    if isinstance(values, np.ndarray):
+        return values.dtype.kind == "i" and (not len(values) or bool(0 <= values.min() <= values.max() < vocabulary))
+    # By type first, in passes that run in C: a response may have a hundred thousand tokens.
+    return {*map(type, values)} <= {int} and (not values or 0 <= min(values) <= max(values) < vocabulary)
+
+
+def _are_logprobs(values: Sequence[float] | np.ndarray) -> bool:
+    if isinstance(values, np.ndarray):
+        return values.dtype.kind == "f" and (not len(values) or bool(
+            -_MAX_LOGPROB < values.min() <= values.max() < _MAX_LOGPROB))  # neither is so where one is no number
     if {*map(type, values)} <= {float}:
         # Where one is no number or infinite, so is the sum, and then the smallest and the largest say nothing.
         return not values or (math.isfinite(sum(values)) and -_MAX_LOGPROB < min(values) <= max(values) < _MAX_LOGPROB)

@@ -46,7 +46,7 @@ def pack(answers: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 class Unpacked(dict[str, Any]):
-    """An answer that was packed: what its arrays are is known."""
+    """An answer that was packed: its token ids and log-probs are arrays."""
 
 
 def unpack(raw: bytes) -> list[dict[str, Any]]:
@@ -60,11 +60,10 @@ def unpack(raw: bytes) -> list[dict[str, Any]]:
         tokens, logprobs = sum(n for n, _ in counts), sum(n for _, n in counts)
         if len(raw) != place + tokens * _TOKENS.itemsize + logprobs * _LOGPROBS.itemsize:
             raise ValueError("a part of the bytes is missing, or there are others")
-        given_ids = np.frombuffer(raw, _TOKENS, tokens, place)
-        given = np.frombuffer(raw, _LOGPROBS, logprobs, place + tokens * _TOKENS.itemsize)
-        if any(n != m for n, m in counts) or (given_ids < 0).any() or not np.isfinite(given).all():
+        ids = np.frombuffer(raw, _TOKENS, tokens, place)
+        values = np.frombuffer(raw, _LOGPROBS, logprobs, place + tokens * _TOKENS.itemsize)
+        if any(n != m for n, m in counts) or (ids < 0).any() or not np.isfinite(values).all():
             raise ValueError("token ids or log-probs that are none")  # of the engine, and of no prompt
-        ids, values = given_ids.tolist(), given.tolist()
         answers: list[dict[str, Any]] = []
         i = j = 0
         for (reason, version, versions, *_), (n_tokens, n_logprobs) in zip(head, counts, strict=True):

@@ -33,8 +33,8 @@ class SingleConnections(httpx.AsyncBaseTransport):
             await self._release(transport)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        return httpx.Response(response.status_code, headers=response.headers, extensions=response.extensions,
-                              stream=_Body(response.stream, lambda: self._release(transport)))
+        response.stream = _Body(response.stream, lambda: self._release(transport))
+        return response
 
     def _added(self) -> httpx.AsyncBaseTransport:
         self._all.add(made := self._make())

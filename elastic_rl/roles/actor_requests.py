@@ -14,6 +14,7 @@ from elastic_rl.errors import ElasticRLError, Fenced
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+QUEUES_S = 5.0
 _LOOK_S = 1.0
 """How often it is looked which term the actor is in, while there are requests: those of a successor may not be let in
 before the others have ended."""
@@ -54,10 +55,12 @@ class ActorRequests:
         finally:
             del self._running[task]
 
-    async def stream(self, term: int, work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]
-                     ) -> AsyncIterator[list[T]]:
+    async def stream(self, term: int, work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]],
+                     queues: Callable[[], bool] = lambda: False) -> AsyncIterator[list[T]]:
         """Yields what ``work`` gives by the function that it is called with: all that it gave while the reader had what
-        came before. Raises as ``run``. A stream that its reader closes cancels the work."""
+        came before. ``queues``: whether some of the work may not have begun yet; then the stream yields an empty list
+        each ``QUEUES_S``, so that the reader, who has a limit for the next answer, does not count the time. Raises as
+        ``run``. A stream that its reader closes cancels the work."""
         given: list[T] = []
         news = asyncio.Event()
 
@@ -69,7 +72,13 @@ class ActorRequests:
         working.add_done_callback(lambda _: news.set())
         try:
             while given or not working.done():
-                await news.wait()
+                try:
+                    async with asyncio.timeout(QUEUES_S):
+                        await news.wait()
+                except TimeoutError:
+                    if queues():
+                        yield []
+                    continue
                 news.clear()
                 if given:
                     some = given.copy()

@@ -29,7 +29,6 @@ from elastic_rl.errors import (
     Fenced,
     PluginFailed,
     RoleUnavailable,
-    Unanswered,
 )
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
@@ -96,8 +95,6 @@ class _Call:
                 raise PluginFailed(e.cause.message, hint=e.cause.hint) from e
             if isinstance(e.cause, Fenced):
                 raise Fenced(e.cause.message, hint=e.cause.hint) from e
-            if isinstance(e.cause, Unanswered):
-                raise Unanswered(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
             if isinstance(e.cause, ElasticRLError):
                 raise EngineFailed(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
             raise EngineFailed(f"role {role} failed: {_last_line(e)}") from e

@@ -71,8 +71,18 @@ def encoded(found: Generated) -> Encoded:
 
 
 def decoded(answers: EncodedAnswers) -> Answers:
-    """Raises ValueError for what ``encoded`` did not make."""
-    return [(place, one if isinstance(one, GenerateFault) else decode_samples(one)) for place, one in answers]
+    """A group that cannot be read, since a user's function has put something into its samples that they cannot have,
+    such as a reward that is no number, has failed by itself: those beside it are good."""
+    return [(place, _decoded(one)) for place, one in answers]
+
+
+def _decoded(one: Encoded) -> Generated:
+    if isinstance(one, GenerateFault):
+        return one
+    try:
+        return decode_samples(one)
+    except ValueError as e:
+        return GenerateFault(f"the samples of the group cannot be read: {e}")
 
 
 class RolloutRole(EngineRole):
@@ -94,7 +104,7 @@ class RolloutRole(EngineRole):
     async def generate(self, request: GenerationRequest, term: int) -> AsyncIterator[EncodedAnswers]:
         """Yields the samples of each prompt as it has them, or why there are none: the user's function failed, or no
         engine answered. ``term``: the term of the actor. Raises Fenced when it is over."""
-        async for answers in self.requests.stream(term, partial(self._generated, request)):
+        async for answers in self.requests.stream(term, partial(self._generated, request), lambda: self.client.is_full):
             yield answers
 
     async def _generated(self, request: GenerationRequest, give: Callable[[tuple[int, Encoded]], None]) -> None:

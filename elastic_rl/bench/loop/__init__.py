@@ -19,6 +19,7 @@ SUITE = Suite(__name__, {
     "overhead": ("overhead", "overhead-s", "overhead-tokens"),
     "actor_bytes": ("actor-bytes", "actor-bytes-wire", "actor-bytes-step"),
     "step_cost": ("cpu-a-step", "etcd-a-step", "sync-small"),
+    "rollout_rate": ("rollout-rate", "rollout-rate-wall", "rollout-rate-parse"),
     "unequal": ("unequal", "unequal-s"),
     "straggler": ("straggler", "straggler-samples-per-s"),
     "async_vs_sync": ("async-vs-sync", "async-step-s", "async-tokens",

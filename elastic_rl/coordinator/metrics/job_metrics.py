@@ -222,7 +222,7 @@ def _waiting(snapshot: ClusterSnapshot) -> list[Metric]:
                "more samples", "cap", {cap: 1} if cap and not snapshot.run_ended else {}),
         _gauge("engine_slots_idle_ratio", "Share, 0 to 1, of the requests that the routable engines of the policy's "
                "pool can process at once and do not, while such a limit binds", "cap",
-               {str(idle.cap): idle.share} if idle is not None else {}),
+               {cap: idle.share} if idle is not None else {}),
         _gauge("groups_dropped", "Prompt groups dropped on the record instead of being trained on, without those of "
                "steps that were undone", "reason", _named(s.dropped_groups) if s is not None else {})]
 

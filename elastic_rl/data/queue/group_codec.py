@@ -22,6 +22,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins.user_code import describe
 
+Numbers = Sequence[float] | np.ndarray
 _LENGTHS = struct.Struct("<3Q")
 _TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
@@ -38,18 +39,22 @@ def encode_group(group: Group) -> bytes:
                    None if prompt.answer_ids is None else len(prompt.answer_ids), dict(prompt.metadata),
                    prompt.question],
         "samples": [_described(sample) for sample in group.samples]})
-    return _whole_of(head, [prompt.token_ids, prompt.answer_ids or (), *(s.token_ids for s in segments)], segments)
+    return _whole_of(head, [prompt.token_ids, prompt.answer_ids or ()], segments)
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
     """The samples of a group whose prompt the reader has. Raises PluginFailed as ``encode_group``."""
     segments = [segment for sample in samples for segment in sample.segments]
     head = _head("a sample", lambda: {"samples": [_described(sample) for sample in samples]})
-    return _whole_of(head, [segment.token_ids for segment in segments], segments)
+    return _whole_of(head, [], segments)
+
+
+def _numbers(segment: Segment) -> tuple[Numbers, Numbers]:
+    return segment.arrays or (segment.token_ids, segment.logprobs)
 
 
 def _described(sample: Sample) -> dict[str, Any]:
-    return {"segments": [[len(s.token_ids), len(s.logprobs), s.loss, s.version] for s in sample.segments],
+    return {"segments": [[*map(len, _numbers(s)), s.loss, s.version] for s in sample.segments],
             "finish_reason": sample.finish_reason, "reward": sample.reward, "parts": dict(sample.reward_parts),
             "metadata": dict(sample.metadata), "text": sample.text, "turns": sample.turn_rewards}
 
@@ -61,8 +66,10 @@ def _head(what: str, described: Callable[[], Mapping[str, Any]]) -> bytes:
         raise _unwritable(what, e) from e
 
 
-def _whole_of(head: bytes, ids: Sequence[Sequence[int]], segments: Sequence[Segment]) -> bytes:
-    tokens, logprobs = _joined(ids, _TOKENS), _joined([s.logprobs for s in segments], _LOGPROBS)
+def _whole_of(head: bytes, prompt: Sequence[Numbers], segments: Sequence[Segment]) -> bytes:
+    numbers = [_numbers(segment) for segment in segments]
+    tokens = _joined([*prompt, *(ids for ids, _ in numbers)], _TOKENS)
+    logprobs = _joined([logprobs for _, logprobs in numbers], _LOGPROBS)
     return b"".join((_LENGTHS.pack(len(head), len(tokens), len(logprobs)), head, tokens, logprobs))
 
 
@@ -80,7 +87,7 @@ def _unwritable(what: str, error: Exception) -> PluginFailed:
                         "values into metadata: numbers, texts, lists and mappings of them")
 
 
-def _joined(parts: Sequence[Sequence[float]], kind: np.dtype[Any]) -> bytes:
+def _joined(parts: Sequence[Numbers], kind: np.dtype[Any]) -> bytes:
     return b"".join(np.asarray(part, kind).tobytes() for part in parts)
 
 
@@ -129,7 +136,7 @@ def _opened(raw: bytes) -> tuple[dict[str, Any], _Arrays]:
 
 def _sample(found: Mapping[str, Any], arrays: _Arrays) -> Sample:
     return Sample(
-        tuple(Segment(arrays.tokens(n_tokens), arrays.logprobs(n_logprobs), _of(bool, loss), _whole(version))
+        tuple(Segment.of_arrays(arrays.ids(n_tokens), arrays.logprobs(n_logprobs), _of(bool, loss), _whole(version))
               for n_tokens, n_logprobs, loss, version in _of(list, found["segments"])),
         _of(str, found["finish_reason"]), _number(found["reward"]),
         {name: _number(part) for name, part in _of(dict, found["parts"]).items()}, _of(dict, found["metadata"]),
@@ -146,12 +153,15 @@ class _Arrays:
             raise ValueError("not a group: token ids or log-probs that are none")
 
     def tokens(self, n: object) -> tuple[int, ...]:
-        found, self._tokens = self._split(self._tokens, n)
-        return tuple(found.tolist())
+        return tuple(self.ids(n).tolist())
 
-    def logprobs(self, n: object) -> tuple[float, ...]:
+    def ids(self, n: object) -> np.ndarray:
+        found, self._tokens = self._split(self._tokens, n)
+        return found
+
+    def logprobs(self, n: object) -> np.ndarray:
         found, self._logprobs = self._split(self._logprobs, n)
-        return tuple(found.tolist())
+        return found
 
     def require_end(self) -> None:
         if len(self._tokens) or len(self._logprobs):

@@ -28,9 +28,10 @@ class PackedGroup:
         segments = [segment for sample in group.samples for segment in sample.segments]
         bare = replace(group, samples=tuple(replace(sample, segments=tuple(
             replace(segment, token_ids=(), logprobs=()) for segment in sample.segments)) for sample in group.samples))
-        sizes = np.array([[len(segment.token_ids), len(segment.logprobs)] for segment in segments], np.int32)
-        tokens = [np.zeros(0, np.int32), *(np.asarray(segment.token_ids, np.int32) for segment in segments)]
-        logprobs = [np.zeros(0, np.float32), *(np.asarray(segment.logprobs, np.float32) for segment in segments)]
+        numbers = [segment.arrays or (segment.token_ids, segment.logprobs) for segment in segments]
+        sizes = np.array([[len(ids), len(logprobs)] for ids, logprobs in numbers], np.int32)
+        tokens = [np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in numbers)]
+        logprobs = [np.zeros(0, np.float32), *(np.asarray(logprobs, np.float32) for _, logprobs in numbers)]
         return cls(bare, sizes, np.concatenate(tokens), np.concatenate(logprobs))
 
     def group(self) -> Group:

@@ -31,8 +31,8 @@ class SampleSummary:
     def from_sample(cls, prompt: Prompt, sample: Sample) -> SampleSummary:
         segments = sample.segments
         return cls(
-            len(prompt.token_ids), sum(len(s.token_ids) for s in segments),
-            sum(len(s.token_ids) for s in segments if s.loss), sample.versions, sample.oldest_version,
+            len(prompt.token_ids), sum(s.size for s in segments),
+            sum(s.size for s in segments if s.loss), sample.versions, sample.oldest_version,
             sample.finish_reason, sample.reward, sample.reward_parts,
             sample.turn_ends if sample.turn_rewards else (), sample.turn_rewards)
 

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
 from elastic_rl.engine.generation import Answers, Generated, GenerateFault, PromptRequest, oldest_version
-from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable, Unanswered
+from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
 from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.sampling.fault_isolation import Failure, FaultIsolation, Lane, Trial, Verdict
 from elastic_rl.pipeline.waits import Waits
@@ -209,13 +209,15 @@ class GroupRequests:
                 ended, error = sent.ended, sent.error
             if ended or (sent.is_probe and answers):
                 del self._running[lane][sent]
+            if error is not None and (isinstance(error, Fenced) or not isinstance(error, ElasticRLError)):
+                raise error
             answers = [(place, _accepted(one, sent.groups[place].min_version)) for place, one in answers]
             if sent.is_probe:
                 self._take_probe(lane, answers, ended, error)
                 continue
             found += [(sent.trials.pop(place), one) for place, one in answers if place in sent.trials]
             if ended:
-                found += self._unanswered(sent, error)
+                self._send_rest_again(sent, error)
         if any(not isinstance(one, GenerateFault) for _, one in found) and not self._quiet:
             self._waits.works()
         verdicts = self._isolation.settle(lane, [(trial, [
@@ -231,33 +233,23 @@ class GroupRequests:
                 dropped.append(self._dropped(asked.request, one))
         return answered, dropped
 
-    def _take_probe(self, lane: Lane, answers: Answers, ended: bool,
-                    error: BaseException | None) -> None:
-        if ended and error is not None and (isinstance(error, Fenced) or not isinstance(error, ElasticRLError)):
-            raise error
+    def _take_probe(self, lane: Lane, answers: Answers, ended: bool, error: ElasticRLError | None) -> None:
         if answers:
             self._isolation.probed(lane, works=not isinstance(answers[0][1], GenerateFault))
         elif ended:
             self._isolation.probed(lane, works=False)
-            if isinstance(error, ElasticRLError) and not isinstance(error, Unanswered):
+            if error is not None:
                 self._say(*_waited_for(error))
 
-    def _unanswered(self, sent: _Sent, error: BaseException | None) -> list[tuple[Trial[_Asked], Generated]]:
-        """What becomes of the groups that a request has left when it ends: they are sent again. Raises Fenced, and
-        what is no error of a part."""
-        if error is not None and (isinstance(error, Fenced) or not isinstance(error, ElasticRLError)):
-            raise error
+    def _send_rest_again(self, sent: _Sent, error: ElasticRLError | None) -> None:
+        """Sends the groups again that a request has left when it ends."""
         left, sent.trials = [*sent.trials.values()], {}
-        if isinstance(error, Unanswered):
-            return [(trial, GenerateFault(f"the engines to generate: {error}", away="engines", unanswered=True))
-                    for trial in left]
         for trial in left:
             self._isolation.interrupted(trial, time.monotonic())
         if error is not None:
             self._say(*_waited_for(error))
         elif left:
             self._say("rollout", f"the rollout role ended a request without {len(left)} of its groups")
-        return []
 
     def _say(self, kind: str, what: str) -> None:
         if not self._quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from support.synthetic_run import records
 
 from benchmarks import LOOP
 from benchmarks.loop import trl_program, vs_trl
+from elastic_rl.bench import loop
 from elastic_rl.bench.loop import (
     SUITE,
     async_vs_sync,
@@ -26,6 +28,8 @@ from elastic_rl.bench.loop import (
     outages,
     overhead,
     own_cores,
+    rollout_rate,
+    scripted_engine,
     step_cost,
     steps,
     straggler,
@@ -35,7 +39,9 @@ from elastic_rl.bench.loop.bare_engines import requests_of_step
 from elastic_rl.bench.loop.outages import Outage
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.config import parse
+from elastic_rl.data.samples import Sample
 from elastic_rl.data.sources import make_source
+from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.models.flops import SequenceCost
 
@@ -272,6 +278,33 @@ def test_cost_of_a_step_is_what_does_not_compute() -> None:
     assert rows["cpu-a-step"].alternatives == {"rank": 0.5, "sglang::scheduler": 0.4, "etcd": 0.2, "driver": 0.1}
     assert rows["etcd-a-step"].value == 15 and rows["etcd-a-step"].alternatives == {"_tokens": 15, "job": 1}
     assert set(rows) == {"cpu-a-step", "etcd-a-step", "sync-small"} and rows["sync-small"].samples == 6
+
+
+# -- rollout_rate -----------------------------------------------------------------------------------------------------
+def test_rate_of_a_replica_goes_by_its_own_cpu_seconds() -> None:
+    rates = {n: rollout_rate.Rate(tokens=6_000_000 * n, seconds=2.0, replica_cpu_s=1.0 * n, caller_cpu_s=3.0)
+             for n in (1, 2, 4)}
+    rows = {row.id: row for row in rollout_rate.rows(rates, rollout_rate.Parsed(packed=60e6, json=7.5e6))}
+    assert [*rows] == [*loop.SUITE.rows["rollout_rate"]]
+    rate, wall, parse = rows.values()
+    assert rate.value == 6e6 and rate.met is True
+    assert rate.alternatives == {"2 replicas": 6e6, "4 replicas": 6e6, "the actor's side": 2e6}
+    assert wall.value == 3e6 and wall.alternatives == {"2 replicas": 6e6, "4 replicas": 12e6}
+    assert parse.value == 10.0 and parse.alternatives == {"SGLang's JSON": 8.0}
+
+
+def test_scripted_engine_answers_as_engines_do() -> None:
+    async def ask() -> list[Sample]:
+        url = scripted_engine.start()["url"]
+        client = GenerateClient(url, timeout_s=60, retries=1)
+        try:
+            return await client.generate([5, 6], Sampling(7), 3)
+        finally:
+            await client.close()
+
+    samples = asyncio.run(ask())
+    assert [len(s.response_ids) for s in samples] == [7] * 3
+    assert {s.versions for s in samples} == {(scripted_engine.VERSION,)}
 
 
 # -- overhead ---------------------------------------------------------------------------------------------------------

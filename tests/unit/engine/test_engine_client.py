@@ -35,7 +35,7 @@ def answer(tokens, versions=("3",), finish="stop"):
 
 def client_over(handler, **kwargs):
     client = GenerateClient("http://router", timeout_s=5, retries=kwargs.pop("retries", 3), **kwargs)
-    client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))
+    client._http = httpx.MockTransport(handler)
     return client
 
 
@@ -403,7 +403,7 @@ def test_wrong_key_is_told_from_engines_that_are_away():
 def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
     """As hundreds of conversations are: each of their turns is a request."""
     monkeypatch.setattr("elastic_rl.engine.client._CONNECTIONS", 3)
-    now, most, asked = 0, 0, 0
+    now, most, asked, seen_full, client = 0, 0, 0, [], None
 
     async def handle(reader, writer):
         nonlocal now, most, asked
@@ -414,6 +414,7 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
                 body = json.loads(await reader.readexactly(size))
                 now, asked = now + 1, asked + 1
                 most = max(most, now)
+                seen_full.append(client.is_full)
                 await asyncio.sleep(0.7)  # all of them in turn take longer than timeout_s
                 now -= 1
                 out = json.dumps([answer([1]) for _ in body["input_ids"]]).encode()
@@ -422,13 +423,16 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
         writer.close()
 
     async def run():
+        nonlocal client
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=2.0, retries=1)
+        assert not client.is_full
         await asyncio.gather(*(client.generate([i], Sampling(4 + i, seed=i), 1) for i in range(12)))
+        assert not client.is_full
         await client.close()
         server.close()
     asyncio.run(run())
-    assert (most, asked) == (3, 12)
+    assert (most, asked) == (3, 12) and any(seen_full)
 
 
 @pytest.mark.parametrize("meta", [

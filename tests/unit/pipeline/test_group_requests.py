@@ -19,7 +19,7 @@ from elastic_rl.data.samples import GENERATE_FAILED, Group, Prompt, Sample, Segm
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Answers, Generated, GenerateFault, PromptRequest
-from elastic_rl.errors import Fenced, RoleUnavailable, Unanswered
+from elastic_rl.errors import Fenced, RoleUnavailable
 from elastic_rl.etcd.records import GenerationCap
 from elastic_rl.pipeline.sampling import group_requests
 from elastic_rl.pipeline.sampling.fault_isolation import Lane
@@ -65,6 +65,9 @@ class Loop:
             return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), min_version)]
         finally:
             self.sampler.close()
+
+
+_UNANSWERED = GenerateFault("no whole answer within 600 s", away="engines", unanswered=True)
 
 
 def _good(ordinal: int) -> list[Sample]:
@@ -115,9 +118,8 @@ def test_group_that_no_engine_answers_is_dropped_and_named_while_others_are_answ
                                                                                       ) -> None:
     def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         if ordinals == [5]:
-            raise Unanswered("no whole answer within 600 s")  # a request of which no group is answered
-        return [GenerateFault("no whole answer within 600 s", away="engines", unanswered=True) if i == 5 else _good(i)
-                for i in ordinals]
+            return [_UNANSWERED]  # a request of which no group is answered
+        return [_UNANSWERED if i == 5 else _good(i) for i in ordinals]
 
     loop = Loop(monkeypatch, generate)
     found = loop.groups(8)
@@ -125,12 +127,25 @@ def test_group_that_no_engine_answers_is_dropped_and_named_while_others_are_answ
     assert found[5].failure == GENERATE_FAILED and loop.failed == [("generate", [5])]
 
 
+@pytest.mark.parametrize("error", [Fenced("over"), RuntimeError("of ours")])
+@pytest.mark.parametrize("of_probe", [False, True])
+def test_error_that_is_no_outage_ends_the_loop(monkeypatch: pytest.MonkeyPatch, error: Exception, of_probe: bool
+                                               ) -> None:
+    def generate(ordinals: list[int], probation: bool) -> list[Generated]:
+        if (ordinals == [-1]) is of_probe:
+            raise error
+        return [GenerateFault("bad")] * len(ordinals)
+
+    with pytest.raises(type(error), match=str(error)):
+        Loop(monkeypatch, generate).groups(4)
+
+
 def test_engines_that_are_all_away_drop_nothing_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
     def generate(ordinals: list[int], probation: bool) -> list[Generated]:
         if 1 <= next(calls) < 400:
-            raise Unanswered("no engine answered in 4 attempts")
+            return [_UNANSWERED] * len(ordinals)
         return [_good(i) for i in ordinals]
 
     loop = Loop(monkeypatch, generate)
@@ -164,11 +179,9 @@ class _Fleet:
             dies = any({*_ordinals(sent)} & {*self._culprits} for sent in running)
             self.ends += dies
             for sent in running:
-                if dies:
-                    self.requests._ended(sent, Unanswered("no engine answered in 4 attempts"))
-                else:
-                    self.requests._answered(sent, [(place, _good(i)) for place, i in enumerate(_ordinals(sent))])
-                    self.requests._ended(sent)
+                self.requests._answered(sent, [(place, _UNANSWERED if dies else _good(i))
+                                               for place, i in enumerate(_ordinals(sent))])
+                self.requests._ended(sent)
 
 
 @settings(max_examples=seeds(40), deadline=None)

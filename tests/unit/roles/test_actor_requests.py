@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -15,14 +16,15 @@ import pytest
 from pytest import MonkeyPatch
 
 from elastic_rl import config
-from elastic_rl.data.samples import Prompt
+from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient, Sampling
-from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine.generation import GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate
 from elastic_rl.errors import EtcdUnavailable, Fenced
+from elastic_rl.roles import actor_requests
 from elastic_rl.roles.actor_requests import ActorRequests
 from elastic_rl.roles.genrm import GenRmRole
-from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, decoded, encoded
 from elastic_rl.roles.teacher import TeacherRole
 
 MODULE = '''
@@ -166,6 +168,36 @@ def test_stream_gives_at_once_what_came_while_its_reader_was_busy() -> None:
     run(test)
 
 
+def test_stream_says_that_it_lives_while_its_work_may_wait_for_its_turn(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_requests, "QUEUES_S", 0.001)
+
+    async def test() -> None:
+        requests, goes_on, full = ActorRequests(lambda: 1), asyncio.Event(), True
+
+        async def work(give: Callable[[int], None]) -> None:
+            await goes_on.wait()
+            give(0)
+
+        stream = requests.stream(1, work, lambda: full)
+        assert await anext(stream) == [] == await anext(stream)
+        full = False
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        assert await reading == [0], "what has begun has the reader's limit"
+        assert await all_of(stream) == []
+        requests.close()
+
+    run(test)
+
+
+def test_samples_that_cannot_be_read_cost_their_own_group_only() -> None:
+    good, bad = (Sample((Segment((5,), (-0.5,), version=3),), reward=reward) for reward in (1.0, math.nan))
+    [(first, fault), (second, samples)] = decoded([(4, encoded([bad])), (2, encoded([good]))])
+    assert (first, second, samples) == (4, 2, [good])
+    assert isinstance(fault, GenerateFault) and "a finite number belongs" in fault.why and not fault.shared
+
+
 def test_stream_gives_what_it_has_before_it_raises() -> None:
     async def test() -> None:
         requests, found = ActorRequests(lambda: 1), list[list[int]]()
@@ -233,7 +265,7 @@ class Engines:
 
     def client(self) -> GenerateClient:
         client = GenerateClient("http://router", timeout_s=600, retries=1)
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(self.handle))
+        client._http = httpx.MockTransport(self.handle)
         return client
 
 
