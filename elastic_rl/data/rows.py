@@ -271,9 +271,12 @@ def value_at(row: Mapping[str, Any], key: str, where: str, *, hint: str = "", op
     while found is not None:
         name = column_of(rest, found) if isinstance(found, Mapping) else None
         if name is None:
-            if optional and isinstance(found, Mapping):
+            if not isinstance(found, Mapping):
+                raise SourceFailed(f"{where} has no field {rest!r} of {key[:-len(rest) - 1]!r}, which is "
+                                   f"{kind_of(found)}", hint="only objects have fields")
+            if optional:
                 return None
-            names = [str(n) for n in found] if isinstance(found, Mapping) else []
+            names = [str(n) for n in found]
             raise SourceFailed(f"{where} has no column {key!r}, only {', '.join(names[:_NAMED]) or 'none'}"
                                f"{did_you_mean(rest.partition('.')[0], names)}", hint=hint)
         found, rest = found[name], rest[len(name) + 1:]

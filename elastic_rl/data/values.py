@@ -12,7 +12,8 @@ _AS_JSON = "write null for what is missing, and as text what JSON does not have"
 _AS_TEXT = {
     bool: "write the text that the model is to read or to write, such as yes or true",
     bytes: "write the column as text; binary data, for instance, in base64",
-    list: "a conversation is named by messages_key in the place of prompt_key; of a list of texts name one field",
+    list: "a conversation is named by messages_key in the place of prompt_key; of several texts write the one that is "
+          "meant",
     dict: "name a field of it, as column.field",
     float: "leave out rows without a number, or write the text that is meant",
     str: "half of an emoji, for instance, is left where a text was cut; write it again without: text.encode('utf-8', "

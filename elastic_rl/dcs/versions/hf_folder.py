@@ -6,11 +6,13 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -18,11 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from elastic_rl.errors import ConfigError, DiskFull
+from elastic_rl.models.arch import VALUE_HEAD
 from elastic_rl.models.chat_templates import TEMPLATES, named_templates
 
 INDEX = "model.safetensors.index.json"
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-           "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.*", "*preprocessor_config.json",
+           "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*.model",
+            "chat_template.*", "*preprocessor_config.json",
            "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Names of the files of a model that an export has beside its weights. A folder may hold anything else, such as the
 weights in other formats, or secrets."""
@@ -32,17 +36,26 @@ _MODEL_FILES = (*_COPIED, "*.safetensors", "*.index.json", "*.bin", ".gitattribu
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the dtype in which transformers loads the weights; the second is that of older releases."""
 
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_WITH_VALUE_HEAD = "ForSequenceClassification"
+"""End of the names of transformers' classes that have ``VALUE_HEAD`` in the place of an output layer."""
+
 Tensors = Iterable[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]
 """Called with the bytes written or read since the last call."""
 
 
+class _Kind(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force: bool,
           progress: Progress = lambda n: None) -> list[str]:
     """Writes tensors as safetensors of at most ``shard_bytes`` (a larger tensor alone), and beside them the config and
-    tokenizer of the folder ``like``, with the dtype in config.json that ``_config`` says. The folder appears whole or
-    not at all; returns the names of its files. ``force``: replace a model folder, and no folder with anything else in
-    it.
+    tokenizer of the folder ``like``; what config.json says of the weights is theirs (``_config``). The folder appears
+    whole or not at all; returns the names of its files. ``force``: replace a model folder, and no folder with anything
+    else in it.
 
     Raises ConfigError (``folder`` cannot be written or replaced, ``like`` is no model folder) and DiskFull.
     """
@@ -61,8 +74,8 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
         for path in named_templates(like):
             (partial / TEMPLATES).mkdir(exist_ok=True)
             shutil.copy(path, partial / TEMPLATES / path.name)
-        dtypes = _write_shards(partial, tensors, shard_bytes, progress)
-        (partial / "config.json").write_text(_config(like, dtypes), encoding="utf-8")
+        written = _write_shards(partial, tensors, shard_bytes, progress)
+        (partial / "config.json").write_text(_config(like, written), encoding="utf-8")
         _replace(folder, partial)
         _remove_leftovers(folder, "old")  # not before: until now it may have been the only model there
     except (OSError, SafetensorError) as e:
@@ -77,11 +90,15 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
     return sorted(p.name for p in folder.iterdir())
 
 
-def _config(like: Path, dtypes: Iterable[torch.dtype]) -> str:
-    """The config.json of the folder ``like`` with the dtype of weights of such dtypes. Transformers loads all weights
-    of a folder in one dtype: of several it is one that holds the values of each, so loading changes none.
+def _config(like: Path, written: Mapping[str, _Kind]) -> str:
+    """The config.json of the folder ``like`` with what it says of the weights as those that were ``written`` have it:
 
-    Raises ConfigError for a config.json that is no JSON object.
+    - the dtype. Transformers loads all weights of a folder in one: of several it is one that holds the values of each,
+      so loading changes none;
+    - whether the output layer is the embedding: else transformers takes one for the other;
+    - the class of a model with a value head, which has one label.
+
+    Raises ConfigError for a config.json that is no JSON object, and for one of a model of another size.
     """
     path = like / "config.json"
     try:
@@ -90,10 +107,21 @@ def _config(like: Path, dtypes: Iterable[torch.dtype]) -> str:
         raise ConfigError(f"{path} is not JSON: {e}", hint="name another model folder with --like") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is no JSON object", hint="name another model folder with --like")
-    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    floats = [kind.dtype for kind in written.values() if kind.dtype.is_floating_point]
     if floats:
         widest = str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")
         raw |= dict.fromkeys([key for key in _DTYPE_KEYS if key in raw] or _DTYPE_KEYS[:1], widest)
+    if _EMBEDDING in written:
+        for key, size in zip(("vocab_size", "hidden_size"), written[_EMBEDDING].shape, strict=False):
+            if raw.get(key, size) != size:
+                raise ConfigError(f"{path} is another model's: its {key} is {raw[key]}, and that of the weights {size}",
+                                  hint="name the folder of their model with --like")
+        if VALUE_HEAD not in written:
+            raw["tie_word_embeddings"] = _OUTPUT not in written
+    if VALUE_HEAD in written:
+        raw |= {"architectures": [re.sub("For[A-Z]\\w*$", _WITH_VALUE_HEAD, str(name))
+                                  for name in raw.get("architectures") or ()],
+                "id2label": {"0": "value"}, "label2id": {"value": 0}}
     return json.dumps(raw, indent=2) + "\n"
 
 
@@ -149,21 +177,21 @@ def _replace(folder: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Progress) -> set[torch.dtype]:
-    """Returns the dtypes of the tensors."""
+def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Progress) -> dict[str, _Kind]:
+    """Returns of which dtype and shape each tensor is."""
     shards: list[list[str]] = []
-    total, dtypes = 0, set[torch.dtype]()
+    total, written = 0, dict[str, _Kind]()
     for number, shard in enumerate(_shards(tensors, shard_bytes), 1):
         save_file(shard, folder / f"part-{number}", metadata={"format": "pt"})
         nbytes = sum(t.nbytes for t in shard.values())
         total += nbytes
-        dtypes |= {tensor.dtype for tensor in shard.values()}
+        written |= {name: _Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in shard.items()}
         progress(nbytes)
         shards.append(list(shard))
     if len(shards) <= 1:
         for _ in shards:
             (folder / "part-1").rename(folder / "model.safetensors")
-        return dtypes
+        return written
     where = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -171,7 +199,7 @@ def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Pr
         where.update(dict.fromkeys(names, file))
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2),
                                 encoding="utf-8")
-    return dtypes
+    return written
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

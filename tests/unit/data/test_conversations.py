@@ -147,8 +147,10 @@ def test_content_that_is_an_object_reaches_the_chat_template() -> None:
     assert message == {"role": "tool", "content": {"degrees": 22}} and Asked([message]).text == '{"degrees": 22}'
 
 
-def test_conversation_may_be_json_as_text() -> None:
+def test_conversation_or_its_calls_may_be_json_as_text() -> None:
     assert messages_of(json.dumps(TALK), "x") == messages_of(TALK, "x")
+    assert messages_of([TALK[0], {**TALK[1], "tool_calls": json.dumps([CALL, OTHER])}, TALK[2]], "x") == (
+        messages_of(TALK, "x"))
 
 
 def test_conversation_may_end_with_what_is_to_be_continued(tmp_path: Path, model: Path) -> None:

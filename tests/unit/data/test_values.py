@@ -22,6 +22,7 @@ from support.text_model import make_tokenizer_folder
 
 from elastic_rl import config
 from elastic_rl.data.queue.group_codec import decode_group, encode_group
+from elastic_rl.data.rows import value_at
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.values import answer_value, plain_json, text_value
@@ -173,6 +174,13 @@ def test_column_that_none_of_the_first_rows_has_is_misspelt(tmp_path: Path, mode
     with pytest.raises(ConfigError, match="a.jsonl:1 has no column 'lvel', only q, level; did you mean 'level'") as e:
         _source(tmp_path, model, path, metadata_keys=["lvel"])
     assert "need not have it" in e.value.hint
+
+
+def test_field_of_what_is_no_object_is_named() -> None:
+    for row, said in (({"a": ["x"]}, "a list"), ({"a": "x"}, "text")):
+        for optional in (False, True):
+            with pytest.raises(SourceFailed, match=f"x:1 has no field 'b.c' of 'a', which is {said}"):
+                value_at(row, "a.b.c", "x:1", optional=optional)
 
 
 @pytest.mark.parametrize(("line", "said"), [

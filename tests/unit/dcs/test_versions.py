@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.shared_fixtures import small_disk
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from elastic_rl.config import durations
 from elastic_rl.dcs.codecs.digests import digest_of
@@ -208,14 +209,18 @@ def test_export_copies_files_of_a_model_only(tmp_path: Path, like: Path) -> None
     assert {path.name for path in (tmp_path / "out").iterdir()} == own | {"model.safetensors"}
 
 
+def _tiny(**more: Any) -> LlamaConfig:
+    return LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                       **more)
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("says", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"torch_dtype": "float16"}])
 def test_export_is_loaded_by_transformers_bit_for_bit(tmp_path: Path, like: Path, stored: torch.dtype,
                                                       says: dict[str, str]) -> None:
     """Whatever dtype the folder of its config.json has."""
     (like / "tokenizer.json").unlink()
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2), dtype=stored)
+    model = AutoModelForCausalLM.from_config(_tiny(), dtype=stored)
     raw = {key: value for key, value in model.config.to_dict().items() if key not in ("dtype", "torch_dtype")}
     (like / "config.json").write_text(json.dumps(raw | says), encoding="utf-8")
     weights = {name: torch.randn(tensor.shape).to(stored) for name, tensor in model.state_dict().items()}
@@ -236,6 +241,43 @@ def test_dtype_of_an_export_holds_the_values_of_all_its_tensors(tmp_path: Path, 
                                                                 ) -> None:
     _export(tmp_path / "out", like, [(str(i), torch.ones(2, dtype=dtype)) for i, dtype in enumerate(dtypes)])
     assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8")).get("dtype") == said
+
+
+@pytest.mark.parametrize("says", [True, False, None])
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_says_whether_its_output_layer_is_its_embedding(tmp_path: Path, like: Path, tied: bool,
+                                                               says: bool | None) -> None:
+    (like / "tokenizer.json").unlink()
+    model = AutoModelForCausalLM.from_config(_tiny(tie_word_embeddings=tied))
+    raw = {key: value for key, value in model.config.to_dict().items() if key != "tie_word_embeddings"}
+    (like / "config.json").write_text(json.dumps(raw | ({} if says is None else {"tie_word_embeddings": says})))
+    weights = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()
+               if not tied or name != "lm_head.weight"}
+    _export(tmp_path / "out", like, weights.items())
+    loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    assert torch.equal(loaded["lm_head.weight"], weights["model.embed_tokens.weight"]) is tied
+
+
+def test_export_of_a_critic_is_loaded_by_transformers_with_its_value_head(tmp_path: Path, like: Path) -> None:
+    (like / "tokenizer.json").unlink()
+    model = AutoModelForCausalLM.from_config(_tiny())
+    (like / "config.json").write_text(json.dumps(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    weights = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()
+               if name != "lm_head.weight"} | {"score.weight": torch.randn(1, 8)}
+    _export(tmp_path / "out", like, weights.items())
+    loaded = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"))
+    found = loaded.state_dict()
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert loaded.config.architectures == ["LlamaForSequenceClassification"] and loaded.config.num_labels == 1
+
+
+def test_export_like_a_model_of_another_size_is_refused(tmp_path: Path, like: Path) -> None:
+    (like / "config.json").write_text(json.dumps(_tiny().to_dict()))
+    for shape, said in (((17, 8), "vocab_size is 16, and that of the weights 17"), ((16, 4), "hidden_size is 8")):
+        with pytest.raises(ConfigError, match=said):
+            _export(tmp_path / "out", like, [("model.embed_tokens.weight", torch.ones(shape))])
+    assert not (tmp_path / "out").exists()
 
 
 def test_export_like_a_folder_with_a_damaged_config_is_a_usage_error(tmp_path: Path, like: Path) -> None:
