@@ -87,8 +87,15 @@ def _members(api: AdminClient, role: str = "") -> list[dict[str, Any]]:
     query = {"role": role} if role else {}
     found = [*api.items(f"members?{urlencode(query)}"),
              *api.items(f"members?{urlencode({**query, 'suspected': 'true'})}")]
-    return [{**member, "expected_s": round(work["flops"] * work["s_per_flop"], 1) or None}
-            if (work := member.get("work")) else member for member in found]
+    return [{**member, "expected_s": _expected_s(member.get("work"))} if member.get("work") else member
+            for member in found]
+
+
+def _expected_s(work: Any) -> float | None:
+    try:
+        return round(work["flops"] * work["s_per_flop"], 1) or None
+    except (KeyError, TypeError, ValueError, OverflowError):  # a record that another release, or anybody, has written
+        return None
 
 
 def job_facts(job: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def step_facts(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def eval_sets(run: dict[str, Any], most: int = 8) -> str:
     """Accuracies of the evaluation sets beside the main one."""
-    found = run.get("eval_sets") or {}
+    found = {name: value for name, value in _mapping(run.get("eval_sets")).items() if isinstance(value, int | float)}
     return ", ".join(f"{name} {accuracy:.3f}" for name, accuracy in list(found.items())[:most]) + (
         f" and {len(found) - most} more" if len(found) > most else "")
 
@@ -133,20 +140,26 @@ def waiting_for(run: dict[str, Any]) -> str:
 
 def waiting_rows(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What drivers report of the parts that fail or wait, for a table."""
-    return [{"part": part, "state": state, "message": why} for member in members if member["role"] == "driver"
+    return [{"part": part, "state": state, "message": why} for member in members if member.get("role") == "driver"
             for state, key in (("failing", "faults"), ("waiting", "waiting"))
-            for part, why in (member["info"].get(key) or {}).items()]
+            for part, why in _mapping(_mapping(member.get("info")).get(key)).items()]
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """A value that should be a mapping; empty for anything else, which a record may have there."""
+    return value if isinstance(value, dict) else {}
 
 
 def operation_rows(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Operations for a table: progress in one cell, and an error in place of the message."""
-    return [{**o, "done": f"{o['done']}/{o['total']}" if o["total"] else "", "message": o["error"] or o["message"]}
+    return [{**o, "done": f"{o.get('done')}/{o['total']}" if o.get("total") else "",
+             "message": o.get("error") or o.get("message")}
             for o in operations]
 
 
 def alert_rows(alerts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Alerts for a table."""
-    return [{**a, "since_at": a["since"]} for a in alerts]
+    return [{**a, "since_at": a.get("since")} for a in alerts]
 
 
 @api_command(app)

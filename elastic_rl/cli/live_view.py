@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -26,7 +25,7 @@ from rich.text import Text
 
 from elastic_rl.cli.cluster_reader import ClusterReader, ClusterState
 from elastic_rl.cli.step_lines import throughput_line, update_line
-from elastic_rl.cli.tables import printable
+from elastic_rl.cli.tables import clock, printable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, JobStatus, Severity
@@ -294,8 +293,7 @@ def _engine_table(cluster: ClusterState) -> Table:
 
 
 def _event_line(event: Event) -> Text:
-    clock = datetime.fromtimestamp(event.at).strftime("%H:%M:%S")
-    line = printable(f"{clock} {event.kind} {event.subject}: {event.message}")
+    line = printable(f"{clock(event.at)} {event.kind} {event.subject}: {event.message}")
     return Text(line, style=_SEVERITY_STYLE[event.severity], no_wrap=True, overflow="ellipsis")
 
 

@@ -76,6 +76,7 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
     what it has started runs on, and the next one finds it; `elastic-rl down` ends it, too.
 
     With --hosts they share this machine, and nothing else: `test-hosts` powers them off and cuts them off."""
+    from elastic_rl.host import cluster_settings
     from elastic_rl.host.joined_host import JoinedHost
     from elastic_rl.host.local_cluster import SAVE_GRACE_S
     if insecure_network:
@@ -87,12 +88,13 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
                 "leave out what is of one host; `elastic-rl train --cluster=NAME --job=NAME` adds a job"))
         _up_hosts(cluster, hosts)
         return
+    before = cluster_settings.snapshot(cluster.paths.settings)
     with signals_interrupt(), cluster.in_foreground() if foreground else contextlib.nullcontext():
-        info = cluster.up(name=name, address=address, labels=_labels(label), preemption_notice=preemption_notice)
+        with first_signal_interrupts():
+            info = cluster.up(name=name, address=address, labels=_labels(label), preemption_notice=preemption_notice)
         try:
             if cluster.named and names_job:
-                cluster = named_cluster(ctx, file, say=_say)
-                info = cluster.admit(resubmit=True)
+                cluster, info = _admit(ctx, file, cluster, before)
             _print_up(cluster, info, with_job=names_job or not cluster.named)
             if foreground:
                 JoinedHost(cluster, _say).follow()
@@ -106,11 +108,24 @@ def up(ctx: typer.Context, file: File = None, address: Address = "", name: HostN
                 _print_stopped(cluster.suspend())
 
 
+def _admit(ctx: typer.Context, file: Path | None, cluster: Cluster, before: bytes | None) -> tuple[Cluster, Any]:
+    """Adds the job of the command line to a cluster with a name that this command has started. Where the job is refused
+    the cluster keeps the settings that it had ``before``, if it had any."""
+    try:
+        of_job = named_cluster(ctx, file, say=_say)
+        with first_signal_interrupts():
+            return of_job, of_job.admit(resubmit=True)
+    except ElasticRLError:
+        if before is not None:
+            cluster.restore_settings(before, of_cluster=True)
+        raise
+
+
 def _up_hosts(cluster: Cluster, count: int) -> None:
     """Brings up hosts in namespaces of this machine; 0: as many as there were."""
     from elastic_rl.host import kept_state
     test = test_hosts.hosts_of(cluster)
-    with signals_interrupt():
+    with first_signal_interrupts():
         info = test.up(count)
     out.print(f"up: {cluster.cfg.cluster_name}", highlight=False)
     _print_access(cluster.cfg, info, with_job=False)
@@ -161,8 +176,9 @@ def node(ctx: typer.Context, join: Annotated[Path, typer.Option("--join", metava
     cluster = Cluster(file.config(given.get("run_dir")), say=_say)
     with cluster.in_foreground():
         with signals_interrupt():
-            cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator,
-                         etcd=etcd, preemption_notice=preemption_notice)
+            with first_signal_interrupts():
+                cluster.join(file, name=name, address=address, labels=_labels(label), coordinator=coordinator,
+                             etcd=etcd, preemption_notice=preemption_notice)
             host = JoinedHost(cluster, _say)
             try:
                 host.follow()
@@ -279,8 +295,9 @@ def train(ctx: typer.Context, file: File = None,
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
     with signals_interrupt(), owned as was_up:
         try:
-            info = (cluster.up(resubmit=False) if with_cluster else
-                    cluster.admit() if cluster.named else cluster.connect())
+            with first_signal_interrupts():
+                info = (cluster.up(resubmit=False) if with_cluster else
+                        cluster.admit() if cluster.named else cluster.connect())
             if not is_new:
                 _say_warnings_of(cluster, from_job)
             code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,

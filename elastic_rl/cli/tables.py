@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import unicodedata
@@ -81,8 +82,8 @@ def cell(value: Any, column: str) -> str:
     if value is None or value == "" or value == [] or value == {}:
         return NONE
     if column.endswith("at") and isinstance(value, int | float):
-        return time.strftime("%H:%M:%S", time.localtime(value)) if value > 1e9 else NONE
-    if column == "nbytes":
+        return clock(value) if value > 1e9 else NONE
+    if column == "nbytes" and isinstance(value, int | float):
         return size(value)
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -104,12 +105,14 @@ def size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
+        nbytes = nbytes // 1024 if nbytes > 1 << 60 else nbytes / 1024  # no float holds just any integer
     raise AssertionError("unreachable")
 
 
 def duration(seconds: float) -> str:
     """``12m`` for 750: in one unit, and never longer than it is."""
+    if not math.isfinite(seconds):
+        return NONE
     for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * length_s:
             return f"{int(seconds // length_s)}{unit}"
@@ -118,7 +121,15 @@ def duration(seconds: float) -> str:
 
 def moment(at: float | None) -> str:
     """``2026-11-27 08:30`` for unix seconds, in local time; empty for none."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""
+    return clock(at, "%Y-%m-%d %H:%M") if at else ""
+
+
+def clock(at: float, form: str = "%H:%M:%S") -> str:
+    """Unix seconds in local time. A record of somebody else may have a number that no calendar has."""
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        return NONE
 
 
 def write_json(value: Any, *, line: bool = False) -> None:

@@ -193,7 +193,7 @@ class NodeConnection:
         """Offset and bytes of a region of the arena to write: ``nbytes``, or up to ``upto`` where there is room enough.
         Raises ArenaFull and DiskFull."""
         answer, _ = self.call({"op": "alloc", "nbytes": nbytes, "upto": upto})
-        return int(answer["offset"]), int(answer["nbytes"])
+        return _count(answer, "offset"), _count(answer, "nbytes")
 
     def seal(self, offset: int, nbytes: int, *, digest: str = XXH3, keep_rest: bool = False) -> str:
         """Makes the first ``nbytes`` of a region a chunk, held for this connection; its digest, of the given kind.
@@ -222,7 +222,7 @@ class NodeConnection:
         """Which of the chunks (at most as many as fit in one request) the node lacks, and how many of its sends to
         others are under way or waiting."""
         answer, _ = self.call({"op": "has", "digests": list(digests)})
-        return list(answer["missing"]), int(answer.get("load", 0))
+        return list(answer["missing"]), _count(answer, "load", 0)
 
     def fetch(self, digests: Sequence[str], *, prefer: Sequence[str] = (), hold: bool = False,
               sizes: Mapping[str, int] | None = None, bases: Mapping[str, str] | None = None,
@@ -257,8 +257,9 @@ class NodeConnection:
     def mark(self) -> SweepMark:
         """Begins a sweep: what is used or held from now on is not dropped by it."""
         answer, _ = self.call({"op": "mark"})
-        return SweepMark(self.node.incarnation, int(answer["mark"]), str(answer["catalog"]), int(answer["commits"]),
-                    frozenset(VersionName(str(s), int(n), str(m)) for s, n, m in answer["versions"]))
+        return SweepMark(self.node.incarnation, _count(answer, "mark"), str(answer["catalog"]),
+                         _count(answer, "commits"),
+                         frozenset(VersionName(str(s), int(n), str(m)) for s, n, m in answer["versions"]))
 
     def note_versions(self, identity: CatalogIdentity, versions: Sequence[Version]) -> None:
         """Has the node remember committed versions, and that its chunks belong to this catalog, also over a restart.
@@ -283,7 +284,7 @@ class NodeConnection:
             answer, _ = self.call({**request, "live": [list(n) for is_live, n in batch if is_live],
                                    "released": [list(n) for is_live, n in batch if not is_live],
                                    "more": i < len(requests) - 1})
-        return int(answer["chunks"]), int(answer["nbytes"])
+        return _count(answer, "chunks"), _count(answer, "nbytes")
 
     def inventory(self) -> tuple[str, int, list[HeldVersion]]:
         """What recovery needs: id of the node's catalog, commits of it that it has seen, and the versions that it
@@ -294,11 +295,19 @@ class NodeConnection:
             held += [HeldVersion(Version.model_validate(v["version"]), int(v["parts"]), tuple(map(int, v["held"])))
                      for v in answer["versions"]]
             if not answer["more"]:
-                return str(answer["catalog"]), int(answer["commits"]), held
+                return str(answer["catalog"]), _count(answer, "commits"), held
 
     def stat(self) -> dict[str, int]:
         """Numbers of the node; ``ChunkTable.stat`` says which."""
         return dict(self.call({"op": "stat"})[0])
+
+
+def _count(answer: dict[str, Any], name: str, otherwise: int | None = None) -> int:
+    """A number of an answer. Raises ProtocolError for what is none."""
+    try:
+        return protocol.count(answer.get(name, otherwise))
+    except ValueError as e:
+        raise protocol.ProtocolError(f"a node's answer has {name}={e}") from e
 
 
 def _progress_handler(before: int, total: int, on_progress: Progress | None) -> Callable[[dict[str, Any]], None]:

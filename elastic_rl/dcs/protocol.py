@@ -27,6 +27,7 @@ MAX_PAYLOAD = 4 << 30
 """Bytes; one chunk or one manifest."""
 MAX_DIGESTS = 50_000
 """Digests in one request; longer lists are sent in several."""
+MAX_COUNT = (1 << 63) - 1
 _UNSENT_BYTES = 256 << 10
 _PIECE = 8 << 20
 """Bytes that are sent with one call: TLS takes 2 GiB at most, and the timeout is for each call."""
@@ -37,6 +38,14 @@ _ERRORS: dict[str, type[ElasticRLError]] = {
         errors.ConfigError, errors.Conflict, errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable,
         errors.RecordUnreadable, errors.StagingFailed, errors.VersionNotFound, errors.LeaseLost, errors.EtcdDenied,
         errors.EtcdFull, errors.EtcdUnavailable)}
+
+
+def count(value: object) -> int:
+    """A number of bytes, chunks or commits that the other side has sent. Raises ValueError for what is none, such as
+    1e308: kept, it would be the highest number that was ever seen, for good."""
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{str(value)[:40]} is no number from 0 to {MAX_COUNT}")
+    return value
 
 
 class ProtocolError(ElasticRLError):

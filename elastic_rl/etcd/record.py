@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NoReturn, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 
 class Record(BaseModel):
@@ -20,11 +24,36 @@ class Record(BaseModel):
 
     @classmethod
     def decode(cls, raw: bytes) -> Self:
+        """Raises ValidationError, also for numbers that JSON, or 64 bits, do not have: who reads the record next, such
+        as a client of the API, could not."""
+        if _MAY_BE_ODD.search(raw):
+            _require_plain_numbers(cls.__name__, raw)
         return cls.model_validate_json(raw)
 
     def replace(self, **changes: Any) -> Self:
         """The same record with some fields changed."""
         return self.model_copy(update=changes)
+
+
+_MAY_BE_ODD = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{19}")
+"""What every record with such a number has somewhere, and hardly any other record."""
+_MOST, _LEAST = (1 << 63) - 1, -(1 << 63)
+
+
+def _require_plain_numbers(kind: str, raw: bytes) -> None:
+    def refuse(text: str) -> NoReturn:
+        raise ValidationError.from_exception_data(kind, [{"type": PydanticCustomError(
+            "odd_number", "{number} is no number of 64 bits", {"number": text[:40]}), "loc": (), "input": text[:40]}])
+
+    def whole(text: str) -> int:
+        return int(text) if len(text) <= 20 and _LEAST <= int(text) <= _MOST else refuse(text)
+
+    def real(text: str) -> float:
+        return float(text) if math.isfinite(float(text)) else refuse(text)
+
+    # What is no JSON is the reader's to report.
+    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        json.loads(raw, parse_int=whole, parse_float=real, parse_constant=refuse)
 
 
 class OpenEnum(StrEnum):

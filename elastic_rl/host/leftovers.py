@@ -68,7 +68,7 @@ def remove_files(tag: str) -> list[Path]:
     removed = []
     for path in tagged_files(tag):
         try:
-            mode = _own_mode(path)
+            mode = own_mode(path)
             if stat.S_ISDIR(mode):
                 shutil.rmtree(path, ignore_errors=True)  # others may be removing the same
                 if path.exists():
@@ -83,7 +83,7 @@ def remove_files(tag: str) -> list[Path]:
     return removed
 
 
-def _own_mode(path: Path) -> int:
+def own_mode(path: Path) -> int:
     """``st_mode`` of an entry of this user, not of what it links to; 0 for one of another user and for none."""
     try:
         found = path.lstat()
@@ -97,7 +97,7 @@ def sweep(job: JobPaths) -> list[int]:
     ended = processes.sweep(str(job.private.resolve()))
     compute_services(job).clear()
     remove_files(job.file_tag())
-    if _own_mode(job.temp):
+    if own_mode(job.temp):
         shutil.rmtree(job.temp, ignore_errors=True)
     return ended
 

@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -444,11 +445,11 @@ class Cluster:
             self._unlink_segments()
             raise
 
-    def restore_settings(self, before: bytes | None) -> None:
-        """Puts back the settings that were stored before this command started the cluster (a
-        ``cluster_settings.snapshot``), unless another command has stored its own since."""
+    def restore_settings(self, before: bytes | None, *, of_cluster: bool = False) -> None:
+        """Puts back the settings of the job, or of the cluster, that were stored before this command started the
+        cluster (a ``cluster_settings.snapshot``), unless another command has stored its own since."""
         with self._locked(_LOCK_TIMEOUT_S):
-            path = self._job.submitted_settings
+            path = self.paths.settings if of_cluster else self._job.submitted_settings
             if cluster_settings.snapshot(path) == cluster_settings.document(self.cfg):
                 cluster_settings.restore(path, before)
 
@@ -1565,9 +1566,10 @@ class Cluster:
         return dataclasses.replace(info, job=self.cfg.job)
 
     def segments(self) -> list[Path]:
-        """Shared-memory files of this job."""
+        """Shared-memory files of this job. Another user, and whatever is no file, may have such a name there, too."""
         pattern = re.compile(rf"{PREFIX}{re.escape(self.cfg.job)}-{re.escape(self.host.node)}-[^-]+")
-        return [p for p in SHM.glob(f"{PREFIX}{self.cfg.job}-*") if pattern.fullmatch(p.name)]
+        return [p for p in SHM.glob(f"{PREFIX}{self.cfg.job}-*")
+                if pattern.fullmatch(p.name) and stat.S_ISREG(leftovers.own_mode(p))]
 
 
 def port_of(url: str) -> int:
@@ -1597,8 +1599,13 @@ def _status(url: str, ca_file: str, token: str) -> int:
 
 
 def last_message(log_file: Path) -> str:
-    """The last line of a log, shortened; of a JSON line its error or message."""
-    last = next((line for line in reversed(tail(log_file).splitlines()) if line.strip()), "its log is empty")
+    """The last line of a log that says something, shortened; of a JSON line its error or message."""
+    lines = [line for line in tail(log_file).splitlines() if line.strip()]
+    # A program in Go ends with the stacks of all its threads, below its reason, and its log has that with more words.
+    at = next((i for i in reversed(range(len(lines))) if lines[i].startswith(("panic: ", "fatal error: "))), None)
+    if at is not None and not any(line.startswith("{") for line in lines[at:]):
+        lines = lines[:at + (not at or not lines[at - 1].startswith("{"))]
+    last = lines[-1] if lines else "its log is empty"
     try:
         parsed = json.loads(last)
         last = str(parsed.get("error") or parsed.get("message") or parsed.get("msg") or last)

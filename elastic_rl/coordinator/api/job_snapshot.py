@@ -58,7 +58,7 @@ def _newest_versions(ctx: JobContext, revision: int) -> list[bytes]:
     """The newest versions over all streams."""
     kvs = [kv for stream in Stream
            for kv in pages.newest_versions(ctx.replica.etcd, ctx.keys, stream, VERSIONS, revision=revision)]
-    kvs.sort(key=lambda kv: float(pages.fields(kv).get("created_at", 0.0)), reverse=True)
+    kvs.sort(key=pages.created_at, reverse=True)
     return pages.readable(kvs[:VERSIONS])
 
 

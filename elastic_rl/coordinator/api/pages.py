@@ -77,6 +77,12 @@ def fields(kv: KeyValue) -> dict[str, Any]:
     return found
 
 
+def created_at(kv: KeyValue) -> float:
+    """When a record was made (unix seconds); 0 where it does not say so in a number."""
+    found = fields(kv).get("created_at")
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
 def readable(kvs: Iterable[KeyValue]) -> list[bytes]:
     """The records that are JSON objects, as they are stored."""
     return [kv.value for kv in kvs if fields(kv)]

@@ -130,7 +130,7 @@ def list_versions(ctx: JobCtx, limit: Limit = 100, after: After = "", stream: An
     for name in Stream if stream is None else (stream,):
         if places.get(name) != 1:
             found = pages.newest_versions(ctx.replica.etcd, ctx.keys, name, limit + 1, below=places.get(name, 0))
-            heads.append([_Head(float(pages.fields(kv).get("created_at", 0.0)), name,
+            heads.append([_Head(pages.created_at(kv), name,
                                 int(kv.key.rpartition("/")[2]), kv) for kv in found])
     merged = _merge(heads)
     for head in merged[:limit]:

@@ -51,6 +51,7 @@ from elastic_rl.dcs.node.admission import Admission, ConnectionLimits
 from elastic_rl.dcs.node.open_versions import OpenVersion, OpenVersions
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
 from elastic_rl.dcs.node.version_index import VersionIndex, names_of, versions_of
+from elastic_rl.dcs.protocol import count
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -294,11 +295,11 @@ class NodeServer:
             case "hello":
                 return self._hello
             case "alloc":
-                offset, nbytes = table.alloc_extent(conn, int(header["nbytes"]), int(header.get("upto", 0)))
+                offset, nbytes = table.alloc_extent(conn, count(header["nbytes"]), count(header.get("upto", 0)))
                 return {"offset": offset, "nbytes": nbytes}
             case "seal":
-                chunk = table.seal(conn, int(header["offset"]), int(header["nbytes"]), kind=header.get("digest", XXH3),
-                                   keep_rest=bool(header.get("rest")))
+                chunk = table.seal(conn, count(header["offset"]), count(header["nbytes"]),
+                                   kind=header.get("digest", XXH3), keep_rest=bool(header.get("rest")))
                 return {"digest": chunk.digest, "offset": chunk.offset}
             case "put":
                 # Without a region of its own the payload found no room; a new try raises the error to send.
@@ -329,12 +330,12 @@ class NodeServer:
                 return {"mark": mark, "catalog": catalog, "commits": commits,
                         "versions": [list(name) for name in self._index.names()]}
             case "note_versions":
-                self._index.note(str(header["catalog"]), int(header["commits"]), versions_of(header["versions"]))
+                self._index.note(str(header["catalog"]), count(header["commits"]), versions_of(header["versions"]))
                 return {}
             case "drop":
                 return self._drop(session, header)
             case "inventory":
-                return self._index.inventory(table, int(header["start"]), int(header["limit"]))
+                return self._index.inventory(table, count(header["start"]), count(header["limit"]))
             case "stat":
                 return {**table.stat(), "connections": len(self._admission), "load": self._limiter.load()}
             case other:
@@ -347,10 +348,10 @@ class NodeServer:
         if header["more"]:
             return {}
         live, released, session.live, session.released = session.live, session.released, [], []
-        manifests = self._index.kept(str(header["catalog"]), int(header["commits"]), live, released)
+        manifests = self._index.kept(str(header["catalog"]), count(header["commits"]), live, released)
         if missing := self._table.manifests_to_fetch(manifests):
             self._fetcher.fetch(missing, (), None)
-        dropped, freed = self._table.drop(manifests, int(header["mark"]))
+        dropped, freed = self._table.drop(manifests, count(header["mark"]))
         return {"chunks": dropped, "nbytes": freed}
 
     # -- giving chunks -----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 
 from elastic_rl.dcs.connection import VersionName
 from elastic_rl.dcs.manifest import Manifest
+from elastic_rl.dcs.protocol import count
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.errors import CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull, NodeUnavailable
 from elastic_rl.etcd.records import Version
@@ -153,7 +154,7 @@ class VersionIndex:
             if value["schema"] != SCHEMA:
                 raise ValueError(f"schema {value['schema']}; this release reads {SCHEMA}")
             versions = [Version.model_validate(v) for v in value["versions"]]
-            self._catalog, self._commits = str(value["catalog"]), int(value["commits"])
+            self._catalog, self._commits = str(value["catalog"]), count(value["commits"])
             self._versions = {VersionName.from_version(v): v for v in versions}
         except FileNotFoundError:
             return

@@ -192,16 +192,18 @@ class _Leftover:
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[bool, int, int]]:
         """The range, cut where readers' locks begin and end (at pages): (whether it is read, start, end)."""
-        if start >= end:
-            return
-        kind, _, at, nbytes, _ = _lock(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, end)
-        if kind == fcntl.F_UNLCK:
-            yield False, start, end
-            return
-        first, last = max(at, start), min(at + nbytes, end) if nbytes else end  # length 0: to the end of the file
-        yield from self._pieces(start, first)
-        yield True, first, last
-        yield from self._pieces(last, end)
+        rest = [(start, end)]  # no recursion: one reader, of a file of this name that is no arena, may have any locks
+        while rest:
+            start, end = rest.pop()
+            if start >= end:
+                continue
+            kind, _, at, nbytes, _ = _lock(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, end)
+            if kind == fcntl.F_UNLCK:
+                yield False, start, end
+                continue
+            first, last = max(at, start), min(at + nbytes, end) if nbytes else end  # length 0: to the end of the file
+            yield True, first, last
+            rest += [(last, end), (start, first)]
 
     def _free(self, start: int, end: int) -> None:
         with contextlib.suppress(OSError):  # a file system that cannot: the memory goes with the last mapping

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import elastic_rl
+from elastic_rl import config
 from elastic_rl.cli import common, completion, listings, main, watch_loop
 from elastic_rl.cli import run as running
 from elastic_rl.cli.exit_codes import MEANING, Exit, code_of
@@ -44,7 +45,7 @@ from elastic_rl.errors import (
     EtcdUnavailable,
     PreflightFailed,
 )
-from elastic_rl.host import etcd_server
+from elastic_rl.host import cluster_settings, etcd_server
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import jobs_with_cluster
 from elastic_rl.net import http_client
@@ -494,3 +495,44 @@ def test_members_show_the_seconds_that_their_stated_work_is_expected_to_take() -
                           {"id": "c", "work": {"flops": 3e12, "s_per_flop": 0.0}}], "members?suspected=true": []}
     api: Any = SimpleNamespace(items=found.__getitem__)
     assert [row.get("expected_s") for row in listings._members(api)] == [6.0, None, None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_does_not_interrupt_the_rollback_of_a_start(
+        number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rolled_back = []
+
+    def up(self: Cluster, **_: object) -> None:
+        try:
+            signal.raise_signal(number)
+        finally:
+            for again in (number, signal.SIGINT):
+                signal.raise_signal(again)
+            rolled_back.append(self.cfg.job)
+
+    monkeypatch.setattr(Cluster, "up", up)
+    assert run("up", "--job=j", f"--run_dir={tmp_path}") == Exit.INTERRUPTED
+    assert rolled_back == ["j"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_job_that_is_refused_leaves_the_cluster_its_settings(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def up(self: Cluster, **_: object) -> None:
+        self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cluster_settings.save(self.cfg, self.paths.settings)
+
+    def refuse(self: Cluster, **_: object) -> None:
+        raise ConfigError("another cluster has the job")
+
+    monkeypatch.setattr(Cluster, "up", up)
+    monkeypatch.setattr(Cluster, "admit", refuse)
+    monkeypatch.setattr(running, "_print_up", lambda *_, **__: None)
+    where = ("--cluster=c", f"--run_dir={tmp_path}")
+    main_of = Cluster(config.parse({"cluster": "c", "run_dir": str(tmp_path)}))
+    main_of.dir.mkdir(parents=True, mode=0o700)
+    cluster_settings.save(main_of.cfg, main_of.paths.settings)
+    before = main_of.paths.settings.read_bytes()
+    assert run("up", *where, "--job=j", "--seed=21") == Exit.USAGE
+    assert "another cluster has the job" in capsys.readouterr().err
+    assert main_of.paths.settings.read_bytes() == before

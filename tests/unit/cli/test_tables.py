@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from elastic_rl.cli import tables
+from elastic_rl.cli import listings, tables
 from elastic_rl.cli.tables import Format
 
 ROWS = [{"id": "rollout-283cdd", "state": "ready", "version": 169, "pid": 19461, "nbytes": 1572864, "updated_at": 0.0,
@@ -70,3 +73,25 @@ def test_cell_has_no_control_characters() -> None:
         assert not set(text) & set("\x1b\u202e"), text
     assert tables.cell("two\nlines", "reason") == "two lines"
     assert tables.printable("two\nlines") == "two\nlines"
+
+
+_ODD = st.recursive(st.none() | st.booleans() | st.integers(-10**400, 10**400) | st.floats() | st.text(max_size=3)
+                    | st.sampled_from([1e308, -1e308, 10**400, 1e10]),
+                    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+                    max_leaves=6)
+
+
+@given(_ODD, st.sampled_from(["since_at", "nbytes", "step", "message"]))
+def test_cell_shows_whatever_a_record_has(value: Any, column: str) -> None:
+    assert isinstance(tables.cell(value, column), str)
+
+
+@given(_ODD, _ODD, _ODD)
+def test_status_shows_whatever_the_records_have(odd: Any, other: Any, third: Any) -> None:
+    member = {"role": "driver", "info": {"faults": odd, "waiting": other}, "work": {"flops": odd, "s_per_flop": other}}
+    rows = [*listings.waiting_rows([member, {"role": "driver", "info": third}, {}]),
+            *listings.operation_rows([{"total": odd, "done": other, "error": third}, {}]),
+            *listings.alert_rows([{"since": odd}, {}]), {"expected_s": listings._expected_s(odd)}]
+    run = {"eval_sets": {"a": odd}, "waiting_for": "x", "waiting_since": other, "steps": third, "step": odd}
+    tables.table(rows, ("part", "since_at", "done", "message"), tables.Format.WIDE)
+    tables.facts(listings.job_facts({"name": "j", "health": "ok", "status": run}))

@@ -18,7 +18,7 @@ from support.shared_fixtures import small_disk
 
 from elastic_rl.dcs.manifest import ALIGN, aligned
 from elastic_rl.dcs.storage.allocator import Allocator
-from elastic_rl.dcs.storage.arena import PREFIX, ArenaFile, Leftovers, is_owned, open_for_reading
+from elastic_rl.dcs.storage.arena import _LOCK, PREFIX, ArenaFile, Leftovers, is_owned, open_for_reading
 from elastic_rl.errors import ArenaFull, NodeUnavailable, PreflightFailed
 
 SIZE = 64 * ALIGN
@@ -167,6 +167,23 @@ def test_leftovers_keep_what_is_being_read_until_the_reader_is_done(shm: Path) -
     os.close(probe)
     leftovers.reclaim()
     assert leftovers.nbytes == 0 and size.st_nlink == 0
+
+
+def test_file_of_that_name_with_any_number_of_locks_is_a_leftover(shm: Path) -> None:
+    file = shm / f"{PREFIX}foreign"
+    file.write_bytes(b"")
+    os.truncate(file, 3000 * mmap.PAGESIZE)
+    reader = os.open(file, os.O_RDONLY)
+    try:
+        for page in range(0, 3000, 2):
+            fcntl.fcntl(reader, fcntl.F_OFD_SETLK, _LOCK.pack(
+                fcntl.F_RDLCK, os.SEEK_SET, page * mmap.PAGESIZE, mmap.PAGESIZE, 0))
+        leftovers = Leftovers(shm)
+        assert leftovers.removed == [file] and leftovers.nbytes == 1500 * mmap.PAGESIZE
+    finally:
+        os.close(reader)
+    leftovers.reclaim()
+    assert leftovers.nbytes == 0
 
 
 def test_arena_of_a_killed_node_cannot_be_opened_after_it_was_removed(shm: Path) -> None:

@@ -139,7 +139,9 @@ def test_inventory_lists_the_parts_that_are_complete(index: VersionIndex) -> Non
     assert [(v["parts"], v["held"]) for v in index.inventory(NoChunks(), 0, 10)["versions"]] == [(0, [])]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b'{"schema": 9}', b'{"schema": 1, "catalog": "x", "commits": 1}', b"\xff"])
+@pytest.mark.parametrize("raw", [b"", b"{}", b'{"schema": 9}', b'{"schema": 1, "catalog": "x", "commits": 1}', b"\xff",
+                                 *(b'{"schema": 1, "catalog": "x", "commits": %s, "versions": []}' % n for n in (
+                                     b"1e308", b"1e999", b"-1", b"9" * 40, b"true", b"NaN"))])
 def test_unreadable_file_protects_the_chunks(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / FILE).write_bytes(raw)
     index = VersionIndex(tmp_path, grace_s=GRACE_S)

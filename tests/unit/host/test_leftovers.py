@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_rl import config
+from elastic_rl.dcs.storage.arena import PREFIX
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.host import leftovers, processes
+from elastic_rl.host import leftovers, local_cluster, processes
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 
 names = st.text(st.sampled_from("ab.-_/ é"), min_size=1, max_size=4)
@@ -151,3 +154,19 @@ def test_files_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytes
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     assert leftovers.remove_files(tag) == [] and theirs.exists() and folder.exists()
+
+
+def test_shared_memory_of_a_job_is_what_this_user_has_and_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                    ) -> None:
+    monkeypatch.setattr(local_cluster, "SHM", tmp_path)
+    cluster = Cluster(config.parse({"job": "j", "run_dir": str(tmp_path / "runs")}))
+    ours, folder, link, foreign = (tmp_path / f"{PREFIX}j-{cluster.host.node}-{n}" for n in range(4))
+    ours.touch()
+    folder.mkdir()
+    link.symlink_to(tmp_path / "x")
+    foreign.touch()
+    mine = leftovers.own_mode
+    monkeypatch.setattr(leftovers, "own_mode", lambda path: 0 if path == foreign else mine(path))
+    assert cluster.segments() == [ours]
+    cluster._unlink_segments()
+    assert sorted(tmp_path.iterdir()) == [folder, link, foreign]
