@@ -33,6 +33,10 @@ _START_S = 10.0
 """Time for namespaces and mounts, besides the program's own time."""
 _TEST_S = 60.0
 _PIECE = 1 << 16
+_SOCKET_BYTES = 208 << 10
+"""What a socket keeps of what was sent over it, at most, by the system's usual settings (``net.core.wmem_default``)."""
+_FILE_BYTES = 1 << 10
+"""What the kernel holds for a file of a tmpfs, empty or not: inode and name."""
 _LIMITS = """
 import os, resource as r, sys
 cpu, memory, files, processes, begun = map(int, sys.argv[1:6])
@@ -53,7 +57,8 @@ class Limits:
     wall_s: float = 10.0
     cpu_s: int = 5
     memory_mb: int = 512
-    """Address space of each process, and resident memory of all together, in MiB."""
+    """Address space of each process; and resident memory of all together, with what the kernel holds for their sockets
+    and for the files in ``/tmp`` beside the content; in MiB."""
     processes: int = 16
     """Processes and threads at once."""
     file_mb: int = 16
@@ -200,7 +205,7 @@ def _supervise(process: subprocess.Popen[bytes], limits: Limits, begun: int) -> 
                 look_at = now + _POLL_S
                 if not started and _has_byte(begun):
                     started, end = True, now + limits.wall_s
-                if _resident(process.pid) > limits.memory_mb << 20:
+                if held_memory(process.pid, started) > limits.memory_mb << 20:
                     ended = "memory"
                     break
             if now >= end:
@@ -249,15 +254,38 @@ def _has_byte(pipe: int) -> bool:
     return bool(poll.poll(0)) and os.read(pipe, 1) != b""
 
 
-def _resident(pid: int) -> int:
-    """Resident memory of the processes below this one, in bytes; 0 when it is gone."""
+def held_memory(pid: int, started: bool) -> int:
+    """Bytes that the processes below this one hold: resident ones, and those of the kernel for their sockets and files;
+    0 when it is gone. ``started``: whether the program is begun, and so sees the sandbox's own ``/tmp``."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return 0
-    total = 0
+    total, sockets, files = 0, set[str](), 0
     for child in children:
         with contextlib.suppress(psutil.Error, OSError):
             total += child.memory_info().rss
-    return total
+        sockets |= _sockets(child.pid)
+        files = max(files, count_files(child.pid) if started else 0)
+    return total + len(sockets) * _SOCKET_BYTES + files * _FILE_BYTES
 
+
+def _sockets(pid: int) -> set[str]:
+    """The sockets that a process has open; empty when it is gone."""
+    found = set[str]()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if (link := os.readlink(f"/proc/{pid}/fd/{fd}")).startswith("socket:"):
+                    found.add(link)
+    return found
+
+
+def count_files(pid: int) -> int:
+    """Files, folders and links in the ``/tmp`` that a process sees; 0 when it is gone. A tmpfs has one more for each
+    hard link."""
+    try:
+        found = os.statvfs(f"/proc/{pid}/root/tmp")
+    except OSError:
+        return 0
+    return found.f_files - found.f_ffree

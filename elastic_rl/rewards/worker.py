@@ -16,6 +16,9 @@ from elastic_rl.plugins.host import encoded, guard_family, receive, send
 from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.runtime.imports import imported
 
+_SANDBOXED_FILES = 128
+"""Open files in a sandbox: the kernel holds some 200 KiB for each socket, which no limit of a process counts."""
+
 
 def main(arguments: Sequence[str]) -> None:
     """Serves as the arguments of the process say: the connection's descriptor, the function, what makes it ("" for
@@ -31,6 +34,8 @@ def _serve(descriptor: int, function: str, made_of: str, memory_mb: int, *, sand
         guard_family(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sandboxed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_SANDBOXED_FILES,) * 2)
     with socket.socket(fileno=descriptor) as connection:
         os.set_inheritable(descriptor, False)  # what the function starts does not get it
         try:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -17,10 +18,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
+
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins import host as plugin_host
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards import worker
+from elastic_rl.rewards.sandbox import count_files
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 from elastic_rl.runtime.process import start_child
 
@@ -29,6 +33,9 @@ _START_S = 120.0
 _MAX_CALLS = 5000
 """Calls after which a worker is replaced: libraries that cache what they parse grow."""
 _END_S = 5.0
+_MAX_FILES = 8192
+"""Files of a worker in a sandbox, of which each takes a kilobyte of the kernel's. Libraries make a few in a cache."""
+_LOOK_S = 0.25
 MAX_MEMORY_MB = 1 << 24
 """More than any machine has, and less than what a limit of the kernel holds."""
 
@@ -120,7 +127,7 @@ class WorkerPool:
         kept = False
         try:
             answer = taken.call(job, timeout_s)
-            kept = taken.calls < _MAX_CALLS
+            kept = taken.calls < _MAX_CALLS and not taken.is_crowded()
         finally:
             with self._lock:
                 self._running.discard(taken)
@@ -183,12 +190,20 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def _is_readable(connection: socket.socket, timeout_s: float) -> bool:
+    """Whether something can be read within ``timeout_s``, or the other end has closed."""
+    poll = select.poll()  # ``select.select`` takes no descriptor from 1024 on, of which an actor has many
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 class _Worker:
     """One process. Used by one thread at a time, but for ``kill``."""
 
     def __init__(self, function: str, made_of: str, memory_mb: int, named: str, sandbox: WorkerSandbox | None) -> None:
         """Raises PluginFailed when the process cannot be started."""
         self._named, self.calls, self._lock = named, 0, threading.Lock()
+        self._sandboxed, self._inside = sandbox is not None, 0
         self._connection, other = socket.socketpair()
         with other:
             arguments = ["-P", "-m", worker.__name__, str(other.fileno()), function, made_of, str(memory_mb)]
@@ -222,12 +237,29 @@ class _Worker:
 
     def receive(self, timeout_s: float) -> Any:
         """The worker's next message, whole within ``timeout_s``. Raises CallGivenUp."""
+        end = time.monotonic() + timeout_s
         try:
-            return plugin_host.receive(self._connection, time.monotonic() + timeout_s)
+            while self.calls and self._sandboxed and not _is_readable(self._connection, _LOOK_S):
+                if time.monotonic() >= end:
+                    raise TimeoutError
+                if self.is_crowded():
+                    raise self._died()
+            return plugin_host.receive(self._connection, end)
         except TimeoutError as e:
             raise self._too_long(timeout_s) from e
         except (EOFError, OSError, ValueError) as e:
             raise self._died() from e
+
+    def is_crowded(self) -> bool:
+        """Whether what runs in a sandbox has made more files than any check needs: they are memory that no limit of a
+        process counts."""
+        if not self._sandboxed or not self.calls:  # before it has started it sees the machine's files
+            return False
+        if not self._inside:
+            with contextlib.suppress(psutil.Error):
+                self._inside = max((p.pid for p in psutil.Process(self._process.pid).children(recursive=True)),
+                                   default=0)
+        return bool(self._inside) and count_files(self._inside) > _MAX_FILES
 
     def kill(self) -> None:
         """Ends the process and what it has started. May be called by any thread."""

@@ -87,6 +87,19 @@ def test_worker_in_a_sandbox_starts_threads_but_no_process(pool: WorkerPool, cal
 
 
 @needs_sandbox
+def test_worker_that_makes_files_without_end_is_replaced(pool: WorkerPool) -> None:
+    """In a call, and over many of them."""
+    assert _eval(pool, "setattr(__import__('builtins'), 'seen', 1)") is None
+    many = "[open(f'/tmp/{n}', 'w').close() for n in range(%d)] and 1"
+    with pytest.raises(CallGivenUp):
+        _eval(pool, many % 10**8)
+    assert _eval(pool, "setattr(__import__('builtins'), 'seen', 1)") is None
+    assert _eval(pool, many % 9000) == 1
+    with pytest.raises(PluginFailed, match="NameError"):
+        _eval(pool, "seen")
+
+
+@needs_sandbox
 def test_worker_in_a_sandbox_is_killed_and_replaced() -> None:
     others = psutil.Process().children()
     with _new_pool() as pool:
