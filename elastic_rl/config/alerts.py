@@ -60,6 +60,12 @@ class AlertConfig(Section):
     """A run that waits for the same part of the system for more than this many seconds raises ``run.waiting``, and so
     does one that no actor process runs for so long. Set it above the time that an engine of the model takes to start,
     if the start of a run is not to raise it."""
+    update_kl: Annotated[float, Field(gt=0)] = 1.0
+    """Divergence of the policy from the one that sampled, in nats a token, from which on the updates of a step raise
+    ``update.large``. Usual ones are below 0.1."""
+    eval_fall_errors: Annotated[float, Field(gt=0)] = 3.0
+    """An evaluation whose mean reward is this many standard errors below that of step 0 raises ``eval.fell``. Of a
+    policy that is as it was, about one evaluation in 700 is that low by chance with 3."""
     leader_gap_s: Seconds = 15.0
     """The next leader reports ``leader.absent`` when no coordinator led for more than this many seconds."""
     etcd_slow_s: Seconds = 0.5
