@@ -25,6 +25,7 @@ Watch = Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, unt
 
 _POOL = ("name", "desired", "ready", "starting", "pending", "released", "behind", "draining", "external", "message")
 _WAITING = ("part", "state", "message")
+_EVAL = {"reward": "eval reward", "exact_match": "eval exact match"}
 _ENGINE = ("id", "state", "host", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
 _POOL_WIDE = ("stream", "model", "router_url")
 _ENGINE_WIDE = ("pool", "url", "pid", "external", "applying", "epoch", "started_at")
@@ -108,8 +109,8 @@ def job_facts(job: dict[str, Any]) -> dict[str, Any]:
     led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
     return {"job": job["name"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
             "step": steps, "waiting for": waiting_for(run), "held back by": run.get("generation_cap"),
-            "reward": run.get("reward"), "eval accuracy":
-            run.get("eval_accuracy"), "eval sets": eval_sets(run),
+            "reward": run.get("reward"),
+            _EVAL.get(run.get("eval_measure") or "", "eval"): evaluated(run), "eval sets": eval_sets(run),
             "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":
             run.get("message"), "started_at": run.get("started_at"), "updated_at": run.get("updated_at"),
             "epoch": job.get("epoch"), "leader": led_by, "health": health}
@@ -121,6 +122,14 @@ def step_facts(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     facts = {"update": update_line(last.get("update") or {}),
              "throughput": throughput_line(last.get("throughput") or {})}
     return {name: line for name, line in facts.items() if line}
+
+
+def evaluated(run: dict[str, Any]) -> str:
+    """The last evaluation, and that of step 0 of RL; empty before the first one."""
+    last, start = run.get("eval_accuracy"), run.get("eval_start")
+    if last is None:
+        return ""
+    return f"{last:.3f}" + (f" ({start:.3f} at step 0)" if start is not None and run.get("step") else "")
 
 
 def eval_sets(run: dict[str, Any], most: int = 8) -> str:

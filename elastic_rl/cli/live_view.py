@@ -65,7 +65,7 @@ def plain_line(record: Record, steps: int) -> str:
         case "sft":
             return (f"SFT phase step {record['step']}: loss {_f(record.get('loss'))}, "
                     f"eval loss {_f(record.get('eval_loss'))}, "
-                    f"eval accuracy {_f(record.get('eval_accuracy'))}")
+                    f"eval exact match {_f(record.get('eval_accuracy'))}")
         case "step":
             ready = sum(e.get("state") == "ready" for e in record.get("engines") or [])
             return (f"step {record['step']}/{steps}: reward {_f(record.get('reward_mean'))}, version "
@@ -73,7 +73,7 @@ def plain_line(record: Record, steps: int) -> str:
                     f"difference {_e(record.get('logprob_diff_max'))}, "
                     f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
         case "eval":
-            return f"step {record['step']}/{steps}: eval accuracy {_f(record.get('eval_accuracy'))}" + "".join(
+            return f"step {record['step']}/{steps}: eval reward {_f(record.get('eval_accuracy'))}" + "".join(
                 f", {name} {_f(value)}" for key in ("eval_sets", "eval_reward_parts")
                 for name, value in list((record.get(key) or {}).items())[:_SETS])
         case "sampled":
@@ -229,7 +229,7 @@ def render(job: str, state: RunState, cluster: ClusterState, *, elapsed_s: float
     facts.add_column(style="dim")
     facts.add_column()
     if state.sft and not last:
-        facts.add_row("SFT phase", f"step {state.sft['step']}, eval accuracy {_f(state.sft.get('eval_accuracy'))}")
+        facts.add_row("SFT phase", f"step {state.sft['step']}, eval exact match {_f(state.sft.get('eval_accuracy'))}")
     if last.get("kind") == "sampled" or phase in ("eval", "rejection_sampling"):
         _add_sampled_facts(facts, last)
     else:
@@ -258,7 +258,7 @@ def _add_training_facts(facts: Table, state: RunState, width: int) -> None:
     rewards = sparkline([state.rewards[s] for s in sorted(state.rewards)], max(20, min(60, width - 40)))
     facts.add_row("reward", f"[cyan]{rewards}[/] {_f(last.get('reward_mean'))}")
     evals = [state.eval_accuracy[s] for s in sorted(state.eval_accuracy)]
-    facts.add_row("eval accuracy", f"[yellow]{sparkline(evals, 60)}[/] {_f(evals[-1] if evals else None)}")
+    facts.add_row("eval reward", f"[yellow]{sparkline(evals, 60)}[/] {_f(evals[-1] if evals else None)}")
     for name, accuracy in list(state.eval_sets.items())[:_SETS]:
         facts.add_row(Text(f"  {printable(name)}"), _f(accuracy))
     facts.add_row("version", f"{last.get('policy_version', '–')}, staleness {last.get('staleness', '–')}, "
@@ -457,7 +457,7 @@ def _set_line(found: Record) -> str:
 def _of_sft(sft: Record) -> list[tuple[str, str]]:
     return [("SFT steps", str(sft["steps"])), ("loss", f"{_f(sft['loss_first'])} → {_f(sft['loss_last'])}"),
             ("eval loss", f"{_f(sft.get('eval_loss_first'))} → {_f(sft.get('eval_loss_last'))}"),
-            ("eval accuracy", f"{_f(sft['eval_accuracy_first'])} → {_f(sft['eval_accuracy_last'])}")]
+            ("eval exact match", f"{_f(sft['eval_accuracy_first'])} → {_f(sft['eval_accuracy_last'])}")]
 
 
 def _of_rl(report: Record) -> list[tuple[str, str]]:
@@ -465,7 +465,7 @@ def _of_rl(report: Record) -> list[tuple[str, str]]:
     speed = throughput_line({"peak_memory_bytes": report["peak_memory_bytes"], **{
         name: report[f"{name}_p50"] for name in ("generate_tokens_per_s", "train_tokens_per_s", "mfu")}})
     return [("steps", f"{report['steps']} ({report['steps_redone']} repeated), {report['samples_trained']} samples"),
-            ("eval accuracy", f"{_f(report['eval_accuracy_first'])} → {_f(report['eval_accuracy_last'])}"),
+            ("eval reward", f"{_f(report['eval_accuracy_first'])} → {_f(report['eval_accuracy_last'])}"),
             ("reward", f"{_f(report['reward_first'])} → {_f(report['reward_last'])}"),
             ("step time", f"{_f(report['step_s_p50'], 2)} s median, {_f(report['tokens_per_s'], 0)} tokens/s"),
             *([("throughput", speed)] if speed else []),

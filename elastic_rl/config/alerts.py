@@ -63,6 +63,12 @@ class AlertConfig(Section):
     engines_idle_s: Seconds = 300.0
     """Routable engines of the policy's pool that could process twice as many requests, or more, for this many seconds,
     while a limit on what is in flight keeps the run from sending any, raise ``pool.idle``, which names the limit."""
+    update_kl: Annotated[float, Field(gt=0)] = 1.0
+    """Divergence of the policy from the one that sampled, in nats a token, from which on the updates of a step raise
+    ``update.large``. Usual ones are below 0.1."""
+    eval_fall_errors: Annotated[float, Field(gt=0)] = 3.0
+    """An evaluation whose mean reward is this many standard errors below that of step 0 raises ``eval.fell``. Of a
+    policy that is as it was, about one evaluation in 700 is that low by chance with 3."""
     leader_gap_s: Seconds = 15.0
     """The next leader reports ``leader.absent`` when no coordinator led for more than this many seconds."""
     etcd_slow_s: Seconds = 0.5

@@ -40,9 +40,32 @@ class JobStatus(Record):
     started_at: float = 0.0
     updated_at: float = 0.0
     eval_accuracy: float | None = None
-    """Last eval accuracy, 0 to 1."""
+    """Result of the last evaluation of the main set; ``eval_measure`` says of what."""
+    eval_measure: str = ""
+    """``exact_match``: the share of the held-out answers that greedy decoding gives exactly, in the supervised phase.
+    ``reward``: the mean reward."""
+    eval_error: float = 0.0
+    """Standard error of a mean reward, over the prompts."""
     eval_sets: FiniteByName = {}
     """The same of the further evaluation sets, by name; of many, the first 64."""
+    eval_start: float | None = None
+    """Mean reward of the main set at step 0 of RL, before any of its updates."""
+    eval_start_error: float = 0.0
+    """Standard error of that."""
+    update_kl: float | None = None
+    """Largest ``kl`` of the updates of the last ten steps, in nats, at most 1000: which stands for all that is more,
+    and for what is no number."""
+    update_kl_step: int = 0
+    """The step with that."""
+    worst_kl: float | None = None
+    """The largest of all steps: a policy that was ruined moves no more."""
+    worst_kl_step: int = 0
+    worst_kl_lr: float | None = None
+    """Learning rate of that step."""
+    lr: float | None = None
+    """Learning rate of the last step."""
+    entropy: float | None = None
+    """Entropy of the last step, in nats, where it is computed."""
     reward: float | None = None
     """Mean reward of the last step."""
     policy_version: int = 0
@@ -93,7 +116,7 @@ class StepMetrics(Record):
     reward: float
     """Mean reward of the step's samples."""
     eval_accuracy: float | None = None
-    """Eval accuracy, 0 to 1, if it was measured after this step."""
+    """Mean reward of the main evaluation set, if it was measured after this step."""
     eval_sets: FiniteByName = {}
     """The same of the further evaluation sets, by name; of many, the first 64."""
     staleness: int = 0

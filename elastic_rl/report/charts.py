@@ -91,9 +91,9 @@ def _smooth(points: Sequence[Point], window: int) -> list[Point]:
 
 def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: Sequence[tuple[float, str]], *,
              axis: str = "RL step") -> str:
-    """Mean reward of each step (faint) with its moving average, and eval accuracy, over steps."""
+    """Mean reward of each step (faint) with its moving average, and the mean reward of evaluations, over steps."""
     last = max([x for x, _ in (*rewards, *eval_accuracy)], default=1)
-    frame = _Frame((0, last), (0, 1), 280, "Reward and eval accuracy over steps")
+    frame = _Frame((0, last), (0, 1), 280, "Reward of steps and of evaluations")
     frame.axes(axis, y_ticks=(0, 0.25, 0.5, 0.75, 1), whole_x=True)
     frame.fault_marks(faults)
     if rewards:
@@ -107,7 +107,7 @@ def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: S
     if eval_accuracy:
         frame.add(f'<path class="line c2" d="{_path(frame, eval_accuracy)}"/>')
         frame.add(*(f'<circle class="dot c2" cx="{frame.px(x)}" cy="{frame.py(y)}" r="4" '
-                    f'data-tip="step {_num(x)}: eval accuracy {y:.3f}"/>' for x, y in eval_accuracy))
+                    f'data-tip="step {_num(x)}: eval {y:.3f}"/>' for x, y in eval_accuracy))
     return frame.done()
 
 

@@ -42,7 +42,7 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     ] if _is_sft(report) else [
         _section("Learning", charts.learning(rewards, eval_accuracy, marks),
                  _legend(("c1", "mean reward of the step (moving average over the faint line)"),
-                         ("c2", "eval accuracy, greedy")),
+                         ("c2", "mean reward of the evaluation set")),
                  _first_last_table("further evaluation set", "accuracy", report.get("eval_sets")),
                  _first_last_table("part of the reward", "value in evaluations", report.get("eval_reward_parts"))),
         _section("Training metrics", curves(steps)),
@@ -141,7 +141,7 @@ def _is_sft(report: Mapping[str, Any]) -> bool:
 
 
 def _sft_tiles(sft: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    return [("eval accuracy", _value(sft["eval_accuracy_last"], 3), f"from {_value(sft['eval_accuracy_first'], 3)}"),
+    return [("eval exact match", _value(sft["eval_accuracy_last"], 3), f"from {_value(sft['eval_accuracy_first'], 3)}"),
             ("eval loss", _value(sft["eval_loss_last"], 3), f"from {_value(sft['eval_loss_first'], 3)}"),
             ("training loss", _value(sft["loss_last"], 3), f"from {_value(sft['loss_first'], 3)}"),
             ("SFT steps", str(sft["steps"]), "")]
@@ -151,7 +151,7 @@ def _rl_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     faults = report["faults"]
     healed = sum(f.get("healed_at") is not None for f in faults)
     return [
-        ("eval accuracy", _value(report["eval_accuracy_last"], 3), f"from {_value(report['eval_accuracy_first'], 3)}"),
+        ("eval reward", _value(report["eval_accuracy_last"], 3), f"from {_value(report['eval_accuracy_first'], 3)}"),
         ("reward", _value(report["reward_last"], 3), f"from {_value(report['reward_first'], 3)}"),
         ("steps", str(report["steps"]), f"{report['samples_trained']:,} samples"),
         ("step time, median", _value(report["step_s_p50"], 2, " s"),

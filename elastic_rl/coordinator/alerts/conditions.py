@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ _NODES = 5
 """Nodes that an alert names."""
 _WAITING_HOLD_S = 120.0
 """Parts of the compute plane wait for less than this long while a run starts, and after a restart."""
+_ROUNDING = 1e-6
+"""Relative difference of two mean rewards that is no fall."""
 _PARTS = 20
 """Most parts of the compute plane of which a driver's report is read."""
 _UNREADABLE = 20
@@ -61,6 +64,8 @@ class Thresholds:
     max_staleness: int = 0
     run_waiting_s: float = 60.0
     engines_idle_s: float = 300.0
+    update_kl: float = 1.0
+    eval_fall_errors: float = 3.0
     pool_hold_s: float = 600.0
     """A pool may be short for so long: an engine needs that to start."""
     pool_holds_s: Mapping[str, float] = field(default_factory=dict)
@@ -70,8 +75,8 @@ class Thresholds:
     def from_config(cls, cfg: Config) -> Thresholds:
         a = cfg.alerts
         return cls(a.engine_lag_versions, a.engine_lag_s, a.durable_lag_s, a.full_fraction, a.etcd_slow_s,
-                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, a.engines_idle_s,
-                   cfg.engine.start_timeout_s,
+                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, a.engines_idle_s, a.update_kl,
+                   a.eval_fall_errors, cfg.engine.start_timeout_s,
                    {name: pool.engine.start_timeout_s for name, pool in cfg.pool_settings("").items()})
 
 
@@ -79,8 +84,8 @@ def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thres
                firing: Set[str] = frozenset()) -> dict[str, Condition]:
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
     found = [*_members(snapshot), *_compute(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
-             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_waiting(snapshot, now, limits),
-             *_idle(snapshot, limits, firing), *_unreadable(snapshot),
+             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_learning(snapshot, limits),
+             *_waiting(snapshot, now, limits), *_idle(snapshot, limits, firing), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
 
@@ -186,8 +191,46 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     if status.phase == "failed":
         yield Condition("job.failed", snapshot.job, status.message or f"job {snapshot.job} has failed")
     if status.phase == "finished":
-        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps",
-                        Severity.INFO, notify_resolved=False)
+        evaluated = ""
+        if status.eval_measure == "reward" and status.eval_start is not None and status.eval_accuracy is not None:
+            evaluated = f"; the mean reward of evaluations went from {status.eval_start:.3f} to " \
+                        f"{status.eval_accuracy:.3f}"
+        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps"
+                        f"{evaluated}", Severity.INFO, notify_resolved=False)
+
+
+def _learning(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
+    """What the updates did to the policy, of a run that trains or is done: one that its operator has stopped is in
+    their hands."""
+    status = snapshot.status
+    if status is None or status.phase not in ("rl", "finished"):
+        return
+    rate = f"the learning rate is {status.lr:.3g} now" if status.lr is not None else "see train.lr"
+    if status.update_kl is not None and status.update_kl >= limits.update_kl:
+        yield Condition(
+            "update.large", snapshot.job, f"the updates of step {status.update_kl_step} moved the policy by "
+            f"{_nats(status.update_kl)} a token from the one that sampled. They are too large: the limit is "
+            f"alerts.update_kl={limits.update_kl:g}, and {rate}. Lower train.lr, or raise train.lr_warmup_steps",
+            Severity.WARNING)
+    if status.eval_measure != "reward" or status.eval_start is None or status.eval_accuracy is None:
+        return
+    chance = limits.eval_fall_errors * math.hypot(status.eval_start_error, status.eval_error)
+    if status.eval_start - status.eval_accuracy > max(chance, _ROUNDING * abs(status.eval_start)):
+        entropy = f" (entropy {status.entropy:.3g} nats)" if status.entropy is not None else ""
+        if status.worst_kl is not None and status.worst_kl >= limits.update_kl:
+            at = f", at a learning rate of {status.worst_kl_lr:.3g}" if status.worst_kl_lr is not None else ""
+            cause = (f"Updates were too large: those of step {status.worst_kl_step} moved it by "
+                     f"{_nats(status.worst_kl)} a token{at}. Begin again with a lower train.lr")
+        else:
+            cause = (f"No update was seen to be large{entropy}, and {rate}: compare rewards, their parts and samples "
+                     "of the first steps and of now")
+        yield Condition(
+            "eval.fell", snapshot.job, "the policy is worse than before RL: the mean reward of the evaluation is "
+            f"{status.eval_accuracy:.3f}, and was {status.eval_start:.3f} at step 0. {cause}", Severity.WARNING)
+
+
+def _nats(kl: float) -> str:
+    return f"{kl:.3g} nats" if kl < 1000.0 else "1000 nats or more"
 
 
 def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:

@@ -57,6 +57,8 @@ function title(level, model, waitsLong) {
   const operations = active ? ` ${plural(active, "operation")} running.` : "";
   if (level === "bad") return `Something is broken.${operations || " No operation is running."}`;
   if (level === "warn" && waitsLong) return `The run waits.${operations}`;
+  if (level === "warn" && status?.phase === "finished") return `The run finished after ${plural(status.step, "step")}, with warnings.`;
+  if (level === "warn" && status?.phase === "stopped") return `The run was ${status.message || "stopped"}; there are warnings.`;
   if (level === "warn") return `The job runs with warnings.${operations}`;
   if (!status) return "No run yet. The cluster is up.";
   if (status.phase === "finished") return `The run finished after ${plural(status.step, "step")}.`;

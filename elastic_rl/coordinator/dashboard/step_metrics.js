@@ -20,7 +20,8 @@ const GROUPS = [
     { id: "reward", title: "Reward", smooth: true, digits: 3, of: (p) => p.reward },
     { id: "reward-parts", title: "Reward, by part", digits: 3, lines: (p) => p.reward_parts ?? {},
       has: (p) => Object.keys(p.reward_parts ?? {}).length > 1, of: (p) => p.reward },
-    { id: "eval_accuracy", title: "Eval accuracy", low: 0, high: 1, digits: 3, of: (p) => p.eval_accuracy },
+    { id: "eval_accuracy", title: "Eval reward", low: 0, high: 1, digits: 3, of: (p) => p.eval_accuracy,
+      start: (status) => status?.eval_start },
     { id: "response-length", title: "Length", unit: "tokens", low: 0, smooth: true, has: lengths,
       of: (p) => p.response_tokens?.mean, note: (p) => `max ${number(p.response_tokens?.max)}` },
     { id: "truncated", title: "Truncated", unit: "%", low: 0, digits: 1, has: lengths,
@@ -122,10 +123,11 @@ export class StepMetrics {
     const points = model.points();
     const marks = faults(model, points);
     this.#addOwn(points.at(-1));
-    for (const { chart, of: value, has, parts, lines, note } of this.charts) {
+    for (const { chart, of: value, has, parts, lines, note, start } of this.charts) {
       chart.node.hidden = Boolean(has) && !points.some(has);
-      chart.show(points.map((p) => [p.step, value(p), (parts ?? lines)?.(p), note?.(p)])
-        .filter(([, v]) => v !== null && v !== undefined), marks);
+      const before = start?.(model.status) ?? null; // before the first step, which no step's metrics have
+      chart.show([...(before === null ? [] : [[0, before]]), ...points.map((p) => [p.step, value(p), (parts ?? lines)?.(p), note?.(p)])
+        .filter(([, v]) => v !== null && v !== undefined)], marks);
     }
     for (const [id, { node }] of this.groups) {
       node.hidden = this.charts.every((c) => c.group !== id || c.chart.node.hidden);

@@ -5,6 +5,7 @@ import { clock, duration, now, number, plural, seconds, visible } from "./format
 import { verdict } from "./health.js";
 import { RUN_ENDED } from "./model.js";
 
+const EVAL = { reward: "Eval reward", exact_match: "Eval exact match" };
 const SIGN = { ok: "", idle: "", warn: "(!) ", bad: "(!!) " };
 
 export class Summary {
@@ -14,13 +15,14 @@ export class Summary {
     this.reasons = section.querySelector("#reasons");
     this.tiles = new Map();
     this.grid = section.querySelector("#tiles");
-    for (const [id, name] of [["step", "Step"], ["reward", "Reward"], ["eval_accuracy", "Eval accuracy"],
+    for (const [id, name] of [["step", "Step"], ["reward", "Reward"], ["eval_accuracy", "Eval"],
       ["throughput", "Throughput"], ["step-time", "Step time"], ["staleness", "Staleness"], ["version", "Version"],
       ["leader", "Leader"]]) {
       const value = el("span", { class: "value" });
       const note = el("span", { class: "note" });
-      this.tiles.set(id, { value, note });
-      this.grid.append(el("div", { id: `tile-${id}` }, el("dt", { text: name }), el("dd", {}, value, note)));
+      const title = el("dt", { text: name });
+      this.tiles.set(id, { value, note, title });
+      this.grid.append(el("div", { id: `tile-${id}` }, title, el("dd", {}, value, note)));
     }
     this.progress = el("progress", { "aria-label": "Steps done", max: "1", value: "0" });
     this.tiles.get("step").note.before(this.progress);
@@ -65,8 +67,10 @@ export class Summary {
     if (status) since(this.changed, status.updated_at);
     this.#tile("reward", number(status?.reward, 3), trend(points.map((p) => p.reward)));
     const evaluated = points.filter((p) => p.eval_accuracy !== null && p.eval_accuracy !== undefined);
+    text(this.tiles.get("eval_accuracy").title, EVAL[status?.eval_measure] ?? "Eval");
+    const from = evaluated.length ? status?.eval_start ?? null : null;
     this.#tile("eval_accuracy", number(status?.eval_accuracy, 3),
-      [evaluated.length ? `after step ${evaluated.at(-1).step}` : "", ...Object.entries(status?.eval_sets ?? {})
+      [from === null ? "" : `from ${number(from, 3)} at step 0`, evaluated.length ? `after step ${evaluated.at(-1).step}` : "", ...Object.entries(status?.eval_sets ?? {})
         .slice(0, 3).map(([name, accuracy]) => `${visible(name)} ${number(accuracy, 3)}`)].filter(Boolean).join(" · "));
     const rates = points.slice(-20).filter((p) => p.seconds?.total > 0).map((p) => p.samples / p.seconds.total);
     this.#tile("throughput", rates.length ? number(mean(rates)) : "–", "samples/s, last 20 steps");

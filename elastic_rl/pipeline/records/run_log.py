@@ -201,15 +201,18 @@ class JobStatusWriter:
             self._metrics = metrics or self._metrics
 
     def evaluated(self, phase: str, step: int, eval_accuracy: float,
-                  eval_sets: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Writes the eval accuracy after ``step``, and those of further sets by name, to the status and to the step's
-        metrics. Raises Fenced."""
+                  eval_sets: Mapping[str, float] = MappingProxyType({}), *, error: float = 0.0) -> None:
+        """Writes the mean reward of the main evaluation set after ``step``, its standard error, and those of further
+        sets by name, to the status and, but for the error, to the step's metrics. Raises Fenced."""
         with self._lock:
             ops, found = [], {"eval_accuracy": eval_accuracy, "eval_sets": dict(eval_sets)}
+            of_run = {"eval_measure": "reward", "eval_error": error}
+            if step == 0:
+                of_run |= {"eval_start": eval_accuracy, "eval_start_error": error}
             if self._metrics is not None and self._metrics.step == step:
                 self._metrics = self._metrics.replace(**found)
                 ops.append(self._put(self._metrics))
-            self._write(phase, found, ops)
+            self._write(phase, found | of_run, ops)
 
     def resume(self, phase: str, step: int, **changes: Any) -> None:
         """Records that the run resumes from ``step``: deletes the metrics of later steps, their productive time and

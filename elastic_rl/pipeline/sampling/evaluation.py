@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,8 +32,10 @@ class SetScore:
     prompts: int = 0
     rewards: float = 0.0
     """Sum over the prompts, of each the mean of its samples."""
+    squares: float = 0.0
+    """Sum of the squares of these means."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The same of each named part of the reward, of the first so many."""
+    """The same sum of each named part of the reward, of the first so many."""
     newest_version: int = 0
     """Newest policy version that made a sample."""
 
@@ -40,6 +43,12 @@ class SetScore:
     def accuracy(self) -> float:
         """Mean reward."""
         return self.rewards / self.prompts
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean reward, over the prompts; 0 for a single one."""
+        variance = max(0.0, self.squares / self.prompts - self.accuracy ** 2)
+        return math.sqrt(variance / (self.prompts - 1)) if self.prompts > 1 else 0.0
 
     @property
     def reward_parts(self) -> dict[str, float]:
@@ -50,7 +59,9 @@ class SetScore:
     def add(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self.prompts += 1  # also one that could not be generated, which has no sample
-            self.rewards += sum(sample.reward for sample in group.samples) / max(len(group.samples), 1)
+            reward = sum(sample.reward for sample in group.samples) / max(len(group.samples), 1)
+            self.rewards += reward
+            self.squares += reward ** 2
             for name, value in (part for sample in group.samples for part in sample.reward_parts.items()):
                 if name in self.parts or len(self.parts) < _PARTS:
                     self.parts[name] = self.parts.get(name, 0.0) + value / len(group.samples)

@@ -14,6 +14,7 @@ from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
 from elastic_rl.pipeline.flow.group_flow import FlowLimits
 from elastic_rl.pipeline.flow.inline import Generation, InlineGeneration
+from elastic_rl.pipeline.records.recent_updates import RecentUpdates
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
 from elastic_rl.pipeline.rollouts import RolloutCalls, Rollouts
 from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
@@ -54,6 +55,7 @@ class RlStages(TrainerStages):
                                 on_failed=partial(term.events.groups_failed, "train"))
         self._generation = self._make_generation(limits)
         closing.callback(self._generation.close)
+        self._updates = RecentUpdates()
         self._parts = 0
         """Most parts of the next step that were computed in one attempt."""
         term.pieces = lambda: self._generation.flow.finished_groups + self._parts
@@ -116,7 +118,8 @@ class RlStages(TrainerStages):
         log_step(term.run_log, metrics, [g.ordinal for g in groups.groups],
                  sorted({v for s in groups.samples for v in s.versions}), self._generation.engines, trained)
         term.write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
-                   staleness=metrics.staleness, samples=term.samples.ops(effect.step, groups, advantages))
+                   staleness=metrics.staleness, samples=term.samples.ops(effect.step, groups, advantages),
+                   **self._updates.add(effect.step, trained, term.status.latest))
         term.events.responses(metrics, self._source)
         term.events.logprob_difference(metrics, trained["logprob_diff_max"], term.cfg.logprob_tolerance)
         return version
@@ -133,5 +136,5 @@ class RlStages(TrainerStages):
         term.run_log.write("eval", step=effect.step, eval_accuracy=accuracy, **({"eval_sets": sets} if sets else {}),
                            **({"eval_reward_parts": main.reward_parts} if main.parts else {}),
                            policy_version=max(score.newest_version for score in scores.values()))
-        term.write_evaluation(effect.step, accuracy, bounded(sets))
+        term.write_evaluation(effect.step, accuracy, bounded(sets), error=main.error)
         return accuracy

@@ -148,9 +148,9 @@ class ActorTerm:
         """Writes the status, as soon as etcd takes it: see ``JobStatusWriter.write``."""
         self.waits.retry("etcd", lambda: self.status.write(self.phase, **changes))
 
-    def write_evaluation(self, step: int, accuracy: float, sets: Mapping[str, float]) -> None:
+    def write_evaluation(self, step: int, accuracy: float, sets: Mapping[str, float], *, error: float = 0.0) -> None:
         """See ``JobStatusWriter.evaluated``."""
-        self.waits.retry("etcd", lambda: self.status.evaluated(self.phase, step, accuracy, sets))
+        self.waits.retry("etcd", lambda: self.status.evaluated(self.phase, step, accuracy, sets, error=error))
 
     def write_lease(self, groups: IntervalSet) -> None:
         """Writes down that this actor works on these groups. Raises Fenced and EtcdUnavailable."""

@@ -132,7 +132,7 @@ class TrainerStages(Stages):
                            **{name: last.get(name) for name in ("loss", "grad_norm", "lr")},
                            throughput=training_metrics.of_throughput(last))
         seconds = sum(update.seconds for update in effect.updates)
-        term.write(**self._sft_progress(effect.step), eval_accuracy=accuracy,
+        term.write(**self._sft_progress(effect.step), eval_accuracy=accuracy, eval_measure="exact_match",
                    productive_s=term.status.latest.productive_s + seconds)
         return accuracy
 

@@ -324,6 +324,28 @@ def test_page_says_what_the_run_waits_for(show: Open, cluster: ApiCluster) -> No
     expect(page.locator("#reasons")).not_to_contain_text("Waiting for")
 
 
+def test_evaluations_begin_with_that_before_the_first_step_and_say_what_they_are_of(show: Open, cluster: ApiCluster
+                                                                                   ) -> None:
+    """A fall from 0.50 to 0.38 looked like a rise."""
+    page, key = show(), cluster.keys.job_status()
+    status = read(cluster, key, JobStatus)
+    tile, chart = page.locator("#tile-eval_accuracy"), page.locator("#metric-eval_accuracy")
+    point = StepMetrics(step=42, at=time.time(), reward=0.5, samples=32, eval_accuracy=0.38)
+    try:
+        cluster.etcd.put(key, status.replace(eval_accuracy=0.9, eval_measure="exact_match").encode())
+        expect(tile.locator("dt")).to_have_text("Eval exact match")
+        cluster.etcd.put(key, status.replace(eval_accuracy=0.38, eval_measure="reward", eval_start=0.5).encode())
+        cluster.etcd.put(cluster.keys.step_metrics(42), point.encode())
+        expect(tile.locator("dt")).to_have_text("Eval reward")
+        expect(tile).to_contain_text("from 0.500 at step 0 · after step 42")
+        chart.get_by_text("as a table").click()
+        expect(chart.locator("tbody tr").last).to_have_text(re.compile(r"^\s*0\s*0\.500"))
+        expect(chart.locator("tbody tr").first).to_contain_text("0.380")
+    finally:
+        cluster.etcd.put(key, status.encode())
+        cluster.etcd.delete(cluster.keys.step_metrics(42))
+
+
 def test_idle_time_is_stacked_by_stage_and_lengths_are_charted(show: Open, cluster: ApiCluster) -> None:
     page = show()
     idle = page.locator("#metric-idle")

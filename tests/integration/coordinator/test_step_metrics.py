@@ -46,6 +46,20 @@ def test_step_status_and_metrics_are_one_write(etcd: EtcdClient, keys: Keys) -> 
     assert StepMetrics.decode(written[1].value) == point(1).replace(eval_accuracy=0.75)
     status.evaluated("rl", 7, 0.5)  # of a step that an earlier incarnation did: only the status knows
     assert points(etcd, keys) == [point(1).replace(eval_accuracy=0.75)] and status.latest.eval_accuracy == 0.5
+    assert status.latest.eval_start is None and status.latest.eval_measure == "reward"
+
+
+def test_evaluation_before_the_first_step_is_kept(etcd: EtcdClient, keys: Keys) -> None:
+    """No step has it, and every later one is compared with it."""
+    fencing.raise_epoch(etcd, keys, "test")
+    status = writer(etcd, keys)
+    status.write("sft", eval_accuracy=0.9, eval_measure="exact_match")
+    status.evaluated("rl", 0, 0.5, error=0.04)
+    status.write("rl", metrics=point(1), step=1, reward=0.1)
+    status.evaluated("rl", 1, 0.25, error=0.03)
+    found = JobStatus.decode(etcd.get(keys.job_status()).value)
+    assert (found.eval_measure, found.eval_start, found.eval_start_error, found.eval_accuracy, found.eval_error) == (
+        "reward", 0.5, 0.04, 0.25, 0.03)
 
 
 def test_finished_groups_and_parts_are_shown_now_and_then_until_their_step_is_made(etcd: EtcdClient, keys: Keys

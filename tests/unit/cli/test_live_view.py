@@ -33,7 +33,7 @@ class _DeadStore:
 def test_each_kind_of_record_has_a_plain_line() -> None:
     lines = {r["kind"]: plain_line(r, 200) for r in records()}
     assert lines["step"].startswith("step 200/200: reward 0.")
-    assert "eval accuracy 0.9" in lines["eval"]
+    assert "eval reward 0.9" in lines["eval"]
     assert lines["rewind"] == "back from step 94 to 90: rank 1 ended"
     assert lines["fault"].endswith("healed after 31.0 s")
     assert "loss" in lines["sft"]
@@ -52,7 +52,7 @@ def test_job_that_trains_nothing_is_shown_without_what_training_has() -> None:
     Console(file=shown, width=100).print(render("j", state, ClusterState(status=status), elapsed_s=1.0))
     text = shown.getvalue()
     assert "step 2/7" in text and "16 of 2 prompts, 3 written" in text
-    assert "eval accuracy" not in text and "log-prob" not in text
+    assert "eval reward" not in text and "log-prob" not in text
 
 
 def test_groups_of_an_asynchronous_run_are_shown() -> None:
@@ -69,7 +69,7 @@ def test_groups_of_an_asynchronous_run_are_shown() -> None:
 
 def test_further_evaluation_sets_are_shown_by_name() -> None:
     record = {"kind": "eval", "step": 3, "eval_accuracy": 0.5, "eval_sets": {"math": 0.25}}
-    assert plain_line(record, 5) == "step 3/5: eval accuracy 0.500, math 0.250"
+    assert plain_line(record, 5) == "step 3/5: eval reward 0.500, math 0.250"
     assert plain_line(record | {"eval_reward_parts": {"right": 0.75}}, 5).endswith(", math 0.250, right 0.750")
     state = RunState(5)
     state.add(record)

@@ -509,3 +509,36 @@ def test_versions_that_stay_short_of_copies_are_one_alert_that_names_what_is_awa
     assert found.severity is Severity.ERROR and "Nobody can read them" in found.message
     assert under_replication(UnderReplication(complete=True), 9e9, seen, 120.0, 0.9) == ([], set())
     assert under_replication(UnderReplication(), 9e9, seen, 120.0, 0.9) == ([], kind), "a new leader knows nothing yet"
+
+
+def trained(**status: object) -> dict[str, Condition]:
+    found = {"phase": "rl", "step": 40, "eval_measure": "reward", "eval_start": 0.5, "eval_start_error": 0.04,
+             "eval_error": 0.04, "eval_accuracy": 0.5, "update_kl": 0.05, "update_kl_step": 38, "lr": 1e-3, **status}
+    now = conditions(snapshot(status=JobStatus.model_validate(found)), 9.0)
+    return {key: c for key, c in now.items() if c.kind in ("update.large", "eval.fell", "job.finished")}
+
+
+def test_updates_that_move_the_policy_too_far_are_an_alert_with_their_cause() -> None:
+    assert not trained() and not trained(update_kl=None) and not trained(update_kl=0.99)
+    found = trained(update_kl=7.3, lr=1000.0)["update.large/j"]
+    assert found.severity is Severity.WARNING
+    assert "step 38 moved the policy by 7.3 nats" in found.message and "the learning rate is 1e+03 now" in found.message
+    assert "1000 nats or more" in trained(update_kl=1000.0)["update.large/j"].message
+    assert "update.large/j" in trained(update_kl=7.3, phase="finished"), "the end does not hide it"
+    assert not trained(update_kl=7.3, phase="stopped") and not trained(update_kl=7.3, phase="starting")
+
+
+def test_policy_that_is_worse_than_before_rl_is_an_alert_with_its_cause() -> None:
+    assert not trained(eval_accuracy=0.35), "which chance may do: 2.7 standard errors"
+    assert not trained(eval_accuracy=0.0, eval_measure="exact_match"), "that is of the supervised phase"
+    assert not trained(eval_start=None, eval_accuracy=0.0)
+    assert not trained(eval_start=1.0, eval_start_error=0.0, eval_accuracy=1.0 - 1e-9, eval_error=0.0), "a rounding"
+    fell = trained(eval_accuracy=0.0, eval_error=0.0, entropy=0.002)["eval.fell/j"]
+    assert fell.severity is Severity.WARNING and "is 0.000, and was 0.500 at step 0" in fell.message
+    assert "No update was seen to be large (entropy 0.002 nats), and the learning rate is 0.001" in fell.message
+    both = trained(eval_accuracy=0.0, eval_error=0.0, worst_kl=15.9, worst_kl_step=1, worst_kl_lr=100.0,
+                   phase="finished")
+    assert {"eval.fell/j", "job.finished/j"} == set(both), "a policy that was ruined moves no more"
+    assert "those of step 1 moved it by 15.9 nats a token, at a learning rate of 100" in both["eval.fell/j"].message
+    assert both["job.finished/j"].message.endswith("the mean reward of evaluations went from 0.500 to 0.000")
+

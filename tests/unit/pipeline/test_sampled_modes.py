@@ -146,6 +146,8 @@ def test_score_of_a_prompt_is_the_mean_of_its_samples() -> None:
                                             for reward in (1.0, 0.0, 0.0, 0.0))),
                Group(1, Prompt((1,)), (sample(1.0),)), Group(2, Prompt((1,)), (), "it could not be generated")])
     assert score.accuracy == 1.25 / 3 and score.reward_parts == {"right": 0.25 / 3} and score.prompts == 3
+    assert score.error == pytest.approx(statistics.stdev([0.25, 1.0, 0.0]) / 3 ** 0.5)
+    assert evaluation.SetScore(prompts=1, rewards=0.5, squares=0.25).error == 0.0
 
 
 class _Source:
