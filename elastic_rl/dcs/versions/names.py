@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from elastic_rl.errors import ConfigError, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 
-_NAME = re.compile(r"([a-z_][a-z0-9_]*)(?:/(-?\d+))?")
+_STREAM = re.compile(r"[a-z_][a-z0-9_]*")
+_NAME = re.compile(rf"({_STREAM.pattern})(?:/(-?\d+))?")
 
 
 def parse(name: str) -> tuple[str, int]:
@@ -21,6 +22,13 @@ def parse(name: str) -> tuple[str, int]:
         raise ConfigError(f"{name!r} is not the name of a version",
                           hint="write STREAM for its head, STREAM/12, or STREAM/-1 for the one before the head")
     return found[1], int(found[2] or 0)
+
+
+def require_stream(name: str) -> None:
+    """Raises ConfigError for what is no name of a stream: no command could name its versions."""
+    if not _STREAM.fullmatch(name):
+        raise ConfigError(f"{name!r} is not the name of a stream",
+                          hint="a stream has lowercase letters, digits and underscores, and begins with no digit")
 
 
 def pick(versions: Sequence[Version], stream: str, number: int) -> Version:
