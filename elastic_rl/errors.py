@@ -100,6 +100,10 @@ class VersionNotFound(ElasticRLError):
     """The stream has no such committed version."""
 
 
+class TensorMismatch(ElasticRLError):
+    """The tensors that a version is to be pulled into are not those of the version; nothing was changed."""
+
+
 class CatalogMismatch(ElasticRLError):
     """The catalog in etcd is not the one that the nodes' chunks belong to, or is an older state of it. Nothing is
     published or dropped until a person has said what to do."""

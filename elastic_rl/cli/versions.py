@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl.cli import tables
-from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, out
+from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, out, say
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 
@@ -186,6 +186,46 @@ def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Mod
     with _service(ctx, file) as service, _bar("reading") as progress:
         version = service.import_(folder, stream, yes=yes, progress=progress)
     out.print(f"{version.stream}/{version.number}: {tables.size(version.nbytes)}", highlight=False)
+
+
+# -- for other programs -----------------------------------------------------------------------------------------------
+@app.command(context_settings=EXTRA)
+def access(ctx: typer.Context, target: Annotated[Path, typer.Argument(metavar="ACCESS", help=(
+               "File to write, such as access.json; it has secrets, so its owner alone may read it."))],
+           file: File = None) -> None:
+    """Write what a program on this host needs to publish and pull versions of a job: elastic_rl.dcs.connect(ACCESS)."""
+    from elastic_rl.dcs.service_access import ServiceAccess
+    from elastic_rl.errors import OutputFailed
+    from elastic_rl.host.job_secrets import dcs_security
+    from elastic_rl.host.local_host import LocalHost
+    cluster = find_cluster(ctx, file)
+    info = cluster.connect()
+    tls = LocalHost.of(cluster.paths).tls(cluster.paths)
+    found = ServiceAccess.of(cluster.here, info.etcd_endpoints, dcs_security(cluster.cfg), tls)
+    try:
+        found.save(target)
+    except OSError as e:
+        raise OutputFailed(f"{target} cannot be written: {e.strerror}", hint="name a file in a folder of yours") from e
+    say(f"{target}: versions of job {info.job}; keep it as you would a private key")
+
+
+@app.command(context_settings=EXTRA)
+def follow(ctx: typer.Context, stream: Annotated[str, typer.Argument(help="Such as policy.")],
+           after: Annotated[int, typer.Option(min=0, help="Only versions with higher numbers.")] = 0,
+           timeout: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", show_default=False, help=(
+               "End when no newer version was committed for so long; else only with Ctrl-C."))] = None,
+           file: File = None, output: Output = Format.TABLE) -> None:
+    """Print the newest version of a stream, then each newer one as it is committed, a line each.
+
+    With -o json each line is a JSON object. A reader that is slow skips versions, and gets the newest."""
+    with _service(ctx, file) as service:
+        for version in service.follow(stream, after=after, timeout_s=timeout):
+            if output is Format.JSON:
+                print(version.model_dump_json(), flush=True)
+            else:
+                say(f"{version.stream}/{version.number}  {tables.size(version.nbytes)}  "
+                    f"{tables.cell(version.committed_at, 'committed_at')}  "
+                    + "  ".join(f"{k}={v}" for k, v in version.meta.items() if k != "trace"))
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -43,6 +43,10 @@ class Security:
         files = (dcs.tls_cert, dcs.tls_key, dcs.tls_ca)
         return cls(token, *(ReloadingContext(partial(_context, dcs, protocol), files)
                             for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)))
+
+    def with_token(self, token: str) -> Self:
+        """The same with another token; with an empty one, as it is."""
+        return replace(self, token=token) if token else self
 
     @property
     def server_context(self) -> ssl.SSLContext | None:

@@ -7,7 +7,7 @@ ranks together are the version; what the ranks of one host wrote is one part of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_rl.dcs.manifest import Manifest, Slice, TensorEntry, uncollected
@@ -79,6 +79,17 @@ def merge(parts: Sequence[Part]) -> tuple[Manifest, list[str]]:
     manifest = Manifest(tuple(entry for _, entry in tensors), chunks, sizes if len(sizes) > 1 else ())
     manifest.check()
     return manifest, list(counts) or list(by_node)[:1]
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    """The parts, each with its tensors after all tensors of the parts before it: for ranks that have numbered their own
+    tensors and do not know how many the others have."""
+    out, before = list[Part](), 0
+    for part in parts:
+        ranked = sorted(part.tensors, key=lambda item: item[0])
+        out.append(replace(part, tensors=tuple((before + i, entry) for i, (_, entry) in enumerate(ranked))))
+        before += len(ranked)
+    return out
 
 
 def _require_distinct(values: Iterable[int | str], what: str) -> None:

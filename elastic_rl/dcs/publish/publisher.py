@@ -112,11 +112,21 @@ class Publisher:
     def publish_part(self, write: Callable[[], Part], *, meta: Mapping[str, Any], also: Sequence[Op] = (),
                      kept: KeptChunks | None = None) -> Version:
         """Publishes what ``write`` stores on the node of ``local``, as ``publish`` does. ``kept``: see ``store``."""
+        return self._publish(lambda: [write()], meta=meta, also=also, kept=kept)
+
+    def publish_parts(self, of: Sequence[Part], *, meta: Mapping[str, Any], deadline: float = float("inf")) -> Version:
+        """Publishes what several ranks have written, each to its host's node, and hold there until this returns or
+        raises. ``deadline``: see ``store``. Raises as ``publish`` and ``store`` do, and ConfigError when two parts hold
+        a tensor of one name."""
+        return self._publish(lambda: of, meta=meta, hold=True, deadline=deadline)
+
+    def _publish(self, write: Callable[[], Sequence[Part]], *, meta: Mapping[str, Any], also: Sequence[Op] = (),
+                 hold: bool = False, deadline: float = float("inf"), kept: KeptChunks | None = None) -> Version:
         with self._lock, traces.span("dcs.publish", stream=self.stream):
             staged: Staged | None = None
             try:
                 staged = self.begin(meta)
-                stored = self.store(staged, [write()], kept=kept)
+                stored = self.store(staged, write(), hold=hold, deadline=deadline, kept=kept)
                 version = commit([stored], also=also)[0]
             except OutcomeUnknown:
                 self.drop_lease()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import logging
+import math
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,20 +20,32 @@ from elastic_rl.dcs.catalog.pins import pin_holders
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
 from elastic_rl.dcs.durable.store import DurableStore
-from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.fetch.puller import HeadWatch, Puller
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.registered_nodes import read_nodes
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.versions import compare, hf_folder, names, recovery
-from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, ElasticRLError, VersionNotFound
+from elastic_rl.errors import (
+    ChunkCorrupt,
+    ChunkMissing,
+    ConfigError,
+    ElasticRLError,
+    EtcdDenied,
+    EtcdUnavailable,
+    VersionNotFound,
+)
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import ReplicaSets, Version, VersionState
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes."""
+_WAIT_S = 60.0
+"""Longest single wait of a follower, which then waits again."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,29 @@ class VersionService:
         prefix = self.keys.streams_prefix()
         return sorted({kv.key.removeprefix(prefix).partition("/")[0] for kv in self.etcd.range(prefix)[0]})
 
+    def follow(self, stream: str, *, after: int = 0, timeout_s: float | None = None) -> Iterator[Version]:
+        """Yields the newest version of a stream, then each newer one, the newest alone of those that were committed
+        while the caller was busy. ``after``: only versions with higher numbers. ``timeout_s``: ends when none came for
+        so long; None: never. An outage of etcd counts as no news; where etcd is away at the beginning this raises
+        EtcdUnavailable."""
+        names.require_stream(stream)
+        with HeadWatch(self.etcd, self.keys, stream) as heads:
+            first, since = True, time.monotonic()
+            while (left := math.inf if timeout_s is None else since + timeout_s - time.monotonic()) > 0 or first:
+                try:
+                    head = heads.get(0.0 if first else min(left, _WAIT_S))
+                except EtcdDenied:
+                    raise
+                except EtcdUnavailable as e:
+                    if first:
+                        raise
+                    log.warning("following %s: %s", stream, e)  # each try takes etcd.retry_budget_s
+                    continue
+                first = False
+                if head is not None and head.number > after:
+                    yield head
+                    since = time.monotonic()
+
     # -- comparing and checking --------------------------------------------------------------------------------------
     def diff(self, old: str, new: str) -> list[compare.Change]:
         """What changed from one version to another. Tensors in chunks that both have are not compared."""
@@ -195,10 +233,8 @@ class VersionService:
         """
         names.require_importable(stream)
         self._require_same_model(source, stream)
-        self._require_idle("its engines would load this version", yes)
-        epoch = fencing.current_epoch(self.etcd, self.keys)
-        if not epoch:
-            epoch = fencing.raise_epoch(self.etcd, self.keys, f"import by {self.me}").number
+        self.require_idle("its engines would load this version", yes)
+        epoch = self.epoch_to_publish(f"import by {self.me}")
         total, dcs = hf_folder.nbytes_of(source), self.cfg.dcs
         with Publisher(self.etcd, self.keys, stream, epoch=epoch, owner=f"import-{self.me}",
                        chunk_bytes=dcs.chunk_bytes, replicas=dcs.replicas, digest=dcs.digest,
@@ -222,7 +258,12 @@ class VersionService:
             raise ConfigError(f"{source} has other weights than {of}: {fault}", hint=(
                 "import a folder of the same model, or into a new stream under a name of your own"))
 
-    def _require_idle(self, otherwise: str, yes: bool) -> None:
+    def epoch_to_publish(self, holder: str) -> int:
+        """The present epoch, under which anybody may publish; begins the first one for ``holder``."""
+        return fencing.current_epoch(self.etcd, self.keys) or fencing.raise_epoch(self.etcd, self.keys, holder).number
+
+    def require_idle(self, otherwise: str, yes: bool) -> None:
+        """Raises ConfigError unless ``yes`` while a trainer of the job is running. ``otherwise``: what would happen."""
         if not yes and any(self.etcd.count(self.keys.members_prefix(group)) for group in TRAINER_GROUPS):
             raise ConfigError(f"a trainer of job {self.keys.job} is running, and {otherwise}",
                               hint="stop the run first, or give --yes if that is what you want")
@@ -236,7 +277,7 @@ class VersionService:
     def recover(self, catalog: str = "", *, yes: bool) -> recovery.RecoveryPlan:
         """Rebuilds the catalog from the nodes and the durable store (``recovery.py``). Raises ConfigError unless
         ``yes`` while a trainer is running, which would be fenced."""
-        self._require_idle("it would be fenced", yes)
+        self.require_idle("it would be fenced", yes)
         return recovery.recover(self.etcd, self.keys, self._client, self._durable(), catalog=catalog,
                                 holder=f"recovery by {self.me}")
 

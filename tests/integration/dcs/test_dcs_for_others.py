@@ -1,0 +1,225 @@
+"""The interface for other programs (``elastic_rl.dcs.api``) on a real etcd and real nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.dcs_cluster import CHUNK, DcsCluster, flip_a_byte, model
+from support.etcd_server import EtcdServers
+from support.waiting import wait_until
+
+from elastic_rl import dcs as checkpoints
+from elastic_rl.dcs.codecs.tensors import checksum
+from elastic_rl.errors import ConfigError, Fenced, TensorMismatch, VersionNotFound
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+
+
+class Service(DcsCluster):
+    """Nodes a and b of one host, without a run: no epoch was begun by anybody."""
+
+    def connect(self, node: str = "a") -> checkpoints.CheckpointService:
+        access = checkpoints.ServiceAccess(job=self.keys.job, etcd_endpoints=self.etcd_servers.endpoints, settings={
+            "dcs": {"chunk_bytes": CHUNK}, "etcd": {"call_timeout_s": 2}})
+        return self.stack.enter_context(checkpoints.connect(access, node=node))
+
+
+@pytest.fixture
+def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Service]:
+    with Service.open(etcd_servers, etcd, keys, tmp_path) as out:
+        etcd.delete(keys.epoch())
+        out.start("a", "b")
+        yield out
+
+
+def assert_equal(found: checkpoints.PulledTensors, expected: dict[str, torch.Tensor]) -> None:
+    assert list(found.tensors) == list(expected)
+    for name, tensor in found.tensors.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        assert checksum(tensor) == checksum(expected[name]), name
+
+
+def test_published_state_is_followed_and_pulled_into_new_and_existing_tensors(dcs: Service) -> None:
+    trainer, reader = dcs.connect("a"), dcs.connect("b")
+    first = trainer.publish("policy", model(1), meta={"step": 7, "note": "ü"})
+    assert (first.name, first.meta) == ("policy/1", {"step": 7, "note": "ü"})
+    versions = reader.follow("policy", timeout_s=60)
+    assert next(versions) == first
+    new = reader.pull("policy")
+    assert new.version == first
+    assert_equal(new, model(1))
+
+    trainer.publish("policy", model(2).items())
+    third = trainer.publish("policy", model(3))
+    followed = next(versions)
+    assert followed.number in (2, 3)
+    if followed.number == 2:  # it was asked between the two
+        followed = next(versions)
+    into = model(1)
+    addresses = {name: t.data_ptr() for name, t in into.items()}
+    assert_equal(reader.pull(followed, into=into), model(3))
+    assert {name: t.data_ptr() for name, t in into.items()} == addresses
+    assert_equal(reader.pull("policy/-1"), model(2))
+
+    assert [v.version.number for v in reader.list_versions("policy")] == [1, 2, 3]
+    assert [v.is_head for v in reader.list_versions()] == [False, False, True]
+    assert {v.copies for v in reader.list_versions()} == {2}
+    assert list(reader.follow("policy", after=third.number, timeout_s=0)) == []
+
+
+def test_module_is_updated_in_place_on_its_parameters(dcs: Service) -> None:
+    service, source, target = dcs.connect(), torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    service.publish("policy", source.state_dict())
+    service.pull("policy", into=target.state_dict())
+    assert torch.equal(target.weight, source.weight) and target.weight.requires_grad
+    service.pull("policy", into=dict(torch.nn.Linear(4, 3).named_parameters()))
+
+
+def test_tensors_of_other_shapes_are_refused_before_any_is_changed(dcs: Service) -> None:
+    service = dcs.connect()
+    service.publish("policy", {"a": torch.ones(3), "b": torch.ones(3)})
+    into = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    with pytest.raises(TensorMismatch, match=r"b is float32\[3\] in the version and float32\[4\]"):
+        service.pull("policy", into=into)
+    assert not into["a"].any()
+    with pytest.raises(TensorMismatch, match="b is in the version only"):
+        service.pull("policy", into={"a": into["a"]})
+    service.pull("policy", into={"a": into["a"]}, strict=False)
+    assert into["a"].all()
+
+
+def test_open_version_is_shared_memory_that_is_valid_in_its_block(dcs: Service) -> None:
+    service = dcs.connect()
+    service.publish("policy", model(1))
+    with service.open("policy") as opened:
+        found = dict(opened.tensors())
+        assert [e.name for e in opened.entries] == list(found) == list(model(1))
+        assert checksum(found["big"]) == checksum(model(1)["big"])
+        assert dcs.stat()["used_bytes"] > 0
+        [version] = service.list_versions()
+        assert version.pinned_by, "nobody keeps what is being read"
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+def test_shards_of_two_nodes_become_one_version(dcs: Service) -> None:
+    ranks = [dcs.connect("a"), dcs.connect("b")]
+    own = [{f"{r}.{name}": t for name, t in model(r).items()} for r in (0, 1)]
+    with ranks[0].write_shard(own[0]) as shard, ranks[1].write_shard(own[1]) as other:
+        own[1]["1.big"].zero_()  # it was copied
+        assert ranks[0].list_versions() == []
+        version = ranks[0].commit("policy", [shard, other.describe()], meta={"step": 1})
+    own[1]["1.big"] = model(1)["big"]
+    assert_equal(ranks[1].pull(version), own[0] | own[1])
+    assert dcs.parts(version.number) == [["a", "b"], ["b", "a"]]
+
+
+def test_shards_that_do_not_fit_together_take_no_number(dcs: Service) -> None:
+    service = dcs.connect()
+    with service.write_shard({"w": torch.ones(3)}) as one, service.write_shard({"w": torch.zeros(3)}) as two:
+        with pytest.raises(ConfigError, match="tensor name 'w'"):
+            service.commit("policy", [one, two])
+        with pytest.raises(ConfigError, match="cannot be decoded"):
+            service.commit("policy", [{"node": "a"}])
+        with pytest.raises(ConfigError, match="no shards"):
+            service.commit("policy", [])
+        assert service.commit("policy", [one]).number == 1
+
+
+# -- who may publish ---------------------------------------------------------------------------------------------------
+def test_program_that_was_taken_over_can_no_longer_publish(dcs: Service) -> None:
+    old, new = dcs.connect(), dcs.connect()
+    old.publish("policy", model(1))
+    assert new.take_over() == dcs.epoch == 2
+    new.publish("policy", model(2))
+    with pytest.raises(Fenced):
+        old.publish("policy", model(3))
+    assert_equal(old.pull("policy"), model(2))
+
+
+def test_streams_of_a_run_are_refused_while_its_trainer_lives(dcs: Service) -> None:
+    service, member = dcs.connect(), dcs.keys.member("trainer", "rank-0")
+    dcs.etcd.put(member, b"{}")
+    for call in (lambda: service.publish("policy", model(1)), service.take_over):
+        with pytest.raises(ConfigError, match="trainer of job"):
+            call()
+    assert service.publish("mine", model(1)).number == 1
+    dcs.etcd.delete(member)
+    assert service.publish("policy", model(1)).number == 1
+
+
+def test_stream_that_no_command_could_name_is_refused(dcs: Service) -> None:
+    service = dcs.connect()
+    for stream in ("policy/3", "../x", "", "Policy", "a b"):
+        with pytest.raises(ConfigError, match="is not the name of a stream"):
+            service.publish(stream, model(1))
+        with pytest.raises(ConfigError, match="is not the name of a stream"):
+            next(iter(service.follow(stream)))
+
+
+def test_publish_that_fails_leaves_nothing_visible_and_the_next_one_succeeds(dcs: Service) -> None:
+    service = dcs.connect()
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(100_000)
+        raise KeyError("the model is gone")
+
+    with pytest.raises(KeyError):
+        service.publish("policy", broken())
+    with pytest.raises(ConfigError, match="two tensors"):
+        service.publish("policy", [("a", torch.ones(1)), ("a", torch.ones(1))])
+    assert service.list_versions() == []
+    with pytest.raises(VersionNotFound):
+        service.pull("policy")
+    assert service.publish("policy", model(1)).number == 3
+
+
+# -- keep and check ----------------------------------------------------------------------------------------------------
+def test_pinned_version_outlives_those_that_are_kept(dcs: Service) -> None:
+    service, collector = dcs.connect(), dcs.collector(keep_versions=1)
+    pinned = service.pin(service.publish("policy", model(1)), "1h")
+    for seed in (2, 3):
+        service.publish("policy", model(seed))
+
+    def swept() -> list[int]:
+        collector.sweep([])
+        return [v.version.number for v in service.list_versions("policy")]
+
+    wait_until(lambda: swept() == [1, 3], what="the release of version 2")
+    assert "@" in service.list_versions("policy")[0].pinned_by[0]
+    service.unpin(pinned)
+    wait_until(lambda: swept() == [3], what="the release of version 1")
+    with pytest.raises(VersionNotFound):
+        service.unpin("policy/3")
+
+
+def test_verify_finds_the_node_with_a_damaged_chunk(dcs: Service) -> None:
+    service = dcs.connect()
+    service.publish("policy", model(1))
+    assert service.verify("policy") == []
+    with service.open("policy") as opened:
+        digest, offset, _ = opened._pulled.chunks()[0]
+        path = opened._pulled.arena_path
+    flip_a_byte(path, offset)
+    assert [(f.node, f.digest, f.what) for f in service.verify("policy")] == [("a", digest, "corrupt")]
+
+
+def test_follower_waits_for_the_next_commit(dcs: Service) -> None:
+    service, found = dcs.connect(), list[str]()
+    thread = threading.Thread(target=lambda: found.append(next(service.follow("policy", timeout_s=60)).name))
+    thread.start()
+    dcs.connect("b").publish("policy", model(1))
+    thread.join(60)
+    assert found == ["policy/1"]
+
+
+def test_interface_imports_neither_ray_nor_the_compute_plane() -> None:
+    code = ("import sys; from elastic_rl import dcs; assert 'torch' not in sys.modules; dcs.connect; "
+            "print(*({'ray', 'megatron', 'sglang', 'transformers', 'transfer_queue'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == ""
