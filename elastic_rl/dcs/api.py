@@ -32,7 +32,6 @@ from typing import Any, Self
 import torch
 
 from elastic_rl.config import Stream
-from elastic_rl.config.json_values import require_json
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.tensors import dtype_name
 from elastic_rl.dcs.connection import Progress
@@ -48,6 +47,7 @@ from elastic_rl.dcs.versions.service import ChunkFinding, VersionService
 from elastic_rl.errors import ConfigError, ElasticRLError, TensorMismatch
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.records import Version, VersionState
+from elastic_rl.runtime.json_values import require_json
 
 __all__ = ["CheckpointService", "ChunkFinding", "ListedVersion", "OpenVersion", "PulledTensors", "ServiceAccess",
            "Shard", "VersionInfo", "connect"]
