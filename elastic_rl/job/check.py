@@ -14,8 +14,7 @@ from elastic_rl.config import ENVIRONMENT, Config, PoolSettings
 from elastic_rl.config.checks import unread_settings
 from elastic_rl.config.groups import CRITIC
 from elastic_rl.data.model_tokenizer import ModelTokenizer
-from elastic_rl.data.queue.group_codec import encode_group
-from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
+from elastic_rl.data.samples import Prompt, as_episode, demonstration
 from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
 from elastic_rl.driver.formation import least_ranks
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
@@ -388,9 +387,6 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> JobFinding:
             if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
                 raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
                                   f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
-            if cfg.uses_transfer_queue:
-                for prompt in read:
-                    encode_group(Group(0, prompt, ()))
             shown = shown or (_as_text(source, read[0]) if read else "")
             longest = max([longest, *(len(p.answer_ids) for p in read if p.answer_ids)])
         if longest > source.max_response_tokens:

@@ -24,7 +24,7 @@ from elastic_rl import config
 from elastic_rl.cli.main import app
 from elastic_rl.config import Config
 from elastic_rl.config.checks import unread_settings
-from elastic_rl.data.sources import make_source, read_prompts
+from elastic_rl.data.sources import make_source
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
 from elastic_rl.job import check as job_check
@@ -81,15 +81,13 @@ def test_unknown_algorithm_gets_the_name_or_setting_that_was_meant() -> None:
     assert "set with sft.max_steps" in by_part(config.load(overrides=["--algorithm.name=sft"]))["algorithm"].hint
 
 
-def test_prompts_that_the_queue_cannot_hold_are_refused() -> None:
-    cfg = config.load(overrides=["--train.schedule=fully_async", "--train.queue=transfer_queue"])
+def test_prompts_whose_metadata_are_not_passed_on_are_refused() -> None:
+    cfg = config.load()
     source = make_source(cfg)
     assert not job_check._of_prompts(cfg, source).fault
-    bad = [replace(prompt, metadata={"own": b"x"}) for prompt in read_prompts(
-        source.train, range(4), named="own", answers=False)]
+    bad = [replace(prompt, metadata={"own": b"x"}) for prompt in source.train[:4]]
     fault = job_check._of_prompts(cfg, replace(source, train=bad)).fault
-    assert "cannot be written as JSON, because of the metadata" in fault
-    assert not job_check._of_prompts(config.load(), replace(source, train=bad)).fault
+    assert "prompt 0 with metadata that are not passed on: a value is a bytes" in fault
 
 
 def test_token_ids_that_the_model_does_not_have_are_refused(tmp_path: Path, model: Path) -> None:
