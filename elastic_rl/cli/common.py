@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from elastic_rl.cli.hints import address
 from elastic_rl.cli.tables import Format, printable
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 
@@ -271,8 +272,7 @@ class Target:
     def as_options(self) -> str:
         """The options, each after a space, with which another command addresses the same cluster: those of this command
         line."""
-        given = [a for a in self.ctx.args if a.startswith(("--job=", "--run_dir=", "--cluster="))]
-        given += [f"-c {self.file}"] if self.file else []
+        given = address([*self.ctx.args, *(("-c", str(self.file)) if self.file else ())])
         for option, value in (("url", self.url), ("token_file", self.token_file), ("ca", self.ca)):
             source = self.ctx.get_parameter_source(option)
             if value and source is not None and source.name == "COMMANDLINE":

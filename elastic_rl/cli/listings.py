@@ -29,6 +29,8 @@ _EVAL = {"reward": "eval reward", "exact_match": "eval exact match"}
 _ENGINE = ("id", "state", "host", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
 _POOL_WIDE = ("stream", "model", "router_url")
 _ENGINE_WIDE = ("pool", "url", "pid", "external", "applying", "epoch", "started_at")
+_BEGUN = ("starting", "running")
+"""States of a run that is there, whether or not it has reported how far it is."""
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
 _MEMBER_WIDE = ("expected_s", "host", "url", "epoch", "beat_at")
 OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")
@@ -70,6 +72,8 @@ def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
              "members": _members(api), **run}
     facts = {name: message if (message := row["message"]).startswith(row["state"]) else
              f"{row['state']} {message}".strip() for name, row in run.items()}
+    if not _mapping(found["job"].get("status")).get("phase") and any(row["state"] in _BEGUN for row in run.values()):
+        facts["phase"] = "starting: its actor has reported nothing yet"
     parts = [tables.facts(job_facts(found["job"]) | facts | step_facts(found["steps"])), "",
              tables.table(found["pools"], _POOL, output)]
     if found["operations"]:
@@ -127,14 +131,15 @@ def step_facts(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def evaluated(run: dict[str, Any]) -> str:
     """The last evaluation, and that of step 0 of RL; empty before the first one."""
     last, start = run.get("eval_accuracy"), run.get("eval_start")
-    if last is None:
+    if not isinstance(last, int | float):
         return ""
-    return f"{last:.3f}" + (f" ({start:.3f} at step 0)" if start is not None and run.get("step") else "")
+    return f"{last:.3g}" + (f" ({start:.3g} at step 0)" if isinstance(start, int | float) and run.get("step") else "")
 
 
 def eval_sets(run: dict[str, Any], most: int = 8) -> str:
     """Accuracies of the evaluation sets beside the main one."""
-    found = {name: value for name, value in _mapping(run.get("eval_sets")).items() if isinstance(value, int | float)}
+    found = {name: value for name, value in _mapping(run.get("eval_sets")).items()
+             if isinstance(value, int | float) and abs(value) < 1e18}
     return ", ".join(f"{name} {accuracy:.3f}" for name, accuracy in list(found.items())[:most]) + (
         f" and {len(found) - most} more" if len(found) > most else "")
 

@@ -33,6 +33,7 @@ from elastic_rl.cli import (
 from elastic_rl.cli.common import EXTRA, err
 from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
+from elastic_rl.cli.hints import with_address
 from elastic_rl.cli.tables import printable
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.runtime.files import os_error_text
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if COMPLETE_VAR in os.environ:
         from typer.completion import completion_init
         completion_init()
-    with _errors_reported():
+    with _errors_reported(args):
         app(args=args, prog_name=PROGRAM)
 
 
@@ -88,20 +89,20 @@ def run_benches(benches: Benches, argv: Sequence[str]) -> None:
     """Entry point of a program that is the command ``bench``, with other benches than the package's own."""
     program = typer.Typer(add_completion=False, **_STYLE)
     program.command(**EXTRA, no_args_is_help=True)(run.bench)
-    with _errors_reported():
+    with _errors_reported(argv):
         program(args=list(argv), prog_name=benches.program, obj=benches)
 
 
 @contextlib.contextmanager
-def _errors_reported() -> Iterator[None]:
+def _errors_reported(args: Sequence[str]) -> Iterator[None]:
     """Inside, the project's own errors become a message, a hint and an exit code, those of the system a message; a
-    traceback is a bug."""
+    traceback is a bug. ``args``: the command line."""
     try:
         yield
     except ElasticRLError as e:
         err.print(f"error: {printable(e.message)}", markup=False, highlight=False, soft_wrap=True)
         if e.hint:
-            err.print(f"hint: {printable(e.hint)}", markup=False, highlight=False, soft_wrap=True)
+            err.print(f"hint: {printable(with_address(e.hint, args))}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(code_of(e))
     except OSError as e:  # of a full disk, most likely, wherever it was written to
         log.debug("the command failed", exc_info=True)

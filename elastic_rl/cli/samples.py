@@ -15,9 +15,10 @@ from elastic_rl.cli.tables import Format
 
 app = typer.Typer()
 
-_COLUMNS = ("step", "group", "index", "reward", "advantage", "tokens", "finish_reason", "response")
-_WIDE = ("prompt", "reward_parts", "versions", "prompt_tokens", "at")
+_COLUMNS = ("step", "group", "index", "reward", "advantage", "tokens", "finish_reason", "prompt", "response")
+_WIDE = ("reward_parts", "versions", "prompt_tokens", "at")
 _CELL_CHARS = 160
+_PROMPT_CHARS = 60
 """Characters of a text in a table; ``--full`` and JSON have all that is kept."""
 
 
@@ -44,12 +45,17 @@ def samples(cluster: Target,
 
 
 def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**s, "tokens": s.get("response_tokens"), "prompt": _shortened(s.get("prompt", "")),
+    return [{**s, "tokens": s.get("response_tokens"), "prompt": _end(s.get("prompt", "")),
              "response": _shortened(s.get("response", ""))} for s in found]
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _CELL_CHARS else text[:_CELL_CHARS - 1] + "…"
+
+
+def _end(prompt: str) -> str:
+    """The question is at the end of a prompt, and what all prompts share at its beginning."""
+    return prompt if len(prompt) <= _PROMPT_CHARS else "…" + prompt[1 - _PROMPT_CHARS:]
 
 
 def _show_whole(found: Sequence[dict[str, Any]]) -> None:

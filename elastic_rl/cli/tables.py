@@ -102,10 +102,11 @@ def printable(text: str) -> str:
 
 def size(nbytes: float) -> str:
     """``1.5 MiB`` for 1572864."""
+    nbytes = max(-1e30, min(nbytes, 1e30))  # no float holds just any integer
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes = nbytes // 1024 if nbytes > 1 << 60 else nbytes / 1024  # no float holds just any integer
+        nbytes /= 1024
     raise AssertionError("unreachable")
 
 

@@ -18,7 +18,7 @@ from elastic_rl.config.autoscale import AutoscaleFields
 from elastic_rl.coordinator import etags
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
-from elastic_rl.coordinator.problems import Kind, Problem, concurrent_modification, not_found
+from elastic_rl.coordinator.problems import Kind, Problem, concurrent_modification, no_pool
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
@@ -81,7 +81,7 @@ def require_within(etcd: EtcdClient, keys: Keys, cfg: Config, pool: str, desired
 def get(etcd: EtcdClient, keys: Keys, cfg: Config, pool: str) -> AutoscalerView:
     """Raises a 404 problem for the pool, and for a record that this release cannot read."""
     if etcd.get(keys.pool_spec(pool)) is None:
-        raise not_found("pool", pool)
+        raise no_pool(pool)
     try:
         return _view(pool, etcd.get(keys.autoscaler(pool)), etcd.get(keys.autoscaler_state(pool)), cfg)
     except Problem as e:
@@ -103,7 +103,7 @@ def change(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, pool: 
     for _ in range(_TRIES):
         spec, found = etcd.get(keys.pool_spec(pool)), etcd.get(keys.autoscaler(pool))
         if spec is None:
-            raise not_found("pool", pool)
+            raise no_pool(pool)
         etags.check_revision(found.mod_revision if found else 0, if_revision, "autoscaling of the pool")
         before = _decoded(found) if found else None
         holds = effective(before, cfg, pool)

@@ -12,7 +12,7 @@ from elastic_rl.coordinator import autoscalers
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.etags import check_revision, etag
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
-from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_pool
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode, decode_all
@@ -87,7 +87,7 @@ def get_pool(etcd: EtcdClient, keys: Keys, name: str) -> PoolView:
     """Raises a 404 problem."""
     spec = etcd.get(keys.pool_spec(name))
     if spec is None:
-        raise not_found("pool", name)
+        raise no_pool(name)
     return view(spec, etcd.get(keys.pool_status(name)))
 
 
@@ -103,7 +103,7 @@ def set_desired(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, n
     for _ in range(8):
         spec = etcd.get(key)
         if spec is None:
-            raise not_found("pool", name)
+            raise no_pool(name)
         check_revision(spec.mod_revision, if_revision, "pool")
         within = autoscalers.require_within(etcd, keys, cfg, name, desired)
         old = PoolSpec.decode(spec.value)

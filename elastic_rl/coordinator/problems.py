@@ -79,6 +79,11 @@ def not_found(what: str, name: str) -> Problem:
     return Problem(404, Kind.NOT_FOUND, "Not found", f"there is no {what} {name!r}")
 
 
+def no_pool(name: str) -> Problem:
+    return Problem(404, Kind.NOT_FOUND, "Not found",
+                   f"there is no pool {name!r}; a job has its pools once a run of it has begun (`elastic-rl train`)")
+
+
 def no_leader(detail: str) -> Problem:
     return Problem(503, Kind.NO_LEADER, "There is no leader at the moment", detail, headers={"Retry-After": "1"})
 

@@ -15,6 +15,10 @@ def write_token(client: str, slot: int) -> str:
     return f"{ROOT}/_tokens/{client}/{slot}"
 
 
+DCS_ROLE = "dcs"
+"""Role, among those of members, of the nodes of the checkpoint service, whose records are under another prefix."""
+
+
 class LeaderKeys(ABC):
     """Keys of what a leader decides about: a job, or the cluster. A method ending in ``_prefix`` names a range, every
     other one a single key."""
@@ -221,7 +225,7 @@ class Keys(LeaderKeys):
 
     def registration(self, role: str, member_id: str) -> str:
         """The key under which a member is registered: a DCS node's is that of its record."""
-        return self.dcs_node(member_id) if role == "dcs" else self.member(role, member_id)
+        return self.dcs_node(member_id) if role == DCS_ROLE else self.member(role, member_id)
 
     def processes_prefix(self, machine: str) -> str:
         """The members' processes on one machine, for its witnesses; each under its member's lease."""

@@ -16,8 +16,10 @@ from fastapi import Query, Response
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd import heartbeats
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Page
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.decoding import readable as decoded
+from elastic_rl.etcd.keys import DCS_ROLE, Keys
 from elastic_rl.etcd.record import OpenEnum
+from elastic_rl.etcd.records import DcsNode, Member
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +105,24 @@ def stored(etcd: EtcdClient, prefix: str, limit: int, after: str, *, newest_firs
 
 
 def members(etcd: EtcdClient, keys: Keys, role: str, limit: int, after: str) -> Response:
-    """One page of the members, of one role or of all, each with its newest heartbeat."""
+    """One page of the members, of one role or of all, each with its newest heartbeat. The nodes of the checkpoint
+    service, which have records of their own, are there by their role alone."""
+    if role == DCS_ROLE:
+        found = etcd.page(keys.dcs_nodes_prefix(), limit=limit,
+                          after=keys.dcs_node(place(after)) if after else "")
+        return page([_as_member(node).encode() for node, _ in decoded(found.kvs, DcsNode)],
+                    _last_place(found, keys.dcs_nodes_prefix()))
     prefix = keys.members_prefix(role)
     found = etcd.page(prefix, limit=limit, after=prefix + place(after) if after else "")
     return page(heartbeats.merge_stored(readable(found.kvs), partial(heartbeats.read, etcd, keys)),
                 _last_place(found, prefix))
+
+
+def _as_member(node: DcsNode) -> Member:
+    return Member(role=DCS_ROLE, id=node.id, pid=node.pid, host=node.host, machine=node.machine, phase="serving",
+                  incarnation=node.incarnation, info=node.model_dump(include={
+                      "port", "arena_bytes", "used_bytes", "disk_bytes", "disk_used_bytes", "disk_room_bytes", "chunks",
+                      "unsaved", "lost_chunks"}))
 
 
 def newest_events(etcd: EtcdClient, keys: Keys, limit: int, *, before: str = "", revision: int = 0) -> Page:

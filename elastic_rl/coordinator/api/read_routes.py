@@ -139,7 +139,8 @@ def list_versions(ctx: JobCtx, limit: Limit = 100, after: After = "", stream: An
     return pages.page(pages.readable(head.kv for head in merged[:limit]), rest if len(merged) > limit else None)
 
 
-def list_members(ctx: JobCtx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
+def list_members(ctx: JobCtx, role: Annotated[str, Query(max_length=100, description=(
+        "Only of this role; the nodes of the checkpoint service are there with `dcs` alone."))] = "",
                  limit: Limit = 100, after: After = "", suspected: Annotated[bool, Query(
                      description="Only members that are no longer registered and may be slow or dead.")] = False
                  ) -> Response:

@@ -16,7 +16,7 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.operations import external_engines, state_machine
-from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
+from elastic_rl.coordinator.problems import Problem, concurrent_modification, no_pool, not_found
 from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, name_of, pool_target
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import event_kinds, events, fencing
@@ -82,7 +82,7 @@ class OperationService:
             key, writes = self._keys.pool_spec(pool), WriteSet()
             found = self._etcd.get(key)
             if found is None:
-                raise not_found("pool", pool)
+                raise no_pool(pool)
             etags.check_revision(found.mod_revision, if_revision, "pool")
             writes.require(autoscalers.require_within(self._etcd, self._keys, self._cfg, pool, desired))
             old = _decode(found, PoolSpec)
@@ -146,7 +146,7 @@ class OperationService:
         def draft() -> Draft:
             writes = WriteSet()
             if self._etcd.get(self._keys.pool_spec(pool)) is None:
-                raise not_found("pool", pool)
+                raise no_pool(pool)
             if host:
                 external_engines.require_open_host(self._etcd, ClusterKeys(self._cfg.cluster_name), host)
             found = external_engines.free_registration(self._etcd, self._keys, url, self._cfg.coordinator.max_engines)

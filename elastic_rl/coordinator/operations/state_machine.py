@@ -70,7 +70,8 @@ def _scale(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     if ready == desired and not draining and not starting:
         return _end(op.replace(done=desired, total=desired), OperationState.SUCCEEDED, snapshot.now,
                     message=f"{ready} engines are ready", ready=ready)
-    phase = "draining" if ready + starting > desired or draining else "starting"
+    shrinks = desired <= int(op.params.get("previous", desired))  # else engines that drain are of an earlier request
+    phase = "draining" if shrinks and (ready + starting > desired or draining) else "starting"
     message = f"{ready} of {desired} engines ready" + (f", {draining} draining" if draining else "")
     return op.replace(phase=phase, done=min(ready, desired), total=desired, message=message)
 
@@ -125,7 +126,7 @@ def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
         return _end(op, OperationState.FAILED, snapshot.now, error=ended)
     if engine is None or engine.state is EngineState.STARTING:
         message = f"probing {registration.url}" if engine else (
-            registration.waits_for or "waiting for the driver of the run")
+            registration.waits_for or "waiting for the driver of the run: a run of the job is needed")
         return op.replace(phase="probing", total=2, message=message)
     if engine.state is not EngineState.READY:
         message = (f"applying version {engine.applying}" if engine.applying else

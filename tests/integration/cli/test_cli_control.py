@@ -220,7 +220,7 @@ def test_operation_continues_after_a_timeout_and_can_be_cancelled(control: Contr
     assert (code, json.loads(stdout)["state"]) == (Exit.FAILED, "cancelled") and "cancelled by" in stderr
     assert "cancelled" in run("operations", "show", op.id)[1]
     code, _, stderr = run("operations", "show", "op-none")
-    assert code == Exit.REFUSED and "hint: `elastic-rl operations`" in stderr
+    assert code == Exit.REFUSED and "hint: `elastic-rl operations --" in stderr
 
 
 def test_autoscaling_is_set_listed_and_ended(control: Control, run: Run) -> None:
@@ -436,7 +436,7 @@ def test_hosts_are_listed_filtered_and_shown_one_by_one(control: Control, run: R
     assert "rack=b4" in run("hosts", "-o", "wide")[1]
     assert "it is restarted in 4 s" in run("hosts", "gpu-7")[1]
     code, _, stderr = run("hosts", "gpu-9")
-    assert code == Exit.REFUSED and "no host 'gpu-9'" in stderr and "`elastic-rl hosts` lists" in stderr
+    assert code == Exit.REFUSED and "no host 'gpu-9'" in stderr and "`elastic-rl hosts --" in stderr
 
 
 def test_events_are_filtered_by_kind_and_number(control: Control, run: Run) -> None:

@@ -25,6 +25,7 @@ from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.cluster_records import HostPhase, HostState
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import (
+    DcsNode,
     Engine,
     EngineState,
     Event,
@@ -92,6 +93,15 @@ def test_pages_of_every_listing_hold_everything_once(cluster: ApiCluster, api: h
     for bad in ("after=%21", "after=bm8", "limit=0", "limit=1001", "limit=x"):
         assert api.get(f"{'versions' if bad == 'after=bm8' else 'engines'}?{bad}").status_code == 422, bad
     problem(api.get("engines?limt=3"), 422, "unknown-parameter")
+
+
+def test_nodes_of_the_checkpoint_service_are_members_by_their_role(cluster: ApiCluster, api: httpx.Client) -> None:
+    names = [f"node-{n:02d}" for n in range(5)]
+    cluster.bulk([(cluster.keys.dcs_node(n), DcsNode(id=n, host="h", port=1, pid=7, arena_path="/dev/shm/x",
+                                                     arena_bytes=8, chunks=3)) for n in names])
+    found = walk(api, "members?role=dcs", 2)
+    assert [m["id"] for m in found] == names
+    assert {(m["role"], m["pid"], m["info"]["chunks"]) for m in found} == {("dcs", 7, 3)}
 
 
 def test_members_that_are_suspected_have_a_listing_of_their_own(cluster: ApiCluster, api: httpx.Client) -> None:

@@ -92,7 +92,8 @@ def test_attach_to_a_run_that_has_ended_gives_its_end(tmp_path: Path, capsys: py
     assert [run("attach", job, where) for job in ("refused", "done", "stopped", "crashed", "nobody")] == [
         Exit.USAGE, Exit.OK, Exit.INTERRUPTED, Exit.FAILED, Exit.FAILED]
     said = capsys.readouterr().err
-    for text in ("error: no such model", "hint: name one", "the run was stopped", "exit code 1", "`elastic-rl jobs`"):
+    for text in ("error: no such model", "hint: name one", "the run was stopped", "exit code 1",
+                 "`elastic-rl jobs --run_dir="):
         assert text in said
 
 

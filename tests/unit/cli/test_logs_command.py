@@ -102,7 +102,7 @@ def test_ambiguous_and_unknown_parts_are_wrong_usage(args: tuple[str, ...], said
 def test_job_without_logs_says_how_to_find_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = JobPaths(tmp_path / "j")
     assert run(nothing, "driver") == Exit.USAGE
-    assert "`elastic-rl jobs`" in capsys.readouterr().err
+    assert "`elastic-rl jobs --run_dir=" in capsys.readouterr().err
     assert run(nothing) == 0
 
 

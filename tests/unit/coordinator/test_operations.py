@@ -293,3 +293,11 @@ def test_operation_ends_once_and_in_time_under_changing_leaders(seed: int) -> No
             assert now <= first_at + 100.0 + 8.0
             assert "not done" not in op.error or now >= first_at + 100.0
     assert op.state.ended
+
+
+def test_scale_out_is_starting_whatever_is_counted_meanwhile() -> None:
+    """A status of before counts an engine as starting that is ready by now, and one of an earlier request may drain."""
+    counted_twice = with_pool(1.0, 3, engine(0), engine(1), engine(2), starting=2)
+    drains = with_pool(1.0, 3, engine(0), engine(1, EngineState.DRAINING))
+    assert [advance(scale(3, 1), seen).phase for seen in (counted_twice, drains)] == ["starting", "starting"]
+    assert advance(scale(3, 4), counted_twice).phase == "draining"
