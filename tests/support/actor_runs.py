@@ -47,13 +47,15 @@ class ThreadedJob:
         self.etcd, self.keys, self.ctx, self.roles = etcd, ctx.keys, ctx, roles
         self.member = Membership(etcd, ctx.keys, "actor", "actor-1", ttl_s=10, epoch=ctx.epoch).start()
         self.runs: list[ActorRun] = []
+        self.stop_asked = threading.Event()
+        """Whether the operator stops the run."""
         engine = Engine(id="rollout-e", pool="rollout", state=EngineState.READY, epoch=ctx.epoch, version=1 << 30)
         etcd.put(ctx.keys.engine(engine.id), engine.encode())
 
     def start_actor(self) -> list[Exception]:
         """One more replica of the actor; returns where the error appears that ends it."""
         stopping = threading.Event()
-        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping, threading.Event()), stopping)
+        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping, self.stop_asked), stopping)
         self.runs.append(run)
         return run.errors
 

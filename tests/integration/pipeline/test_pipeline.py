@@ -85,6 +85,26 @@ def test_job_is_done_through_a_lost_trainer_absent_engines_and_a_frozen_trainer(
     assert lease.term == 1 and len(job.etcd.range(job.keys.group_leases_prefix())[0]) == 1
 
 
+def test_run_that_is_stopped_commits_without_its_engines_and_does_nothing_again(job: SimulatedJob) -> None:
+    errors = job.start_actor()
+    job.wait_for(1)
+    job.roles.hanging.clear()  # so that no step is made that has not begun to train
+    job.stop_asked.set()
+    wait_until(lambda: job.status().phase == "stopped", what="the stop")
+    status = job.status()
+    assert status.message == f"stopped by its operator at step {status.step}" and not status.stage
+    assert (job.trainer.saved[-1].phase, job.trainer.saved[-1].step) == ("rl", status.step)
+    assert job.kinds("run.") == ["run.stopped"] and errors == []
+    job.stop_asked.clear()
+    job.roles.hanging.set()
+    job.trainer.lose()  # with all of the run
+    job.trainer.form()
+    job.start_actor()
+    job.finish()
+    job.assert_exactly_once()
+    assert not [r for r in read_records(JobPaths.of(job.ctx.config).steps) if r["kind"] == "rewind"]
+
+
 def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJob) -> None:
     job.roles.hanging.clear()
     job.start_actor()
