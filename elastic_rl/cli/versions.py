@@ -32,7 +32,7 @@ def _service(ctx: typer.Context, file: Path | None) -> Iterator[VersionService]:
     from elastic_rl.host.job_secrets import dcs_security
     cluster = find_cluster(ctx, file)
     info = cluster.connect()
-    with VersionService(cluster.cfg, info.job, info.etcd_endpoints, dcs_security(cluster.cfg),
+    with VersionService(cluster.here, info.job, info.etcd_endpoints, dcs_security(cluster.cfg),
                         inherited_model.began_with(cluster.cfg)) as service:
         yield service
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 from support.waiting import wait_until
 
-from elastic_rl import config
+from elastic_rl import config, dcs
 from elastic_rl.cli import main
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.data.tiny_model import make_model_dir
@@ -28,11 +29,14 @@ from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.security import Security
+from elastic_rl.errors import ConfigError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import DcsNode
+from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.processes import stop
 
@@ -211,6 +215,50 @@ def test_import_of_what_is_no_version_of_the_stream_changes_nothing(command: Ver
     assert {kv.key for kv in command.etcd.range(command.keys.root)[0]} == keys
     assert command.run("import", str(other), "candidate")[0] == 0
     assert command.run("show", "candidate/1")[0] == 0
+
+
+def test_follow_prints_the_newest_version_and_ends_when_no_newer_one_comes(command: VersionsCommand) -> None:
+    code, out, err = command.run("follow", "policy", "--timeout=0", "-o", "json")
+    assert code == 0, err
+    assert [(v["number"], v["meta"]["step"]) for v in map(json.loads, out.splitlines())] == [(2, 1)]
+    code, out, _ = command.run("follow", "policy", "--timeout=0")
+    assert code == 0 and out.startswith("policy/2  ") and "step=1" in out
+    assert command.run("follow", "policy", "--timeout=0", "--after=2") == (0, "", "")
+    code, _, err = command.run("follow", "policy/1", "--timeout=0")
+    assert code == 2 and "name of a stream" in err
+
+
+def test_access_file_is_all_that_another_program_needs(command: VersionsCommand, tmp_path: Path) -> None:
+    path = tmp_path / "access.json"
+    code, out, err = command.run("access", str(path), "--dcs.chunk_bytes=65536")
+    assert code == 0 and str(path) in out, err
+    assert json.loads(path.read_text())["token"], "the job's token is missing"
+    with dcs.connect(path) as service:
+        assert service.publish("mine", {"a": torch.arange(3)}, meta={"by": "me"}).name == "mine/1"
+        assert service.pull("mine").tensors["a"].tolist() == [0, 1, 2]
+        assert set(service.pull("policy").tensors) == set(transformers.AutoModelForCausalLM.from_pretrained(
+            command.model_dir).state_dict())
+    code, _, err = command.run("access", str(tmp_path / "gone" / "access.json"))
+    assert code != 0 and "cannot be written" in err and "Traceback" not in err
+
+
+def test_versions_of_a_cluster_with_an_address_are_asked_for_with_its_certificates(
+        command: VersionsCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its etcd and nodes take nobody without one, and the settings that are stored name none."""
+    cluster = ClusterPaths.of(config.parse({"job": command.keys.job, "run_dir": str(command.run_dir)}))
+    LocalHost(name="h", address="10.0.0.7").save(cluster)
+    asked: list[config.Config] = []
+
+    def service(cfg: config.Config, *_: object) -> NoReturn:
+        asked.append(cfg)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("elastic_rl.dcs.versions.service.VersionService", service)
+    monkeypatch.setattr("elastic_rl.host.job_secrets.dcs_security", lambda cfg: Security())
+    cfg = config.parse({"job": command.keys.job, "run_dir": str(command.run_dir)})
+    with pytest.raises(SystemExit):
+        main.main(["versions", "ls", f"--job={cfg.job}", f"--run_dir={command.run_dir}"])
+    assert [c.etcd.tls_ca for c in asked] == [str(cluster.tls.ca)]
 
 
 def test_errors_say_what_to_do(command: VersionsCommand, tmp_path: Path) -> None:

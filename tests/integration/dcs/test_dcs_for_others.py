@@ -218,6 +218,34 @@ def test_follower_waits_for_the_next_commit(dcs: Service) -> None:
     assert found == ["policy/1"]
 
 
+# -- in programs of other people ---------------------------------------------------------------------------------------
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_example_of_torchrun_publishes_the_shares_of_two_ranks_to_a_reader(dcs: Service, tmp_path: Path) -> None:
+    dcs.stop("b")  # the example is for one node a host
+    access, script = tmp_path / "access.json", str(EXAMPLES / "dcs_torchrun.py")
+    checkpoints.ServiceAccess(job=dcs.keys.job, etcd_endpoints=dcs.etcd_servers.endpoints, settings={
+        "etcd": {"call_timeout_s": 2}}).save(access)
+    reader = subprocess.Popen([sys.executable, script, "read", str(access), "1"], stdout=subprocess.PIPE, text=True)
+    try:
+        trained = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, "train",
+             str(access), "3"], capture_output=True, text=True, timeout=300)
+        assert trained.returncode == 0, trained.stderr
+        read = reader.communicate(timeout=120)[0]
+    finally:
+        reader.kill()
+        reader.wait()
+    assert [line.split(",")[0] for line in trained.stdout.splitlines()] == [
+        f"committed policy/{n} of step {n - 1}" for n in (1, 2, 3)]
+    assert read.startswith("pulled policy/")
+    found = dcs.connect().pull("policy")
+    shapes = {name: tuple(t.shape) for name, t in found.tensors.items()}
+    assert shapes == {"0.weight": (64, 16), "0.bias": (64,), "2.weight": (1, 64), "2.bias": (1,)}
+    assert found.version.meta["step"] == 2
+
+
 def test_interface_imports_neither_ray_nor_the_compute_plane() -> None:
     code = ("import sys; from elastic_rl import dcs; assert 'torch' not in sys.modules; dcs.connect; "
             "print(*({'ray', 'megatron', 'sglang', 'transformers', 'transfer_queue'} & set(sys.modules)))")
