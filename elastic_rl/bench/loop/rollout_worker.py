@@ -16,7 +16,7 @@ import psutil
 
 from elastic_rl import config
 from elastic_rl.bench.etcd import start_etcd
-from elastic_rl.bench.loop.scripted_engine import SAMPLES, TOKENS, VERSION
+from elastic_rl.bench.loop.scripted_engine import SAMPLES, VERSION
 from elastic_rl.bench.workers import serve as serve_worker
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.samples import Prompt
@@ -75,8 +75,8 @@ class _Job:
         serve.start(proxy_location="Disabled")
         stack.callback(serve.shutdown)
 
-    def rate(self, replicas: int, requests: int) -> dict[str, float]:
-        """See ``rollout_rate.Rate``."""
+    def rate(self, replicas: int, requests: int, tokens: int) -> dict[str, float]:
+        """See ``rollout_rate.Rate``. ``requests``: of all replicas; ``tokens``: of a response."""
         from ray import serve
 
         spec = ROLES["rollout"].of(self.ctx.config)
@@ -91,10 +91,13 @@ class _Job:
                                   lambda: self.term)
             processes = [psutil.Process(member.info["pid"]) for member in found]
             with ThreadPoolExecutor(_IN_FLIGHT * replicas) as threads:
-                list(threads.map(lambda _: _ask(clients), range(_IN_FLIGHT * replicas)))  # connections, imports
+                def ask(count: int) -> int:
+                    return sum(threads.map(lambda _: _ask(clients, tokens), range(count)))
+
+                ask(_IN_FLIGHT * replicas)  # connections, imports
                 began, own, cpu_s = time.perf_counter(), time.process_time(), _cpu_s(processes)
-                tokens = sum(threads.map(lambda _: _ask(clients), range(requests)))
-                return {"tokens": tokens, "seconds": time.perf_counter() - began,
+                brought = ask(requests)
+                return {"tokens": brought, "seconds": time.perf_counter() - began,
                         "replica_cpu_s": _cpu_s(processes) - cpu_s, "caller_cpu_s": time.process_time() - own}
         finally:
             serve.delete(spec.name)
@@ -106,16 +109,16 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
     return sum(times.user + times.system for process in processes for times in [process.cpu_times()])
 
 
-def _ask(clients: RoleClients) -> int:
+def _ask(clients: RoleClients, tokens: int) -> int:
     """The number of tokens that one request brought. Raises ElasticRLError."""
-    asked = [PromptRequest(i, Prompt((5, 6, 7)), Sampling(TOKENS), SAMPLES) for i in range(_GROUPS_PER_REQUEST)]
-    tokens = 0
+    asked = [PromptRequest(i, Prompt((5, 6, 7)), Sampling(tokens), SAMPLES) for i in range(_GROUPS_PER_REQUEST)]
+    brought = 0
     for answers in clients.generate(asked, VERSION):
         for _, samples in answers:
             if isinstance(samples, GenerateFault):
                 raise ElasticRLError(f"a group was not generated: {samples.why}")
-            tokens += sum(len(segment.token_ids) for sample in samples for segment in sample.segments)
-    return tokens
+            brought += sum(segment.size for sample in samples for segment in sample.segments)
+    return brought
 
 
 def main() -> None:

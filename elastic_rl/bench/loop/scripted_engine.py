@@ -18,8 +18,8 @@ from elastic_rl.engine import packed_answers
 from elastic_rl.engine.client import parse_sample
 from elastic_rl.net.addresses import LOOPBACK
 
-TOKENS, SAMPLES = 1024, 8
-"""Tokens of a response, and samples of a group, of what ``parse`` reads."""
+TOKENS, SHORT_TOKENS, SAMPLES = 8192, 1024, 8
+"""Tokens of a response, and samples of a group."""
 VERSION = 1
 """The weight version of all answers."""
 _VOCABULARY = 1 << 15

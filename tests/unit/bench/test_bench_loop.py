@@ -284,11 +284,13 @@ def test_cost_of_a_step_is_what_does_not_compute() -> None:
 def test_rate_of_a_replica_goes_by_its_own_cpu_seconds() -> None:
     rates = {n: rollout_rate.Rate(tokens=6_000_000 * n, seconds=2.0, replica_cpu_s=1.0 * n, caller_cpu_s=3.0)
              for n in (1, 2, 4)}
-    rows = {row.id: row for row in rollout_rate.rows(rates, rollout_rate.Parsed(packed=60e6, json=7.5e6))}
+    rows = {row.id: row for row in rollout_rate.rows(
+        rates, rollout_rate.Rate(3_000_000, 1.0, 1.0, 1.0), rollout_rate.Parsed(packed=60e6, json=7.5e6))}
     assert [*rows] == [*loop.SUITE.rows["rollout_rate"]]
     rate, wall, parse = rows.values()
     assert rate.value == 6e6 and rate.met is True
-    assert rate.alternatives == {"2 replicas": 6e6, "4 replicas": 6e6, "the actor's side": 2e6}
+    assert rate.alternatives == {"2 replicas": 6e6, "4 replicas": 6e6, "responses of 1024 tokens": 3e6,
+                                 "the actor's side": 2e6}
     assert wall.value == 3e6 and wall.alternatives == {"2 replicas": 6e6, "4 replicas": 12e6}
     assert parse.value == 10.0 and parse.alternatives == {"SGLang's JSON": 8.0}
 
