@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyErro
 ``!!timestamp`` and the like are put before."""
 
 _MAX_SHOWN = 200
+_MAX_BYTES, _MAX_NODES = 4 << 20, 100_000
+"""Of a file of settings: its bytes, and its keys and values."""
 _ENGINE_KEY = "engines ask for the key in <run_dir>/<job>/cluster/engine.key, which `elastic-rl up` makes"
 _JUDGE = "a judge is a pool: set pools.genrm.model to the folder of its model"
 _TEACHER = "set algorithm.teacher=large and pools.large.model to the folder of its model"
@@ -43,7 +46,15 @@ _FORMS = {("mode", "literal_error"): "how generation and training follow each ot
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word."""
+    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word. Refuses a text whose
+    anchors stand for more than any settings have: a few lines of them can stand for 10^9 values, and an anchor for
+    itself."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _count(node, {})
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -53,6 +64,32 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem="a key is there for the second time", problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return node
+
+
+def _count(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """The number of nodes that a node stands for, with anchors written out. ``counted``: those of nodes that were
+    counted; 0 for one that is being counted. Raises yaml.MarkedYAMLError for too many, or without an end."""
+    if node not in counted:
+        counted[node] = 0
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [child for part in parts for child in (part if isinstance(part, tuple) else (part,))]
+        total = 1 + sum(_count(child, counted) for child in children)
+        if total > _MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"its anchors stand for more than {_MAX_NODES} values",
+                                       problem_mark=node.start_mark)
+        counted[node] = total
+    elif not counted[node]:
+        raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
+    return counted[node]
+
+
+def _read(path: Path) -> str:
+    """The text of a file, which may be a pipe. Raises OSError, also for a text that is too long, and ValueError."""
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
+    return content.decode("utf-8")
 
 
 def _loaded(text: str) -> Any:
@@ -87,7 +124,7 @@ def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = _loaded(Path(path).read_text())
+            loaded = _loaded(_read(Path(path)))
         except OSError as e:
             raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
         except _NOT_YAML as e:

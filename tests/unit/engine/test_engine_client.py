@@ -24,6 +24,7 @@ from elastic_rl.engine.client import (
 from elastic_rl.engine.scoring import ScoreRequest
 from elastic_rl.engine.sglang.seeds import derived_seeds
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
+from elastic_rl.net import http_client
 
 
 def answer(tokens, versions=("3",), finish="stop"):
@@ -35,7 +36,7 @@ def answer(tokens, versions=("3",), finish="stop"):
 
 def client_over(handler, **kwargs):
     client = GenerateClient("http://router", timeout_s=5, retries=kwargs.pop("retries", 3), **kwargs)
-    client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))
+    client._http = http_client.async_client(transport=httpx.MockTransport(handler))
     return client
 
 

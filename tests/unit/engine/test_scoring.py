@@ -13,6 +13,7 @@ import pytest
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.scoring import LEAST_LOGPROB, ScoreRequest, TokenScores, parse_scores, request_body
 from elastic_rl.errors import EngineFailed
+from elastic_rl.net import http_client
 
 SEQUENCE = ScoreRequest((5, 6, 7, 8), 2)
 
@@ -68,7 +69,7 @@ def test_client_asks_for_scores_and_generates_nothing() -> None:
 
     async def ask() -> list[TokenScores | None]:
         client = GenerateClient("http://router", timeout_s=5, retries=1)
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+        client._http = http_client.async_client(transport=httpx.MockTransport(handle))
         return await client.score([SEQUENCE, SEQUENCE], 2)
 
     with pytest.raises(EngineFailed, match="cannot be read"):
@@ -87,7 +88,7 @@ def test_sequence_with_tokens_that_the_model_does_not_have_reaches_no_engine() -
 
     async def ask(*sequences: ScoreRequest) -> list[TokenScores | None]:
         client = GenerateClient("http://router", timeout_s=5, retries=1, vocabulary=9)
-        client._http = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+        client._http = http_client.async_client(transport=httpx.MockTransport(handle))
         return await client.score(sequences, 2)
 
     foreign = ScoreRequest((5, 9, 7), 1)
