@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyErro
 ``!!timestamp`` and the like are put before."""
 
 _MAX_SHOWN = 200
+_MAX_BYTES = 4 << 20
+"""Bytes of a file of settings, at most."""
 _ENGINE_KEY = "engines ask for the key in <run_dir>/<job>/cluster/engine.key, which `elastic-rl up` makes"
 _JUDGE = "a judge is a pool: set pools.genrm.model to the folder of its model"
 _TEACHER = "set algorithm.teacher=large and pools.large.model to the folder of its model"
@@ -40,6 +43,15 @@ _FORMS = {("mode", "literal_error"): "how generation and training follow each ot
           ("pools", "dict_type"): "write pools by name, such as {genrm: {model: /models/judge}}",
           ("algorithm.teacher", "string_type"): f"it is the name of a pool: {_TEACHER}"}
 """What to write for values that are often of another form, by key and pydantic's type of the error."""
+
+
+def _read(path: Path) -> str:
+    """The text of a file, which may be a pipe. Raises OSError, also for a text that is too long, and ValueError."""
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
+    return content.decode("utf-8")
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -70,7 +82,7 @@ def values(model: type[BaseModel], path: Path | str | None, overrides: Iterable[
     found: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = yaml_text.load(Path(path).read_text(encoding="utf-8"))
+            loaded = yaml_text.load(_read(Path(path)))
         except OSError as e:
             raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
         except _NOT_YAML as e:

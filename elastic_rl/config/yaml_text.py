@@ -24,6 +24,8 @@ _FLOAT = re.compile(r"""^(?:[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)? | \.[0-9][0-9_]*)
                          | [-+]?\.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN))$""", re.VERBOSE)
 _PLAIN = ("int", "float", "bool", "timestamp")
 """Types of values that a setting for text takes as they are written."""
+_MAX_NODES = 100_000
+"""Keys and values of a text, at most, with its anchors written out."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,15 @@ def _numbers_of_yaml_1_2(kind: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word."""
+    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word. Refuses a text whose
+    anchors stand for more than any settings have: a few lines of them can stand for 10^9 values, and an anchor for
+    itself."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _count(node, {})
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -60,12 +70,31 @@ class _Loader(yaml.SafeLoader):
         return int(text.replace("_", "")[2:], 8) if text.startswith("0o") else super().construct_yaml_int(node)
 
 
+def _count(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """The number of nodes that a node stands for, with anchors written out. ``counted``: those of nodes that were
+    counted; 0 for one that is being counted. Raises yaml.MarkedYAMLError for too many, or without an end."""
+    if node not in counted:
+        counted[node] = 0
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [child for part in parts for child in (part if isinstance(part, tuple) else (part,))]
+        total = 1 + sum(_count(child, counted) for child in children)
+        if total > _MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"its anchors stand for more than {_MAX_NODES} values",
+                                       problem_mark=node.start_mark)
+        counted[node] = total
+    elif not counted[node]:
+        raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
+    return counted[node]
+
+
 class _Dumper(yaml.SafeDumper):
     """Puts text in quotes that ``_Loader`` would take for something else."""
 
 
 _numbers_of_yaml_1_2(_Loader)
 _numbers_of_yaml_1_2(_Dumper)
+
+
 def _plain(name: str) -> Callable[[Any, Any], _Plain]:
     """The constructor of a plain scalar of this kind."""
     return lambda loader, node: _Plain(getattr(loader, f"construct_yaml_{name}")(node), node.value)

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.errors import ConfigError
+from elastic_rl.models.arch import MAX_CONFIG_BYTES
 from elastic_rl.models.chat_templates import named_templates
 from elastic_rl.plugins.user_code import describe, text_of
+from elastic_rl.runtime.files import read_limited
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """What of a folder the tokenizer and its end tokens are read from."""
+_MAX_FILE_BYTES, _MAX_TEMPLATE_BYTES = 256 << 20, 1 << 20
 _PROBE = "a"
 _NOW = "strftime_now"
 """The function by which a chat template writes the date, as those of Llama 3.2 and Granite do."""
@@ -38,6 +41,7 @@ class ModelTokenizer:
         if not self._folder.is_dir():
             raise ConfigError(f"there is no folder {self._folder}",
                               hint=f"{self._setting} names a folder: download the model first")
+        self._require_files()
         from transformers import AutoTokenizer
 
         try:
@@ -47,14 +51,23 @@ class ModelTokenizer:
                               hint=f"{self._setting} needs tokenizer.json and tokenizer_config.json: download them "
                               "again; a tokenizer with code of its own is not supported") from e
 
+    def _require_files(self) -> None:
+        """Raises ConfigError for a file that transformers would read without an end, or into more memory than there
+        is: it looks at neither kind nor size."""
+        for path in [*(self._folder / name for name in (*_FILES, "config.json")), *named_templates(self._folder)]:
+            most = _MAX_TEMPLATE_BYTES if path.suffix == ".jinja" else _MAX_FILE_BYTES
+            if path.exists() and (not path.is_file() or path.stat().st_size > most):
+                raise ConfigError(f"{path} is no regular file, or larger than {most >> 20} MiB, the most that is read",
+                                  hint="download the model again")
+
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """See ``Tokenizer``. The tokenizer's own end token comes first, then those of generation_config.json."""
         own = self._loaded.eos_token_id
         path = self._folder / "generation_config.json"
         try:
-            found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        except (OSError, ValueError, AttributeError) as e:
+            found = json.loads(read_limited(path, MAX_CONFIG_BYTES)).get("eos_token_id") if path.exists() else None
+        except (OSError, ValueError, AttributeError, RecursionError) as e:
             raise ConfigError(f"{path} cannot be read: {describe(e)}", hint="download the model again") from e
         ids = [i for i in (own, *(found if isinstance(found, list) else [found])) if type(i) is int]
         if not ids:
@@ -95,7 +108,7 @@ class ModelTokenizer:
         for path in [*(self._folder / name for name in _FILES), *named_templates(self._folder)]:
             if path.is_file():
                 name = path.relative_to(self._folder).as_posix()
-                digest.update(f"{name}/{hashlib.sha256(path.read_bytes()).hexdigest()}/".encode())
+                digest.update(f"{name}/{hashlib.sha256(read_limited(path, _MAX_FILE_BYTES)).hexdigest()}/".encode())
         if _NOW in self.chat_template:
             digest.update(self._now.isoformat().encode())
         return digest.hexdigest()

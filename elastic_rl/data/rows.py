@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import zlib
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -30,6 +29,8 @@ _STRIDE = 64
 _BLOCK = 1 << 22
 _MAX_ROW = 1 << 24
 """Longest line, in bytes."""
+_FREE_UNPACKED, _MOST_UNPACKED = 256 << 20, 100
+"""What a file compressed with gzip may unpack to: so many bytes, or so many times its size; texts have up to 30."""
 _NAMED = 12
 """Columns and files that an error names."""
 _GZIP = b"\x1f\x8b"
@@ -121,8 +122,13 @@ class JsonlRows:
 
     def _unpack(self, packed: IO[bytes], out: IO[bytes]) -> None:
         try:
+            size, most = 0, max(_FREE_UNPACKED, os.fstat(packed.fileno()).st_size * _MOST_UNPACKED)
             with gzip.open(packed) as content:
-                shutil.copyfileobj(content, out, _BLOCK)
+                while block := content.read(_BLOCK):
+                    if (size := size + len(block)) > most:
+                        raise ConfigError(f"{self.path} unpacks to more than {_MOST_UNPACKED} times its size, as no "
+                                          "text does that somebody has written", hint="unpack it, if that is right")
+                    out.write(block)
         except (gzip.BadGzipFile, EOFError, zlib.error) as e:
             raise ConfigError(f"{self.path} is compressed with gzip, and damaged: {e}",
                               hint=f"copy or download it again; `gzip -t {self.path}` checks it") from e

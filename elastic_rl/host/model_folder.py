@@ -17,8 +17,8 @@ from typing import Any
 from elastic_rl.config import Config
 from elastic_rl.config.groups import CRITIC, TrainerGroupSpec
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import VALUE_HEAD, ModelArch, config_eos_ids, read_json, vocabulary_of
-from elastic_rl.runtime.files import os_error_text
+from elastic_rl.models.arch import MAX_CONFIG_BYTES, VALUE_HEAD, ModelArch, config_eos_ids, read_json, vocabulary_of
+from elastic_rl.runtime.files import os_error_text, read_limited
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def fingerprint(folder: Path) -> str:
     of any size. Folders with other models have other ones, unless these differ between the parts alone. Raises
     ConfigError."""
     try:
-        found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+        found = hashlib.blake2b(read_limited(folder / "config.json", MAX_CONFIG_BYTES), digest_size=16)
         for path in sorted(folder.glob("*.safetensors")):
             size = path.stat().st_size
             found.update(os.fsencode(f"{path.name} {size} "))

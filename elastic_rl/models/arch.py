@@ -16,6 +16,10 @@ from elastic_rl.models.families import FAMILIES
 from elastic_rl.models.families.parameters import TOP
 from elastic_rl.models.family import Family
 from elastic_rl.models.layout import AttentionDims, Rule, ShardLayout, padded_vocab
+from elastic_rl.runtime.files import read_limited
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Largest config.json, and other file of a model that lists no tokens and no tensors."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
@@ -204,13 +208,10 @@ def end_ids_of(model_dir: Path | str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in found if type(i) is int))
 
 
-def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
-    """The JSON object in a file of at most ``max_bytes``. Raises ConfigError."""
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a regular file of at most ``max_bytes``. Raises ConfigError."""
     try:
-        if path.stat().st_size > max_bytes:
-            raise ConfigError(f"{path} is larger than {max_bytes >> 20} MiB, the most that is read",
-                              hint="download the model again: it is no such file of a model")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_limited(path, max_bytes).decode("utf-8"))
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", hint="download the model again") from e
     except (ValueError, RecursionError) as e:

@@ -4,6 +4,10 @@ tokens and sign-in links of services that it is not for, and .netrc would replac
 Without TLS, nothing is sent to a process of another user of this host (``net.listeners``): each client names, as
 ``users``, those beside this user and root whose service it may be, or None for a service of anybody. Where somebody
 else has the port, httpx.ConnectError says so, as of a service that is not there.
+
+No answer is unpacked: a few bytes could stand for any number, of which a limit on the answer's size would see nothing
+before they are in memory. Compression is not asked for, and an answer that has it all the same is an
+httpx.DecodingError.
 """
 
 from __future__ import annotations
@@ -48,19 +52,37 @@ def _without_tls(url: str | httpx.URL) -> dict[str, bool]:
 def client(*, users: Collection[int] | None = (), event_hooks: Mapping[str, Sequence[Any]] | None = None, **more: Any
            ) -> httpx.Client:
     """A client with pooled connections; the caller closes it. With a ``base_url`` it is for that service only."""
-    return httpx.Client(trust_env=False, event_hooks=_hooks(event_hooks, _check(users)),
+    return httpx.Client(trust_env=False, event_hooks=_hooks(event_hooks, _check(users), _refuse_packed),
                         **{**_without_tls(more.get("base_url", "")), **more})
 
 
 def async_client(*, users: Collection[int] | None = (), event_hooks: Mapping[str, Sequence[Any]] | None = None,
                  **more: Any) -> httpx.AsyncClient:
     """A client as ``client`` makes it, for asyncio."""
-    return httpx.AsyncClient(trust_env=False, event_hooks=_hooks(event_hooks, _async_check(users)), **more)
+    return httpx.AsyncClient(trust_env=False,
+                             event_hooks=_hooks(event_hooks, _async_check(users), _async_refuse_packed), **more)
 
 
-def _hooks(given: Mapping[str, Sequence[Any]] | None, check: Any) -> dict[str, list[Any]]:
+def _hooks(given: Mapping[str, Sequence[Any]] | None, check: Any, refuse_packed: Any) -> dict[str, list[Any]]:
     hooks = {event: list(hooks) for event, hooks in (given or {}).items()}
-    return {**hooks, "request": [check, *hooks.get("request", ())]}
+    return {**hooks, "request": [check, *hooks.get("request", ())],
+            "response": [refuse_packed, *hooks.get("response", ())]}
+
+
+def _refuse_packed(response: httpx.Response) -> None:
+    if (encoding := response.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
+        raise httpx.DecodingError(f"the answer is compressed ({encoding[:20]}), which was not asked for",
+                                  request=response.request)
+
+
+async def _async_refuse_packed(response: httpx.Response) -> None:
+    _refuse_packed(response)
+
+
+def _ask(request: httpx.Request, trace: Any) -> None:
+    request.headers["Accept-Encoding"] = "identity"
+    if trace is not None:
+        request.extensions = {"trace": trace, **request.extensions}
 
 
 def _check(users: Collection[int] | None) -> Any:
@@ -72,8 +94,7 @@ def _check(users: Collection[int] | None) -> Any:
             raise httpx.ConnectError(e.message) from e
 
     def check(request: httpx.Request) -> None:
-        if users is not None and request.url.scheme == "http":
-            request.extensions = {"trace": trace, **request.extensions}
+        _ask(request, trace if users is not None and request.url.scheme == "http" else None)
 
     return check
 
@@ -86,7 +107,6 @@ def _async_check(users: Collection[int] | None) -> Any:
             raise httpx.ConnectError(e.message) from e
 
     async def check(request: httpx.Request) -> None:
-        if users is not None and request.url.scheme == "http":
-            request.extensions = {"trace": trace, **request.extensions}
+        _ask(request, trace if users is not None and request.url.scheme == "http" else None)
 
     return check

@@ -202,6 +202,8 @@ class Remote:
                 status = answer.status_code
         except TimeoutError as e:
             raise _TryAgain(f"did not answer within {self._options.timeout_s:g} s") from e
+        except httpx.DecodingError as e:
+            raise PluginFailed(f"{url} does not answer as it was asked to: {e}") from e
         except httpx.HTTPError as e:
             raise _TryAgain(f"cannot be reached: {plain(str(e) or type(e).__name__, _SHOWN)}") from e
         if status in _BUSY:

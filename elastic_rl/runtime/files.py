@@ -56,6 +56,22 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         sync_folder(path.parent)
 
 
+def read_limited(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most ``most`` bytes, for a file of somebody else's. Raises OSError, which
+    says so, for a larger one, and for what is no regular file: a FIFO would be waited for without end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, fd)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read(most + 1) if found.st_size <= most else None
+        if content is None or len(content) > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB, the most that is read", str(path))
+        return content
+
+
 def user_umask() -> int:
     """The umask that the user has set: that of the first process, or of this one where it is the first. For files that
     other users may read if the user lets them."""

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from elastic_rl.errors import ConfigError, DiskFull
-from elastic_rl.models.arch import VALUE_HEAD
+from elastic_rl.models.arch import MAX_CONFIG_BYTES, VALUE_HEAD
 from elastic_rl.models.chat_templates import TEMPLATES, named_templates
+from elastic_rl.runtime.files import read_limited
 
 INDEX = "model.safetensors.index.json"
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -33,6 +34,7 @@ weights in other formats, or secrets."""
 _MODEL_FILES = (*_COPIED, "*.safetensors", "*.index.json", "*.bin", ".gitattributes")
 """Names of files that a model folder may have, and that an export with ``force`` deletes."""
 
+_MAX_INDEX_BYTES = 256 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the dtype in which transformers loads the weights; the second is that of older releases."""
 
@@ -102,9 +104,11 @@ def _config(like: Path, written: Mapping[str, _Kind]) -> str:
     """
     path = like / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_limited(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not JSON: {e}", hint="name another model folder with --like") from e
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}", hint="name another model folder with --like") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is no JSON object", hint="name another model folder with --like")
     floats = [kind.dtype for kind in written.values() if kind.dtype.is_floating_point]
@@ -227,7 +231,7 @@ def _tensors_of(folder: Path) -> dict[str, Path]:
     """
     index = folder / INDEX
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+        listed = json.loads(read_limited(index, _MAX_INDEX_BYTES))["weight_map"] if index.exists() else None
         wanted = None if listed is None else {str(name): folder / file for name, file in listed.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise ConfigError(f"{index} cannot be read: {e}", hint="download the model again") from e

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import ssl
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -96,3 +97,31 @@ def test_certificates_that_a_caller_trusts_are_used_whatever_the_base_url(monkey
     own = ssl.create_default_context()
     http_client.client(base_url="http://127.0.0.1:9", verify=own)
     assert made["verify"] is own
+
+
+def test_packed_answer_is_refused_before_it_is_unpacked() -> None:
+    """A reward service's 800 bytes were 1.2 GiB in memory, beside a limit of 4 MiB."""
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers["Accept-Encoding"])
+        return httpx.Response(200, stream=_Unread(), headers={"Content-Encoding": "gzip"})
+
+    async def ask() -> None:
+        async with http_client.async_client(transport=httpx.MockTransport(handle)) as client:
+            await client.get("http://a")
+
+    with http_client.client(transport=httpx.MockTransport(handle)) as client, pytest.raises(
+            httpx.DecodingError, match="compressed"):
+        client.get("http://a", headers={"Accept-Encoding": "gzip"})
+    with pytest.raises(httpx.DecodingError, match="compressed"):
+        asyncio.run(ask())
+    assert asked == ["identity"] * 2
+
+
+class _Unread(httpx.SyncByteStream, httpx.AsyncByteStream):
+    def __iter__(self) -> Iterator[bytes]:
+        raise AssertionError("it is read")
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        raise AssertionError("it is read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -34,6 +35,7 @@ class Service:
         self.tokens: list[str | None] = []
         self.answer: Callable[[dict[str, Any]], tuple[int, bytes]] = self.lengths
         self.at_once = self.most_at_once = 0
+        self.packed = False
         lock = threading.Lock()
         service = self
 
@@ -52,6 +54,9 @@ class Service:
                     with lock:
                         service.at_once -= 1
                 self.send_response(status)
+                if service.packed:
+                    answer = gzip.compress(answer)
+                    self.send_header("Content-Encoding", "gzip")
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 try:
@@ -115,6 +120,13 @@ def test_no_more_requests_than_allowed_are_sent_at_once(service: Service) -> Non
     service.answer = slow
     _rewards(service, *"abcdefgh", batch_samples=1, concurrency=3)
     assert service.most_at_once == 3
+
+
+def test_packed_answer_fails_the_group_at_once(service: Service) -> None:
+    service.packed = True
+    with pytest.raises(PluginFailed, match="compressed"):
+        _rewards(service, "a", attempts=3)
+    assert len(service.bodies) == 1
 
 
 def test_parts_come_with_the_reward(service: Service) -> None:
