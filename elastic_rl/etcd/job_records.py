@@ -105,7 +105,7 @@ def stopped_message(status: JobStatus, *, committed: bool) -> str:
     supervised = not status.step and status.sft_step
     at = f"supervised step {status.sft_step}" if supervised else f"step {status.step}"
     return f"stopped by its operator at {at}" + (
-        "" if committed else "; what was trained after its last commit was not committed in time, and is done again")
+        "" if committed else "; what it trained after its last commit could not be committed, and is done again")
 
 
 class StepMetrics(Record):

@@ -20,7 +20,7 @@ from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics, stopped_message
+from elastic_rl.etcd.records import WORKING_PHASES, GroupLease, Severity, StepMetrics, stopped_message
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import checkpoint_capacity
 from elastic_rl.host.job_secrets import dcs_security
@@ -184,7 +184,8 @@ class ActorTerm:
     def stop(self, step: int | None) -> None:
         """Ends the run where it is. ``step``: the committed one, of the phase; None where the trainer is away."""
         self.member.progress(step or self.step, "stopped")
-        message = stopped_message(self.status.latest, committed=step is not None)
+        trains = self.status.latest.phase in WORKING_PHASES
+        message = stopped_message(self.status.latest, committed=step is not None or not trains)
         self.emit(event_kinds.RUN_STOPPED, self.ctx.job, message)
         self.phase = "stopped"
         self.write(message=message)

@@ -319,7 +319,7 @@ def test_run_that_does_not_commit_in_time_is_stopped_on_record_before_anything_o
         job.stopped = True
         assert job.end() == STOPPED
         status = _status(job)
-        assert status.phase == "stopped" and "not committed in time" in status.message
+        assert status.phase == "stopped" and "could not be committed" in status.message
         [stop] = [e for e in events.recent(etcd, keys) if e.kind == "run.stopped"]
         assert stop.severity is Severity.INFO and stop.message == status.message
         with pytest.raises(Fenced):
