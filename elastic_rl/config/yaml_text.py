@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -66,9 +67,14 @@ class _Dumper(yaml.SafeDumper):
 
 _numbers_of_yaml_1_2(_Loader)
 _numbers_of_yaml_1_2(_Dumper)
-for _name in _PLAIN:
-    _Loader.add_constructor(f"{_TAG}{_name}", lambda loader, node, name=_name: _Plain(
-        getattr(loader, f"construct_yaml_{name}")(node), node.value))
+
+
+def _plain(kind: str, loader: Any, node: Any) -> _Plain:
+    return _Plain(getattr(loader, f"construct_yaml_{kind}")(node), node.value)
+
+
+for _kind in _PLAIN:
+    _Loader.add_constructor(f"{_TAG}{_kind}", partial(_plain, _kind))
 
 
 def load(text: str) -> Any:
