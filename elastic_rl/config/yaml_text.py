@@ -8,8 +8,9 @@ is written. Where a setting takes any value, plain values are what YAML 1.2 has 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -95,13 +96,12 @@ _numbers_of_yaml_1_2(_Loader)
 _numbers_of_yaml_1_2(_Dumper)
 
 
-def _plain(name: str) -> Callable[[Any, Any], _Plain]:
-    """The constructor of a plain scalar of this kind."""
-    return lambda loader, node: _Plain(getattr(loader, f"construct_yaml_{name}")(node), node.value)
+def _plain(kind: str, loader: Any, node: Any) -> _Plain:
+    return _Plain(getattr(loader, f"construct_yaml_{kind}")(node), node.value)
 
 
-for _name in _PLAIN:
-    _Loader.add_constructor(f"{_TAG}{_name}", _plain(_name))
+for _kind in _PLAIN:
+    _Loader.add_constructor(f"{_TAG}{_kind}", partial(_plain, _kind))
 
 
 def load(text: str) -> Any:
