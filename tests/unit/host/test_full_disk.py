@@ -48,7 +48,7 @@ def test_driver_does_not_start_on_a_full_disk(tmp_path: Path, monkeypatch: pytes
     ctx = RunContext(config=cfg, etcd_endpoints=["127.0.0.1:1"], job=cfg.job, epoch=0, model_dir="", host=LOOPBACK)
     monkeypatch.setattr(run_context, "replace_file", full)
     with pytest.raises(PreflightFailed, match=f"{JobPaths.of(cfg).private}: No space left on device"):
-        train._supervise_driver(ctx, None, lambda: None, lambda: False)  # type: ignore[arg-type]
+        train._supervise_driver(ctx, None, lambda: None, lambda: False, lambda: False)  # type: ignore[arg-type]
 
 
 def test_process_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> None:
