@@ -169,11 +169,11 @@ class StepsHeld(PluginFailed):
 
 class StepRefused(ElasticRLError):
     """A trainer group cannot compute with the samples that it was given: their gradient is not finite, or a pass needs
-    more memory than a rank has. All its ranks have refused them together."""
+    more memory than a rank has. All its ranks have refused them together, or have ended since one could not go on."""
 
     def __init__(self, message: str, *, hint: str = "", went_back: bool = False) -> None:
-        """``went_back``: an update of the step had been made by then, so that the group is back at an earlier state, or
-        is to go back to one. Else nothing of its state has changed."""
+        """``went_back``: an update of the step had been made by then, or the ranks have ended, so that the group is
+        back at an earlier state, or is to go back to one. Else nothing of its state has changed."""
         super().__init__(message, hint=hint)
         self.went_back = went_back
 

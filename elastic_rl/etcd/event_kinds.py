@@ -63,6 +63,7 @@ class TrainerGroupEvents:
     restarts_exhausted: EventKind
     recovered: EventKind
     rewound: EventKind
+    refused: EventKind
     went_back: EventKind
     state_lost: EventKind
 
@@ -88,6 +89,8 @@ class TrainerGroupEvents:
             EventKind(f"{group}.rewound", "the algorithm's loss failed after an update of a step: the group is back at "
                       "its last committed state, and makes no step before `elastic-rl restart trainer` (with corrected "
                       "code) or `restart roles/actor` (to try again)", alert=f"{group}.rewound"),
+            EventKind(f"{group}.refused", "a rank had too little memory in the middle of a pass with other ranks: "
+                      "the group forms again at its last committed state, and the step counts as refused"),
             EventKind(f"{group}.went_back", "of a job with a critic: the group was ahead of the other one, and went "
                       "back to a state that both have"),
             EventKind(f"{group}.state_lost", "the newest state that the group committed is not available, and it "

@@ -16,15 +16,24 @@ from safetensors.torch import save
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, EtcdUnavailable, Fenced, StepRefused
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import StatedWork
+from elastic_rl.etcd.records import Severity, StatedWork
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer.broadcast import Message, Order, share_of_replica
 from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.out_of_memory import is_out_of_memory
 from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.commands import BatchCommand, Command, ForwardCommand, WriterGate
+from elastic_rl.trainer.service.commands import (
+    BatchCommand,
+    Command,
+    ForwardCommand,
+    ForwardVersion,
+    NextStepCommand,
+    TrainCommand,
+    WriterGate,
+)
 from elastic_rl.trainer.service.dispatch import Refused
 
 
@@ -97,7 +106,7 @@ class GroupWorker(ABC):
     # -- commands -------------------------------------------------------------------------------------------------
     def _execute(self, command: Command) -> None:
         """Executes a command on every rank. What a rank raises here ends it, and the group re-forms from its last
-        state."""
+        state. A rank that lacks memory where the others wait for it in a collective says so before."""
         self._report(command.kind)
         try:
             inputs = (self._share(command),) if isinstance(command, BatchCommand) else ()
@@ -107,6 +116,10 @@ class GroupWorker(ABC):
             self._report()
             if self.par.rank == 0:
                 self.board.refused(command, refusal.error if isinstance(refusal, Refused) else refusal)
+        except (RuntimeError, MemoryError) as e:
+            if is_out_of_memory(e) and isinstance(command, NextStepCommand | ForwardVersion):  # of a step that is made
+                self._leave_refusal(command, e)
+            raise
         else:
             if isinstance(command, ForwardCommand):
                 if self.par.is_share_leader:
@@ -115,6 +128,18 @@ class GroupWorker(ABC):
                 output = self._facts()
             if output is not None:
                 self._finish(command, output)
+
+    def _leave_refusal(self, command: Command, error: BaseException) -> None:
+        """This rank ends, and with it the group, which cannot answer any more: an event says why. Its client finds that
+        by the command's id, and the leader takes the end of the ranks for none of their faults. Without etcd it is the
+        loss of a rank."""
+        name, first = self.ctx.group.name, str(error).partition(chr(10))[0]
+        groups = command.consumption.to_json() if isinstance(command, TrainCommand) else None
+        with contextlib.suppress(EtcdUnavailable):
+            self.ctx.writer_of_group(self._etcd).emit(
+                event_kinds.TRAINER_GROUP_EVENTS[name].refused, name,
+                f"rank {self.par.rank} has too little memory for {command}, and ends: {first:.300}",
+                severity=Severity.WARNING, command=command.id, rank=self.par.rank, groups=groups)
 
     def _finish(self, command: Command, result: dict[str, Any]) -> None:
         self._report()

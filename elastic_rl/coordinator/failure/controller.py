@@ -22,7 +22,7 @@ from elastic_rl.coordinator.targets import JOB, engine_target, name_of
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
-from elastic_rl.etcd.decoding import decode
+from elastic_rl.etcd.decoding import decode, readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, Event, JobStatus, OperationState, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
 _AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.TRAINER_GROUP_EVENTS.items()}
+_EVENTS_READ = 100
+"""The last events, among which a refusal is looked for when a rank has died."""
 _MAX_COUNTED = 256
 _FAULTS = {Transition.DIED: Fault.DEAD, Transition.HUNG: Fault.HUNG}
 
@@ -44,8 +46,9 @@ class FailureController:
 
     def record_fault(self, member: LastSeen, change: Transition, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
         """Adds a fault to the log of its target, where the policy counts it or acts on it. The death of a member that
-        hung adds none: its hang was recorded, and it was ended for that."""
-        if change is Transition.DIED and member.hung_at:
+        hung adds none: its hang was recorded, and it was ended for that. Nor does the end of ranks of which one has
+        refused what it was to compute: it would end them again, until what is to blame is dropped."""
+        if change is Transition.DIED and (member.hung_at or self._ended_by_refusal(member)):
             return
         fault = _FAULTS[change]
         rule = policy.rule_for(member.role, fault)
@@ -56,6 +59,12 @@ class FailureController:
         reason = f"{member.role} {member.id} is {fault}"
         writes.put(self._keys.fault(target), revision, policy.record_fault(
             known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
+
+    def _ended_by_refusal(self, member: LastSeen) -> bool:
+        if member.role not in event_kinds.TRAINER_GROUP_EVENTS:
+            return False
+        found, _ = self._etcd.range(self._keys.events_prefix(), limit=_EVENTS_READ, newest_first=True)
+        return policy.ended_by_refusal(member, ((kv.create_revision, event) for event, kv in readable(found, Event)))
 
     def record_straggler(self, engine: Engine, why: str, snapshot: ClusterSnapshot) -> None:
         """Adds to the log of an engine that it did not catch up, unless it is being restarted already. Raises Fenced

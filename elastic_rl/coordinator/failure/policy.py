@@ -14,17 +14,17 @@ whose wall clocks differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.config.groups import TRAINER_GROUPS, TrainerGroupSpec
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
+from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, LastSeen, RecoveryAction
 from elastic_rl.coordinator.targets import DRIVER, JOB, engine_target, role_target
 from elastic_rl.etcd import event_kinds
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.records import Event, JobStatus
 from elastic_rl.runtime.backoff import doubled_s
 
 
@@ -118,6 +118,15 @@ def progress_of(job: JobStatus | None) -> int:
         return 0
     step = job.step + 1_000_000_000 if job.phase in ("rl", "finished") else max(job.step, job.sft_step)
     return step * _PIECES + min(job.pieces, _PIECES - 1)
+
+
+def ended_by_refusal(member: LastSeen, found: Iterable[tuple[int, Event]]) -> bool:
+    """Whether a dead rank ended since one of its formation had refused what they were to compute, and left an event.
+    ``found``: events with the revisions at which they were written. The ranks of that formation had registered by then;
+    those of the next one do so later."""
+    kinds = event_kinds.TRAINER_GROUP_EVENTS.get(member.role)
+    return kinds is not None and any(
+        event.kind == kinds.refused.name and revision > member.registered_revision for revision, event in found)
 
 
 def record_fault(log: FaultLog, rule: FailureRule, reason: str, now: float, progress: int,

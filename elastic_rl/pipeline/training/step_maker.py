@@ -48,8 +48,17 @@ _AGAIN_S = (1.0, 60.0)
 """
 
 
+class HasStep(Protocol):
+    """The status of the trainer (``TrainerStatus``), as far as trials need it."""
+
+    @property
+    def step(self) -> int: ...
+
+
 class Stepping(Protocol):
     """The trainer (``Trainers``). Each call raises TrainerFailed, Conflict and Fenced."""
+
+    def wait_ready(self) -> HasStep: ...
 
     def update(self, phase: Phase, step: int, batch: Batch, *, versions: Sequence[int] = (),
                consumption: Consumption = Consumption(), cursor: Mapping[str, Any] | None = None
@@ -82,6 +91,9 @@ class StepMaker:
         self._trials, self._on_failed = trials, on_failed
         self._refused: dict[int, str] = {}
         """Groups of a step that the trainer refused, and why, of which none was found to be to blame so far."""
+        self._found: dict[int, str] = {}
+        """Groups that were found to be to blame while the trainer went back, and why: they come again, to be dropped.
+        """
         self._again = RetryBackoff(*_AGAIN_S)
 
     def add(self, groups: StepGroups, step: int, timer: StepTimer, before: Accumulated) -> Accumulated:
@@ -95,6 +107,7 @@ class StepMaker:
         try:
             made = self._while_held(lambda: self._add(groups, step, timer, before.parts))
         except _REFUSED as e:
+            self._raise_gone_back([group.ordinal for group in groups.groups], step, e)
             raise self._failed(groups, step, timer, e) from e
         self._batches.forget()
         self._waits.stage("generate")
@@ -125,18 +138,24 @@ class StepMaker:
             except _REFUSED as e:
                 log.warning("the trainer refuses step %d: %s", step, e)
                 attempts -= 1
-                self._refused |= dict.fromkeys(ordinals, str(e))
-                if isinstance(e, StepRefused) and e.went_back:
-                    # Its groups are tried before the trainer makes a step with them again.
-                    raise Conflict(f"the trainer goes back from step {step}: {e}") from e
+                self._raise_gone_back(ordinals, step, e)
                 if not attempts:
                     raise self._failed(groups, step, timer, e) from e
             else:
                 for ordinal in ordinals:
                     self._refused.pop(ordinal, None)
+                self._found = {ordinal: why for ordinal, why in self._found.items()
+                               if not any(ordinal in gone for gone in taken.consumption.dropped.values())}
                 self._again.reset()
                 self._trials.made(len(ordinals))
                 return made
+
+    def _raise_gone_back(self, ordinals: Sequence[int], step: int, error: ElasticRLError) -> None:
+        """Raises Conflict if the trainer has gone back, or is to, from a step with these groups: they are tried before
+        the trainer computes with them again."""
+        self._refused |= dict.fromkeys(ordinals, str(error))
+        if isinstance(error, StepRefused) and error.went_back:
+            raise Conflict(f"the trainer goes back from step {step}: {error}") from error
 
     def _while_held(self, attempt: Callable[[], T]) -> T:
         """The result of an attempt, made again for as long as the trainer makes no step since it waits for a person."""
@@ -182,6 +201,8 @@ class StepMaker:
     def _try_refused(self, groups: StepGroups, step: int, timer: StepTimer) -> bool:
         """Tries the groups of a step, or of a part, if some of them were in one that the trainer went back from, and
         says whether it has. Raises as ``_raise_failed``."""
+        if known := [group.ordinal for group in groups.groups if group.ordinal in self._found]:
+            raise GroupsFailed(f"the trainer cannot compute with groups {known}: {self._found[known[0]]}", known)
         found = [why for group in groups.groups if (why := self._refused.get(group.ordinal)) is not None]
         if found:
             self._raise_failed(groups, step, timer, found[0])
@@ -189,23 +210,30 @@ class StepMaker:
 
     def _raise_failed(self, groups: StepGroups, step: int, timer: StepTimer, why: str) -> None:
         """Raises GroupsFailed with those of these groups that are to be dropped, if there are any; and ConfigError for
-        a batch that does not fit the trainer. ``why``: the trainer has refused them all together."""
+        a batch that does not fit the trainer. ``why``: the trainer has refused them all together.
+
+        A check that ends the trainer's ranks is followed by others at whichever state the group is back then: what has
+        too little memory has so at each. The loop is to resume from that afterwards (Conflict)."""
         by_ordinal = {group.ordinal: group for group in groups.groups}
+        at, went_back = step, False
 
         def check(ordinals: Sequence[int]) -> ElasticRLError | None:
+            nonlocal at, went_back
             # Made of these groups alone: a pass before the trainer's may refuse some, or spoil the values of all.
             some = StepGroups(tuple(by_ordinal[ordinal] for ordinal in ordinals), groups.reader)
             try:
-                batch = self._batches.make(some, step, timer, tried=True).batch
+                batch = self._batches.make(some, at, timer, tried=True).batch
                 self._waits.stage("train")
                 with timer.stage("train"):
                     # A batch that does not fit the trainer blames no group, and never fits however often it is sent:
                     # the trial ends with the error, which the loop shows, and the next one has a new batch made.
-                    self._waits.retry("trainer", lambda: self._trainer.check(step, batch),
+                    self._waits.retry("trainer", lambda: self._trainer.check(at, batch),
                                       end_on=(TrainerFailed, Conflict, ConfigError, *_REFUSED))
             except StepsHeld as e:
                 raise Conflict(f"the trainer makes no step: {e}") from e
             except _REFUSED as e:
+                if isinstance(e, StepRefused) and e.went_back:
+                    at, went_back = self._waits.retry("trainer", self._trainer.wait_ready).step + 1, True
                 return e
             finally:
                 self._batches.forget()
@@ -217,4 +245,8 @@ class StepMaker:
         if dropped:
             reason = next(iter(dropped.values()))
             self._on_failed(sorted(dropped), reason)
+        if went_back:
+            self._found |= dropped
+            raise Conflict(f"the trainer went back while the groups of step {step} were tried: {why}")
+        if dropped:
             raise GroupsFailed(f"the trainer cannot compute with groups {sorted(dropped)}: {reason}", sorted(dropped))

@@ -34,6 +34,7 @@ from elastic_rl.errors import (
     StepRefused,
     TrainerFailed,
 )
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
@@ -122,6 +123,7 @@ class TrainerClient(TrainerCalls):
         It may raise, which ends the wait. ``share_piece_bytes``: what a rank takes as one message."""
         self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait
         self._role, self._piece_bytes = group.name, share_piece_bytes // 2  # the rest is for what is not tensors
+        self._has_state = group.trains
         context = security.client_context
         self._http = http_client.client(
             timeout=_REQUEST_S, verify=context if context is not None else True,
@@ -223,13 +225,34 @@ class TrainerClient(TrainerCalls):
         uploaded = self._upload(batch, rows) if isinstance(batch, Batch) else batch
         command = make(id=self._new_id(), epoch=self._epoch, term=self._term,
                        **({"group": self._group} if uploaded is None else vars(uploaded)))
-        result = self._await_result(command)
+        try:
+            result = self._await_result(command)
+        except TrainerFailed as e:
+            if (refusal := self._refusal_of(command)) is None:
+                raise
+            raise refusal from e
         if not isinstance(command, ForwardCommand):
             return Executed(result, {})
         assert isinstance(batch, Batch)
         outputs = list(self._threads.map(lambda url: self._output(url, command.id), self._shares))
         return Executed(result, {name: batch.joined(rows, [of_replica[name] for of_replica in outputs])
                                  for name in outputs[0]})
+
+    def _refusal_of(self, command: Command) -> StepRefused | None:
+        """Why the group has ended, if one of its ranks has left an event that the command did it. The event is older
+        than the next formation."""
+        try:
+            found = events.recent(self._etcd, self._keys)
+        except EtcdUnavailable:
+            return None
+        kind = event_kinds.TRAINER_GROUP_EVENTS[self._role].refused.name
+        left = next((e for e in found if e.kind == kind and e.data.get("command") == command.id), None)
+        if left is None:
+            return None
+        if not self._has_state:
+            self.forget()  # another formation of it is as good
+        return StepRefused(left.message, hint="lower trainer.micro_batch_tokens, or the length of responses",
+                           went_back=self._has_state)
 
     def _rows_of_shares(self, batch: Batch) -> list[torch.Tensor]:
         return batch.share_rows(len(self._shares), self._minibatches, self._cost.of_sample)

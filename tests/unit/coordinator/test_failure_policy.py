@@ -16,10 +16,10 @@ from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import POLICY, FailureRule, Fault
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
+from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, LastSeen, RecoveryAction
 from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.etcd import event_kinds
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.records import Event, JobStatus
 
 SEEDS = seeds(40)
 CFG = FailurePolicyConfig(max_faults=3, fault_window_s=100.0, backoff_initial_s=2.0, backoff_max_s=16.0,
@@ -224,3 +224,12 @@ def test_manual_shows_the_policy() -> None:
     manual = (Path(__file__).parents[3] / "docs" / "operating" / "failures.md").read_text()
     table = [f"| {r.part} | {r.fault} | {r.does} | {r.meanwhile} |" for r in POLICY]
     assert "\n".join(table) in manual
+
+
+@pytest.mark.parametrize(("role", "registered", "excused"), [
+    ("trainer", 10, True), ("trainer", 30, False), ("critic", 10, False), ("engine", 10, False)])
+def test_end_of_the_formation_that_has_refused_a_step_is_no_fault(role: str, registered: int, excused: bool) -> None:
+    member = LastSeen(role=role, id="rank-1", incarnation="i", first_seen=1.0, registered_revision=registered)
+    found = [(20, Event(id="1", at=1.0, kind="trainer.refused", subject="trainer", message="no memory")),
+             (40, Event(id="2", at=2.0, kind="trainer.started", subject="trainer", message="it works"))]
+    assert policy.ended_by_refusal(member, found) is excused

@@ -66,6 +66,9 @@ class Trainer:
         """Of the samples of each command."""
         self._poison, self._ahead = {*poison}, ahead
 
+    def wait_ready(self) -> Any:
+        raise AssertionError("its ranks do not end")
+
     def _compute(self, batch: Batch, *, checked: bool = False) -> None:
         self._ahead -= not checked
         if self._ahead >= 0 and not checked:
@@ -316,6 +319,76 @@ class Held(Trainer):
         if len(self.log) <= 3:
             raise StepsHeld("the loss failed in a second update", hint="restart trainer")
         return made
+
+
+class Ending(Trainer):
+    """Its ranks end with each refusal. They form again at step 0, the last that was committed, and compute nothing
+    before their state was read."""
+
+    def __init__(self, poison: Collection[int]) -> None:
+        super().__init__(poison)
+        self.step, self._is_known = 0, True
+
+    def wait_ready(self) -> Ending:
+        self._is_known = True
+        return self
+
+    def _compute(self, batch: Batch, *, checked: bool = False) -> None:
+        if not self._is_known:
+            raise TrainerFailed("the group has re-formed")
+        try:
+            super()._compute(batch, checked=checked)
+        except StepRefused as e:
+            self.step, self._is_known = 0, False
+            raise StepRefused("rank 1 has too little memory", went_back=True) from e
+
+    def check(self, step: int, batch: Batch) -> None:
+        if step != self.step + 1:
+            raise Conflict("it does not follow")
+        super().check(step, batch)
+
+    def update(self, phase: str, step: int, batch: Any, **options: Any) -> dict[str, Any]:
+        made = super().update(phase, step, batch, **options)
+        self.step = step
+        return made
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("poison", [{3}, {0, 7}, {1, 2, 5}])
+def test_groups_that_end_the_ranks_whenever_they_are_computed_with_are_dropped(poison: set[int], at: int) -> None:
+    """``at``: the step that they are in. The steps before it are made again, and the flow has forgotten what was
+    dropped of a step that was not made, as that of ``schedule: sync`` has."""
+    trainer, dropped, resumed = Ending(poison), set[int](), 0
+    maker = _maker(trainer, in_parts=False)
+    while trainer.wait_ready().step < at:
+        step = trainer.step + 1
+        groups = [o for o in range(8) if o not in dropped] if step == at else [100 * step]
+        consumption = Consumption(IntervalSet.from_values(groups), {
+            "train failed": IntervalSet.from_values(dropped)} if step == at and dropped else {})
+        try:
+            maker.make(TakenStep(_groups(*groups), consumption), step, StepTimer(), {})
+        except GroupsFailed as e:
+            assert set(e.ordinals) == poison
+            dropped |= set(e.ordinals)
+        except (Conflict, TrainerFailed):
+            dropped.clear()
+            resumed += 1
+    assert dropped == poison and resumed == 2, "once for the step, and once for the trial of its groups"
+    assert not maker._found and not maker._refused
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_part_that_ends_the_ranks_has_its_groups_tried_before_it_is_computed_again() -> None:
+    trainer = Ending([3])
+    maker = _maker(trainer, in_parts=True)
+    for _ in range(2):
+        trainer.wait_ready()
+        with pytest.raises(Conflict):
+            maker.add(_groups(1, 2, 3), 1, StepTimer(), Accumulated())
+    with pytest.raises(GroupsFailed) as failed:
+        maker.add(_groups(1, 2, 3), 1, StepTimer(), Accumulated())
+    assert failed.value.ordinals == (3,) and [kind for kind, _ in trainer.log].count("accumulate") == 1
 
 
 @pytest.mark.usefixtures("no_pauses")

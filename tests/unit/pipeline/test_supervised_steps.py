@@ -11,7 +11,7 @@ import pytest
 from elastic_rl import config
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.samples import Prompt
-from elastic_rl.errors import ConfigError, Fenced, StepRefused
+from elastic_rl.errors import ConfigError, Conflict, Fenced, StepRefused
 from elastic_rl.pipeline.training import group_trials
 from elastic_rl.pipeline.training.group_trials import GroupTrials
 from elastic_rl.pipeline.training.supervised_steps import SupervisedSteps
@@ -49,6 +49,9 @@ class Trainer:
             raise StepRefused("there is no memory")
         self.made, self.tokens = self._compute(batch), int(batch["lengths"].sum())
         return {"loss": 0.5}
+
+    def wait_ready(self) -> Any:
+        raise AssertionError("its ranks do not end")
 
     def check(self, step: int, batch: Batch, phase: str) -> None:
         self.checks.add((step, phase))
@@ -184,3 +187,38 @@ def test_demonstrations_that_do_not_fit_the_trainer_are_not_checked_again_and_ag
     with pytest.raises(ConfigError):
         made.make()
     assert not made.left_out and not made.shown
+
+
+class Ending(Trainer):
+    """Its ranks end with each refusal, and form again at step 3."""
+
+    step = 3
+
+    def wait_ready(self) -> Ending:
+        return self
+
+    def _compute(self, batch: Batch) -> list[int]:
+        try:
+            return super()._compute(batch)
+        except StepRefused as e:
+            raise StepRefused("rank 1 has too little memory", went_back=True) from e
+
+
+@pytest.mark.parametrize("poison", [[41], [40, 46]])
+def test_demonstrations_that_end_the_ranks_are_tried_and_left_out_when_their_step_comes_again(poison: list[int]
+                                                                                              ) -> None:
+    made = Made(trainer := Ending(poison))
+    for _ in range(2):  # as the loop does, which resumes in between: for the step, and for the trial
+        with pytest.raises(Conflict):
+            made.make()
+    assert trainer.updates == 1 and trainer.checks == {(6, "sft"), (4, "sft")}, "what follows a restart is of its state"
+    assert made.make() == {"loss": 0.5} and trainer.made == [o for o in DEMONSTRATIONS if o not in poison]
+    assert [ordinals for ordinals, _ in made.left_out] == [poison]
+
+
+def test_only_demonstration_that_ends_the_ranks_is_left_out() -> None:
+    made = Made(trainer := Ending([40]), config_of(1, 8, 1))
+    for _ in range(2):
+        with pytest.raises(Conflict):
+            made.make(demonstrations(40, 1))
+    assert made.make(demonstrations(40, 1)) == {"loss": 0.5} and trainer.made == []
