@@ -3,6 +3,7 @@ terminal is in the terminal's encoding. Output never fails on a character."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import locale
 import os
@@ -19,8 +20,10 @@ def use_utf8() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     own = "" if os.environ.get("PYTHONIOENCODING") else _of_terminal()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding=own or stream.encoding, errors="backslashreplace")
+        # Python asks for the position of what was a file at the start, and is a pipe now: the encoding is set by then.
+        with contextlib.suppress(OSError):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding=own or stream.encoding, errors="backslashreplace")
     os.environ.update(_CHILDREN)
 
 
