@@ -189,7 +189,7 @@ def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Mod
 
 
 # -- for other programs -----------------------------------------------------------------------------------------------
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def access(ctx: typer.Context, target: Annotated[Path, typer.Argument(metavar="ACCESS", help=(
                "File to write, such as access.json; it has secrets, so its owner alone may read it."))],
            file: File = None) -> None:
@@ -209,7 +209,7 @@ def access(ctx: typer.Context, target: Annotated[Path, typer.Argument(metavar="A
     say(f"{target}: versions of job {info.job}; keep it as you would a private key")
 
 
-@app.command(context_settings=EXTRA)
+@app.command(**EXTRA)
 def follow(ctx: typer.Context, stream: Annotated[str, typer.Argument(help="Such as policy.")],
            after: Annotated[int, typer.Option(min=0, help="Only versions with higher numbers.")] = 0,
            timeout: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", show_default=False, help=(
