@@ -17,12 +17,11 @@ import ssl
 from array import array
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import orjson
 
-from elastic_rl.config.sampling import SamplingOptions
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine import packed_answers
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
@@ -32,6 +31,9 @@ from elastic_rl.net.listeners import check_async_connection
 from elastic_rl.net.single_connections import SingleConnections
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.runtime.backoff import backoff_s
+
+if TYPE_CHECKING:  # pydantic is not for the processes of users' ways to generate
+    from elastic_rl.config.sampling import SamplingOptions
 
 
 @dataclass(frozen=True)

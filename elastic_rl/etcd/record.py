@@ -37,7 +37,8 @@ class Record(BaseModel):
 
 _MAY_BE_ODD = re.compile(rb"NaN|Infinity|[eE]\+?[0-9]{3}|[0-9]{19}")
 """What every record with such a number has somewhere, and hardly any other record."""
-_MOST, _LEAST = (1 << 63) - 1, -(1 << 63)
+_MOST, _LEAST = (1 << 64) - 1, -(1 << 63)
+"""Ids of etcd's members have 64 bits without a sign."""
 
 
 def _require_plain_numbers(kind: str, raw: bytes) -> None:

@@ -28,8 +28,8 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.address import own_address
 from elastic_rl.host.paths import ClusterPaths
-from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.roles.registry import ROLES
 from elastic_rl.roles.role_clients import RoleClients
@@ -55,7 +55,7 @@ class _Job:
         endpoint, _ = start_etcd(folder, stack)
         keys = Keys(cfg.job)
         ctx = RunContext(config=cfg, etcd_endpoints=[endpoint], job=cfg.job, epoch=1, model_dir=str(folder),
-                         host=LOOPBACK, router_urls={ROLLOUT_POOL: engine})
+                         host=own_address(), router_urls={ROLLOUT_POOL: engine})
         self.etcd = stack.enter_context(contextlib.closing(ctx.connect()))
         epoch = fencing.raise_epoch(self.etcd, keys, "bench").number
         self.etcd.put(keys.stream_head(Stream.POLICY), Version(

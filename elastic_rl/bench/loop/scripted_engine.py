@@ -16,7 +16,7 @@ import orjson
 from elastic_rl.bench.workers import serve
 from elastic_rl.engine import packed_answers
 from elastic_rl.engine.client import parse_sample
-from elastic_rl.net.addresses import LOOPBACK
+from elastic_rl.host.address import own_address
 
 TOKENS, SHORT_TOKENS, SAMPLES = 8192, 1024, 8
 """Tokens of a response, and samples of a group."""
@@ -70,14 +70,14 @@ def start() -> Mapping[str, Any]:
     listening, ports = threading.Event(), list[int]()
 
     async def run() -> None:
-        server = await asyncio.get_running_loop().create_server(_Connection, LOOPBACK, 0)
+        server = await asyncio.get_running_loop().create_server(_Connection, own_address(), 0)
         ports.append(server.sockets[0].getsockname()[1])
         listening.set()
         await server.serve_forever()
 
     threading.Thread(target=lambda: asyncio.run(run()), daemon=True).start()
     listening.wait(30.0)
-    return {"url": f"http://{LOOPBACK}:{ports[0]}"}
+    return {"url": f"http://{own_address()}:{ports[0]}"}
 
 
 def parse() -> Mapping[str, float]:

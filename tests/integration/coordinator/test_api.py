@@ -453,7 +453,7 @@ def test_slow_client_is_disconnected(cluster: ApiCluster, pool: str) -> None:
     late = end_of(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
                   "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{".encode())
     assert b" 408 " in late and b"request-timeout" in late
-    assert b" 400 " in end_of(b"GET / HTTP/1.1\r\nX-Large: " + b"x" * 40_000)
+    assert b" 431 " in end_of(b"GET / HTTP/1.1\r\nX-Large: " + b"x" * 40_000)
 
 
 def test_allowed_methods_are_named_and_head_works_where_get_does(api: httpx.Client, pool: str) -> None:

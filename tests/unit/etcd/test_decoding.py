@@ -36,7 +36,7 @@ def test_unreadable_bytes_do_not_affect_other_records(junk: bytes) -> None:
     assert [record.id for record, _ in found] == ["a", "b"] and list(unreadable) == ["junk"]
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "-1e999", str(1 << 63), "9" * 400, "-9" + "9" * 19])
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "-1e999", str(1 << 64), "9" * 400, "-9" + "9" * 19])
 @pytest.mark.parametrize("field", ['"applied_version": %s', '"owner": {"x": [%s]}', '"unknown": %s'])
 def test_number_that_json_or_64_bits_lack_makes_a_record_unreadable(number: str, field: str) -> None:
     unreadable: dict[str, str] = {}
@@ -44,7 +44,7 @@ def test_number_that_json_or_64_bits_lack_makes_a_record_unreadable(number: str,
     assert decode(kv("k", raw), Engine, unreadable) is None and "k" in unreadable
 
 
-@pytest.mark.parametrize("value", [(1 << 63) - 1, 1e308, 1e-300, "9" * 64, "NaN", "1e999", "a\\1e999"])
+@pytest.mark.parametrize("value", [(1 << 64) - 1, 1e308, 1e-300, "9" * 64, "NaN", "1e999", "a\\1e999"])
 def test_record_with_plain_values_that_look_odd_is_read(value: object) -> None:
     raw = engine("a").encode()[:-1] + b', "unknown": ' + json.dumps(value).encode() + b"}"
     assert decode(kv("k", raw), Engine, {}) == engine("a")
