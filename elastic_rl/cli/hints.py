@@ -10,7 +10,7 @@ _NAMES = {"-c": "-c", "--config": "-c", "--job": "--job", "--run_dir": "--run_di
           "--url": "--url", "--token-file": "--token-file", "--ca": "--ca"}
 """Options that say which cluster and job are meant, and with which settings."""
 _COMMAND = re.compile(r"`elastic-rl ([^`]+)`")
-_OF_NOTHING = ("config schema", "version", "completion", "node", "bench")
+_OF_NOTHING = ("config schema", "config explain", "version", "completion", "node", "bench")
 """Commands that address neither a cluster nor a job."""
 _OF_FOLDER = ("-c", "--run_dir")
 """Options that ``jobs`` has a use for, which lists all jobs of a folder."""
@@ -26,7 +26,7 @@ def with_address(hint: str, words: Sequence[str]) -> str:
     def completed(found: re.Match[str]) -> str:
         command = found[1]
         names = {word.partition("=")[0] for word in command.split()}
-        if names & _NAMES.keys() or command.startswith(_OF_NOTHING):
+        if names & _NAMES.keys() or f"{command} ".startswith(tuple(f"{name} " for name in _OF_NOTHING)):
             return found[0]
         taken = [o for o in options if o.startswith(_OF_FOLDER)] if command.split()[0] == "jobs" else options
         return f"`elastic-rl {' '.join((command, *taken))}`"

@@ -63,9 +63,9 @@ def _message(given: Any, what: str, what_content: str) -> dict[str, Any]:
         renamed = isinstance(given, Mapping) and given.keys() >= _SHARE_GPT
         raise SourceFailed(f"{what} is no object with a role", hint=_FORM + (
             "; rename its keys, from and value, and the roles human and gpt, user and assistant" if renamed else ""))
-    message = without_nulls(plain_json({k: v for k, v in given.items() if k != _CONTENT}, what))
-    if isinstance(calls := message.get("tool_calls"), str):
-        message["tool_calls"] = _from_json(calls)
+    rest = {k: _from_json(v) if k == "tool_calls" and isinstance(v, str) else v
+            for k, v in given.items() if k != _CONTENT}
+    message = without_nulls(plain_json(rest, what))
     content = given.get(_CONTENT)
     if content is None and not any(key not in (_ROLE, "name") for key in message):
         raise SourceFailed(f"{what_content} is null, not text",

@@ -46,6 +46,7 @@ from elastic_rl.dcs.versions import names
 from elastic_rl.dcs.versions.service import ChunkFinding, VersionService
 from elastic_rl.errors import ConfigError, ElasticRLError, TensorMismatch
 from elastic_rl.etcd import fencing
+from elastic_rl.etcd.record import require_plain_numbers
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.runtime.json_values import require_json
 
@@ -55,6 +56,7 @@ __all__ = ["CheckpointService", "ChunkFinding", "ListedVersion", "OpenVersion", 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Named tensors of any shape, any device, and any dtype that torch has names for (``manifest.DTYPES``)."""
 
+_TRACE = "trace"
 _MAX_META_BYTES = 16 << 10
 """Largest size of the JSON of ``meta``: it is part of a record that every follower watches."""
 _NAMED = 5
@@ -84,7 +86,7 @@ class VersionInfo:
     @classmethod
     def from_record(cls, version: Version) -> Self:
         return cls(version.stream, version.number, version.nbytes, version.committed_at,
-                   {k: v for k, v in version.meta.items() if k != "trace"})
+                   {k: v for k, v in version.meta.items() if k != _TRACE})
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class CheckpointService:
         return number
 
     def _publisher(self, stream: str) -> Publisher:
-        names.require_stream(stream)
+        names.require_importable(stream)  # else the state of a trainer could be replaced by what is none
         with self._lock:
             if stream not in self._publishers:
                 if stream in set(Stream):
@@ -415,10 +417,14 @@ def _checked_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     """The meta of a version, for its record. Raises ConfigError for what JSON does not have, or for too much of it."""
     try:
         found = require_json(dict(meta or {}))
+        require_plain_numbers("meta", json.dumps(found).encode())  # else nobody could read the version's record
     except (TypeError, ValueError) as e:
         raise ConfigError(f"the meta of a version cannot be stored as JSON: {e}",
                           hint="take finite numbers, texts, lists and mappings; float(x) for a number of NumPy or torch"
                           ) from e
+    if _TRACE in found:
+        raise ConfigError(f"{_TRACE!r} is no key for the meta of a version: the trace of its publish is there",
+                          hint="take another name")
     size = len(json.dumps(found, ensure_ascii=False).encode())
     if size > _MAX_META_BYTES:
         raise ConfigError(f"the meta of a version has {size} bytes, and {_MAX_META_BYTES} are allowed",

@@ -27,7 +27,7 @@ class Record(BaseModel):
         """Raises ValidationError, also for numbers that JSON, or 64 bits, do not have: who reads the record next, such
         as a client of the API, could not."""
         if _MAY_BE_ODD.search(raw):
-            _require_plain_numbers(cls.__name__, raw)
+            require_plain_numbers(cls.__name__, raw)
         return cls.model_validate_json(raw)
 
     def replace(self, **changes: Any) -> Self:
@@ -41,7 +41,8 @@ _MOST, _LEAST = (1 << 64) - 1, -(1 << 63)
 """Ids of etcd's members have 64 bits without a sign."""
 
 
-def _require_plain_numbers(kind: str, raw: bytes) -> None:
+def require_plain_numbers(kind: str, raw: bytes) -> None:
+    """Raises ValidationError for JSON with a number that readers of records refuse. ``kind``: of what the JSON is."""
     def refuse(text: str) -> NoReturn:
         raise ValidationError.from_exception_data(kind, [{"type": PydanticCustomError(
             "odd_number", "{number} is no number of 64 bits", {"number": text[:40]}), "loc": (), "input": text[:40]}])

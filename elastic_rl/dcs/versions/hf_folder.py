@@ -277,7 +277,7 @@ def layout(folder: Path) -> dict[str, tuple[int, ...]]:
 def is_tied(folder: Path) -> bool:
     """Whether config.json says that the output layer is the embedding. False where there is none that can be read."""
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads(read_limited(folder / "config.json", MAX_CONFIG_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(raw, dict) and raw.get("tie_word_embeddings") is True

@@ -27,6 +27,9 @@ def test_address_of_a_command_line(line: list[str], found: list[str]) -> None:
     ("`elastic-rl down --job=other --run_dir=/x`", "`elastic-rl down --job=other --run_dir=/x`"),
     ("`elastic-rl up --cluster=NAME`", "`elastic-rl up --cluster=NAME`"),
     ("`elastic-rl config schema` lists every key", "`elastic-rl config schema` lists every key"),
+    ("`elastic-rl config explain train`, or `elastic-rl version`",
+     "`elastic-rl config explain train`, or `elastic-rl version`"),
+    ("`elastic-rl versions ls`", "`elastic-rl versions ls -c c.yaml --run_dir=/r`"),
     ("`elastic-rl jobs` lists them", "`elastic-rl jobs -c c.yaml --run_dir=/r` lists them"),
     ("write `--job=NAME`", "write `--job=NAME`"), ("", "")])
 def test_commands_of_a_hint_have_the_address_of_the_command_line(hint: str, shown: str) -> None:

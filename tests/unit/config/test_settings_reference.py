@@ -21,7 +21,7 @@ def test_every_setting_is_told_once_with_its_bounds_and_default() -> None:
     found = {one.key: one for one in reference.settings()}
     assert len(found) == len(reference.settings()) > 300
     top_k = found["rollout.top_k"]
-    assert (top_k.kind, top_k.default) == ("whole number >= 1 or null", "null")
+    assert (top_k.kind, top_k.default) == ("whole number >= 1 and <= 2147483647 or null", "null")
     assert found["pools.NAME.model"].default == "" and found["seed"].fixed and not found["train.lr"].fixed
     assert all(one.text and "anything" not in one.kind.split(" or ") for one in found.values())
 

@@ -65,6 +65,7 @@ def test_tensor_that_cannot_be_stored_is_refused_with_its_reason(odd: api.Tensor
 
 
 @pytest.mark.parametrize(("meta", "why"), [
+    ({"run": 2 ** 100}, "no number of 64 bits"), ({"trace": "x"}, "no key for the meta"),
     ({"lr": math.nan}, "JSON"), ({"config": object()}, "JSON"), ({"weights": torch.ones(1)}, "JSON"),
     ({"text": "x" * 20_000}, "16384 are allowed"), ({"half": "\ud800"}, "surrogate")])
 def test_meta_that_readers_could_not_get_is_refused(meta: dict[str, object], why: str) -> None:
