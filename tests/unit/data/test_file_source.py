@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import subprocess
 import sys
@@ -164,7 +165,8 @@ def test_wrong_template_is_a_wrong_setting(text: str) -> None:
         Template.parse(text, "data.options.template")
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text()
+                    | st.floats(allow_nan=False, allow_infinity=False),
                     lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner), max_leaves=9))
 def test_values_of_a_row_are_plain_json(value: Any) -> None:
     plain = plain_json(value, "it")
@@ -180,6 +182,9 @@ def test_number_of_a_row_is_written_in_decimal_digits(value: float) -> None:
 def test_value_that_json_does_not_have_is_a_fault_with_its_place() -> None:
     with pytest.raises(SourceFailed, match="a:1: a value is a bytes"):
         plain_json({"x": [b""]}, "a:1")
+    for number in (math.inf, -math.inf, math.nan):
+        with pytest.raises(SourceFailed, match="a:1: a number is .*, which JSON does not have"):
+            plain_json([number], "a:1")
     with pytest.raises(SourceFailed, match="a:1 has no column 'lvl', only level; did you mean 'level'"):
         value_at({"level": 1}, "lvl", "a:1")
 
