@@ -32,9 +32,9 @@ class Setting:
 
     key: str
     kind: str
-    """What it may be, in words."""
+    """The values that the setting takes, in words."""
     default: str
-    """As JSON; empty for one that must be given."""
+    """The default as JSON; empty for a setting that must be given."""
     text: str
 
     @property

@@ -17,7 +17,16 @@ from typing import Any
 from elastic_rl.config import Config
 from elastic_rl.config.groups import CRITIC, TrainerGroupSpec
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import MAX_CONFIG_BYTES, VALUE_HEAD, ModelArch, config_eos_ids, read_json, vocabulary_of
+from elastic_rl.models.arch import (
+    HF_EMBEDDING,
+    HF_OUTPUT,
+    MAX_CONFIG_BYTES,
+    VALUE_HEAD,
+    ModelArch,
+    config_eos_ids,
+    read_json,
+    vocabulary_of,
+)
 from elastic_rl.runtime.files import os_error_text, read_limited
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,7 +46,6 @@ _SAMPLES, _SAMPLE_BYTES = 16, 64 << 10
 """Parts of each file that ``fingerprint`` reads, and their size."""
 _OLD_TOKENIZERS = ("tokenizer.model", "vocab.json")
 """Files of a tokenizer without tokenizer.json, which transformers makes that of."""
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def fingerprint(folder: Path) -> str:
@@ -267,8 +275,8 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
                     "correct config.json, which is not that of these weights, or download the model again")
     if len(wrong) > _SHOWN:
         yield Fault(f"{len(wrong) - _SHOWN} more tensors have other shapes than config.json says", "")
-    if arch.tied and {_EMBEDDING, _OUTPUT} <= stored.keys() and _differ(stored[_EMBEDDING], stored[_OUTPUT]):
-        yield Fault(f"{_OUTPUT} is not {_EMBEDDING}, and config.json says tie_word_embeddings=true: trainer and "
+    if arch.tied and {HF_EMBEDDING, HF_OUTPUT} <= stored.keys() and _differ(stored[HF_EMBEDDING], stored[HF_OUTPUT]):
+        yield Fault(f"{HF_OUTPUT} is not {HF_EMBEDDING}, and config.json says tie_word_embeddings=true: trainer and "
                     "engines would leave it out", "set tie_word_embeddings to false in config.json")
 
 

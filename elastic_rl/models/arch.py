@@ -25,6 +25,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
 VALUE_HEAD = "score.weight"
 """HF's name of the value head [1, hidden], as a model for sequence classification has it."""
+HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+"""HF's names of the embedding and the output layer, which are one tensor where they are tied."""
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's rotary embedding has built in; of llama3 scaling only the factor can be chosen."""

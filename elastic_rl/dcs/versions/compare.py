@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from elastic_rl.dcs.manifest import Manifest, TensorEntry
+from elastic_rl.models.arch import HF_OUTPUT
 
-OUTPUT = "lm_head.weight"
-"""The output layer, as Hugging Face names it."""
 _PIECE = 1 << 22
 """Elements that are compared at once: the fp64 difference of a whole tensor would need many times its memory."""
 
@@ -58,7 +57,7 @@ def fault_of_layout(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, t
     ``tied``: the output layer is the embedding, so that it may be left out."""
     names = found.keys() | wanted.keys()
     odd = sorted(name for name in names if found.get(name) != wanted.get(name) and not (
-        tied and name == OUTPUT and (name not in found or name not in wanted)))
+        tied and name == HF_OUTPUT and (name not in found or name not in wanted)))
     if not odd:
         return ""
     name = next((n for n in odd if n in wanted), odd[0])

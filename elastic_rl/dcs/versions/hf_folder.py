@@ -20,14 +20,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from elastic_rl.errors import ConfigError, DiskFull
-from elastic_rl.models.arch import MAX_CONFIG_BYTES, VALUE_HEAD
+from elastic_rl.models.arch import HF_EMBEDDING, HF_OUTPUT, MAX_CONFIG_BYTES, VALUE_HEAD
 from elastic_rl.models.chat_templates import TEMPLATES, named_templates
 from elastic_rl.runtime.files import read_limited
 
 INDEX = "model.safetensors.index.json"
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
            "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*.model",
-            "chat_template.*", "*preprocessor_config.json",
+           "chat_template.*", "*preprocessor_config.json",
            "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Names of the files of a model that an export has beside its weights. A folder may hold anything else, such as the
 weights in other formats, or secrets."""
@@ -38,7 +38,6 @@ _MAX_INDEX_BYTES = 256 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the dtype in which transformers loads the weights; the second is that of older releases."""
 
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _WITH_VALUE_HEAD = "ForSequenceClassification"
 """End of the names of transformers' classes that have ``VALUE_HEAD`` in the place of an output layer."""
 
@@ -115,13 +114,13 @@ def _config(like: Path, written: Mapping[str, _Kind]) -> str:
     if floats:
         widest = str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")
         raw |= dict.fromkeys([key for key in _DTYPE_KEYS if key in raw] or _DTYPE_KEYS[:1], widest)
-    if _EMBEDDING in written:
-        for key, size in zip(("vocab_size", "hidden_size"), written[_EMBEDDING].shape, strict=False):
+    if HF_EMBEDDING in written:
+        for key, size in zip(("vocab_size", "hidden_size"), written[HF_EMBEDDING].shape, strict=False):
             if raw.get(key, size) != size:
                 raise ConfigError(f"{path} is another model's: its {key} is {raw[key]}, and that of the weights {size}",
                                   hint="name the folder of their model with --like")
         if VALUE_HEAD not in written:
-            raw["tie_word_embeddings"] = _OUTPUT not in written
+            raw["tie_word_embeddings"] = HF_OUTPUT not in written
     if VALUE_HEAD in written:
         raw |= {"architectures": [re.sub("For[A-Z]\\w*$", _WITH_VALUE_HEAD, str(name))
                                   for name in raw.get("architectures") or ()],
