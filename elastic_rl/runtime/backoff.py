@@ -22,7 +22,7 @@ class RetryBackoff:
     """The pauses between attempts, which ``backoff_s`` gives."""
 
     def __init__(self, first_s: float, max_s: float, rng: random.Random | None = None) -> None:
-        self._first_s, self._max_s, self._random = first_s, max_s, rng or random.Random()
+        self._first_s, self._max_s, self._random = first_s, max_s, rng
         self._failures = 0
         self._not_before = 0.0
 
