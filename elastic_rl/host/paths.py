@@ -251,6 +251,11 @@ class JobPaths:
         """The samples that ``mode: rejection_sampling`` has kept; the result has the suffix ``.json`` instead."""
         return self.folder / "kept.jsonl"
 
+    @property
+    def stacks(self) -> Path:
+        """Folder of the stacks of processes that hung, written before they were ended (``host.stacks``)."""
+        return self.folder / "stacks"
+
     # -- for its processes ----------------------------------------------------------------------------------------
     @property
     def private(self) -> Path:
