@@ -373,6 +373,10 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: 0 < c.dcs.orphan_grace_s <= c.dcs.staging_ttl_s,
             "dcs.orphan_grace_s={dcs.orphan_grace_s:g} must be larger than dcs.staging_ttl_s={dcs.staging_ttl_s:g}: a "
             "node would drop chunks of a version that is committed later"),
+    Refused(lambda c: "memory" in c.trainer.profile and c.trainer.profile_steps and c.device.type == "cpu",
+            "trainer.profile: memory is for GPUs, and device.type is cpu: leave it out"),
+    Refused(lambda c: c.trainer.profile_steps and max(c.trainer.profile_ranks) >= c.trainer.ranks,
+            "trainer.profile_ranks={trainer.profile_ranks} must be less than the number of ranks, {trainer.ranks}"),
     _engines_of_pools,
     _updates_of_pools,
     _autoscaling,

@@ -64,6 +64,7 @@ class TrainerGroupEvents:
     recovered: EventKind
     rewound: EventKind
     refused: EventKind
+    profiled: EventKind
     stacks: EventKind
     went_back: EventKind
     state_lost: EventKind
@@ -92,6 +93,7 @@ class TrainerGroupEvents:
                       "code) or `restart roles/actor` (to try again)", alert=f"{group}.rewound"),
             EventKind(f"{group}.refused", "a rank had too little memory in the middle of a pass with other ranks: "
                       "the group forms again at its last committed state, and the step counts as refused"),
+            EventKind(f"{group}.profiled", "a rank has written the profile of a step to a file, which the text names"),
             EventKind(f"{group}.stacks", "the group hung, and the stacks of its processes on a host were written to a "
                       "file, which the text names, before they were ended"),
             EventKind(f"{group}.went_back", "of a job with a critic: the group was ahead of the other one, and went "

@@ -256,6 +256,11 @@ class JobPaths:
         """Folder of the stacks of processes that hung, written before they were ended (``host.stacks``)."""
         return self.folder / "stacks"
 
+    @property
+    def profiles(self) -> Path:
+        """Folder of the profiles of steps (``trainer.profile_steps``)."""
+        return self.folder / "profiles"
+
     # -- for its processes ----------------------------------------------------------------------------------------
     @property
     def private(self) -> Path:
