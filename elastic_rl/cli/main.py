@@ -20,6 +20,7 @@ from elastic_rl.cli import (
     changes,
     completion,
     dashboard,
+    debug,
     etcd,
     hosts,
     jobs,
@@ -61,6 +62,7 @@ app.add_typer(changes.operations, name="operations")
 app.add_typer(alerts.app, name="alerts")
 app.add_typer(test_hosts.app, name="test-hosts")
 app.add_typer(versions.app, name="versions")
+app.add_typer(debug.app, name="debug")
 app.add_typer(etcd.app, name="etcd")
 app.add_typer(run.config_app, name="config")
 

@@ -307,6 +307,8 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.computes_parts and (c.train.prompts_per_part or 0) >= c.train.prompts_per_step,
             f"{_PART} with train.prompts_per_step={{train.prompts_per_step}}: a part is less than a step; set a "
             "smaller one, or leave it out"),
+    Refused(lambda c: c.computes_parts and c.train.keep_steps,
+            _PART + ": train.keep_steps is for steps that are made of one batch; leave one of them out"),
     Refused(lambda c: c.computes_parts and c.train.updates > 1,
             f"{_PART} with train.updates_per_step={{train.updates_per_step}} and train.minibatches="
             "{train.minibatches}: a part is no update of its own, and a second pass needs all samples of the step "

@@ -73,7 +73,7 @@ class TrainerHost:
     @staticmethod
     def _write_stacks(ctx: RunContext, pid: int) -> Path | None:
         group = ctx.group.name
-        return stacks.write_of_hang(JobPaths.of(ctx.config).stacks, group, [pid], f"the group {group} hangs")
+        return stacks.write_of_hang(JobPaths.of(ctx.config).hangs, group, [pid], f"the group {group} hangs")
 
     @staticmethod
     def _report_stacks(ctx: RunContext, path: Path) -> None:

@@ -175,7 +175,7 @@ class EngineRunner:
         """Writes the stacks of processes of the engine, which hangs, to a file, and returns where that is; empty where
         it could not be done. ``report``: by an event, too. Bounded in time, but for etcd's answer."""
         part = f"engine-{self._id}"
-        path = stacks.write_of_hang(JobPaths.of(self._ctx.config).stacks, part, pids, f"{part}: {why}")
+        path = stacks.write_of_hang(JobPaths.of(self._ctx.config).hangs, part, pids, f"{part}: {why}")
         found = f"{path} on {self._ctx.host}" if path is not None else ""
         if found and report:
             with contextlib.suppress(ElasticRLError):

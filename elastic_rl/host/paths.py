@@ -252,9 +252,14 @@ class JobPaths:
         return self.folder / "kept.jsonl"
 
     @property
-    def stacks(self) -> Path:
+    def hangs(self) -> Path:
         """Folder of the stacks of processes that hung, written before they were ended (``host.stacks``)."""
-        return self.folder / "stacks"
+        return self.folder / "hangs"
+
+    @property
+    def kept_steps(self) -> Path:
+        """Folder of the batches of steps (``train.keep_steps``)."""
+        return self.folder / "kept_steps"
 
     @property
     def profiles(self) -> Path:

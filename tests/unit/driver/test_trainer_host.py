@@ -90,7 +90,7 @@ def test_stacks_of_ranks_that_hang_are_written_before_they_are_ended(
         wait_until(begun.exists, what="a rank that hangs")
         host.stop_hung()
         ended.result(60)
-    [path] = JobPaths.of(ctx.config).stacks.iterdir()
+    [path] = JobPaths.of(ctx.config).hangs.iterdir()
     assert reported == [path]
     assert "hangs (<string>:4)" in path.read_text() and "the group trainer hangs" in path.read_text()
 
@@ -103,4 +103,4 @@ def test_ranks_that_are_to_stop_leave_no_stacks(tmp_path: Path, monkeypatch: pyt
         ended = pool.submit(host.run)
         host.stop()
         ended.result(60)
-    assert not JobPaths.of(context(tmp_path).config).stacks.exists()
+    assert not JobPaths.of(context(tmp_path).config).hangs.exists()

@@ -302,7 +302,7 @@ def test_server_that_is_frozen_is_condemned_with_the_file_of_its_stacks(runner: 
         runner._server = SimpleNamespace(pids=[server.pid], condemn=condemned.append)
         runner._on_frozen("no sign of life for 20 s")
         server.kill()
-    [path] = JobPaths.of(runner._ctx.config).stacks.iterdir()
+    [path] = JobPaths.of(runner._ctx.config).hangs.iterdir()
     assert condemned == [f"no sign of life for 20 s; its stacks: {path} on h1"] and "<module>" in path.read_text()
 
 

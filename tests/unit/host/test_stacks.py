@@ -77,7 +77,7 @@ def test_job_has_its_marked_processes_and_their_children(sleeper: subprocess.Pop
 
 def test_file_of_a_hang_has_the_cause_and_the_stacks_and_old_ones_are_deleted(
         sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    folder = JobPaths(tmp_path / "runs" / "j").stacks
+    folder = JobPaths(tmp_path / "runs" / "j").hangs
     folder.mkdir()
     for n in range(MAX_FILES + 3):
         (folder / f"20200101-000000.{n:03d}-old.txt").write_text("")
