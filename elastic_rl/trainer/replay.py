@@ -42,7 +42,7 @@ def require_replayable(cfg: Config, batch: Batch) -> None:
 
 
 def run(cfg: Config, file: Path, step: int, model: Path, folder: Path, *, timeout_s: float) -> dict[str, float]:
-    """Makes the step once with all ranks of ``cfg.trainer``, and returns its metrics. ``folder``: a new one for the
+    """Makes the step once with all ranks of ``cfg.trainer``, and returns its metrics. ``folder``: an empty one for the
     plan and the ranks' logs. Raises TrainerFailed with the end of the log of a rank that failed, and DeadlineExceeded.
     """
     plan, result = folder / "plan.json", folder / "metrics.json"
@@ -57,20 +57,17 @@ def run(cfg: Config, file: Path, step: int, model: Path, folder: Path, *, timeou
              for rank, log in enumerate(logs)]
     end = time.monotonic() + timeout_s
     try:
-        while any(rank.poll() is None for rank in ranks):
+        while None in (codes := [rank.poll() for rank in ranks]) or any(codes):
             # The others would wait for it in a collective.
-            if failed := [n for n, rank in enumerate(ranks) if rank.poll()]:
+            if failed := [n for n, code in enumerate(codes) if code]:
                 said = logs[failed[0]].read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-                raise TrainerFailed(f"rank {failed[0]} has failed:\n{said}", hint=f"the logs are in {folder}")
+                raise TrainerFailed(f"rank {failed[0]} has failed; its log ends with:\n{said}")
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"the step was not made within {timeout_s:g} s", hint="give more with --timeout")
             time.sleep(_POLL_S)
+        return dict(json.loads(result.read_bytes()))
     finally:
         processes.stop_all([rank.pid for rank in ranks], grace_s=0.0)
-    if not result.exists():
-        said = logs[0].read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-        raise TrainerFailed(f"the ranks ended without a result:\n{said}", hint=f"the logs are in {folder}")
-    return dict(json.loads(result.read_bytes()))
 
 
 def main(plan: Mapping[str, Any]) -> None:

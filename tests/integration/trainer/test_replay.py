@@ -62,7 +62,7 @@ def test_step_made_again_is_the_same_on_further_sizes(kept: Path, tmp_path: Path
 def test_rank_that_fails_is_named_with_its_error(kept: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerFailed, match="rank 0 has failed") as error:
         replay.run(settings(kept), path_of(kept, STEP), STEP, tmp_path, tmp_path, timeout_s=300)
-    assert "config.json" in error.value.message and str(tmp_path) in error.value.hint
+    assert f"cannot read {tmp_path / 'config.json'}" in error.value.message
 
 
 def test_batch_without_the_reference_policy_is_refused_where_the_loss_reads_it(kept: Path) -> None:
