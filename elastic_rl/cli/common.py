@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -16,12 +16,13 @@ from typer.core import TyperCommand
 
 from elastic_rl.cli.hints import address
 from elastic_rl.cli.tables import Format, printable
-from elastic_rl.errors import ConfigError, EtcdUnavailable
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable
 
 if TYPE_CHECKING:
     from elastic_rl.config import Config
     from elastic_rl.coordinator.client.admin_client import AdminClient, RequestRefused
     from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+    from elastic_rl.host.cluster_logs import ClusterLogs
     from elastic_rl.host.local_cluster import Cluster
 
 UNPARSED = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -78,6 +79,7 @@ TokenFile = Annotated[Path | None, typer.Option("--token-file", envvar="ELASTIC_
 Ca = Annotated[Path | None, typer.Option("--ca", envvar="ELASTIC_RL_CA", show_envvar=True, help=(
     "PEM file of the authority of the certificates of --url."))]
 
+_ETCD_BUDGET_S = 2.0
 ELECTION_S = 10.0
 """How long a request waits for a leader, unless the command line says otherwise."""
 
@@ -235,6 +237,27 @@ def logs_of(cluster: Cluster) -> dict[str, Path]:
     from elastic_rl.host.paths import JobPaths
     folders = dict.fromkeys((cluster.paths.logs, JobPaths.of(cluster.cfg).logs))  # they may be the same
     return dict(sorted((path.stem, path) for folder in folders for path in folder.glob("*.log")))
+
+
+@contextmanager
+def logs_of_hosts(cluster: Cluster, *, required: bool) -> Iterator[ClusterLogs | None]:
+    """The logs of the cluster's hosts; None where only this one has any, and where etcd cannot be asked, unless that is
+    ``required``: what this host has is shown all the same."""
+    far = None
+    with ExitStack() as stack:
+        try:
+            if required and not cluster.named:
+                raise ConfigError("--host is for a host of a cluster with a name", hint="leave it out")
+            if required or cluster.named and not cluster.host.is_local:  # else nobody can have joined it
+                from elastic_rl.host.cluster_logs import ClusterLogs
+                far = stack.enter_context(ClusterLogs.of(cluster, retry_budget_s=_ETCD_BUDGET_S))
+                far.where("")  # whether etcd answers
+        except ElasticRLError as e:
+            if required:
+                raise
+            say(f"other hosts cannot be asked, this is what this one has: {e.message}", to_err=True)
+            far = None
+        yield far
 
 
 def cluster_to_delete(ctx: typer.Context, file: Path | None, *, asks: bool) -> Cluster:

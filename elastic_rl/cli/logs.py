@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from elastic_rl.cli import completion, tables
-from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, logs_of, out, say
+from elastic_rl.cli.common import EXTRA, File, Output, find_cluster, logs_of, logs_of_hosts, out, say
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError, ElasticRLError, HostUnavailable
 
@@ -35,7 +35,6 @@ _Follow = Annotated[bool, typer.Option("--follow", "-f", help="And what is writt
 _TICK_S, _RETRY_S = 0.25, 2.0
 _LOOK_EVERY_S = 5.0
 """While nothing is written, the host of the part is looked up so often."""
-_ETCD_BUDGET_S = 2.0
 _NAMED = 20
 """Longest list of parts in an error."""
 
@@ -46,7 +45,7 @@ def show(ctx: typer.Context, part: _Part = "", host: _Host = "", follow: _Follow
     """Show the log of a part of the cluster or the job, wherever in the cluster that is, or list the parts that have
     one. The logs of this host it shows without a cluster, too."""
     cluster = find_cluster(ctx, file, stored=False)
-    with _logs_of_hosts(cluster, required=bool(host)) as far:
+    with logs_of_hosts(cluster, required=bool(host)) as far:
         if not part:
             if follow:
                 raise ConfigError("--follow needs a part", hint=_there_is(cluster))
@@ -60,27 +59,6 @@ def show(ctx: typer.Context, part: _Part = "", host: _Host = "", follow: _Follow
         if found.host and found.host != _here(far):
             _note(f"log of {found.part} on host {found.host}")
         _print(_LogView(cluster, far, found, lines, moves=not host), follow=follow)
-
-
-@contextlib.contextmanager
-def _logs_of_hosts(cluster: Cluster, *, required: bool) -> Iterator[ClusterLogs | None]:
-    """The logs of the cluster's hosts; None where only this one has any, and where etcd cannot be asked, unless that is
-    ``required``: what this host has is shown all the same."""
-    far = None
-    with contextlib.ExitStack() as stack:
-        try:
-            if required and not cluster.named:
-                raise ConfigError("--host is for a host of a cluster with a name", hint="leave it out")
-            if required or cluster.named and not cluster.host.is_local:  # else nobody can have joined it
-                from elastic_rl.host.cluster_logs import ClusterLogs
-                far = stack.enter_context(ClusterLogs.of(cluster, retry_budget_s=_ETCD_BUDGET_S))
-                far.where("")  # whether etcd answers
-        except ElasticRLError as e:
-            if required:
-                raise
-            _note(f"other hosts cannot be asked, these are logs of this one: {e.message}")
-            far = None
-        yield far
 
 
 def _here(far: ClusterLogs | None) -> str:

@@ -20,6 +20,7 @@ from elastic_rl.cli import (
     changes,
     completion,
     dashboard,
+    debug,
     etcd,
     hosts,
     jobs,
@@ -27,6 +28,7 @@ from elastic_rl.cli import (
     logs,
     run,
     samples,
+    stacks,
     test_hosts,
     versions,
 )
@@ -52,7 +54,7 @@ _STYLE: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": 
 app = typer.Typer(add_completion=False, no_args_is_help=True, **_STYLE,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
                   epilog=describe())
-for _part in (run.app, jobs.app, logs.app, listings.app, hosts.app, samples.app, changes.app, autoscale.app,
+for _part in (run.app, jobs.app, logs.app, stacks.app, listings.app, hosts.app, samples.app, changes.app, autoscale.app,
               dashboard.app):
     app.add_typer(_part)
 app.add_typer(changes.engines, name="engines")
@@ -60,6 +62,7 @@ app.add_typer(changes.operations, name="operations")
 app.add_typer(alerts.app, name="alerts")
 app.add_typer(test_hosts.app, name="test-hosts")
 app.add_typer(versions.app, name="versions")
+app.add_typer(debug.app, name="debug")
 app.add_typer(etcd.app, name="etcd")
 app.add_typer(run.config_app, name="config")
 

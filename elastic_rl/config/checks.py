@@ -307,6 +307,8 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: c.computes_parts and (c.train.prompts_per_part or 0) >= c.train.prompts_per_step,
             f"{_PART} with train.prompts_per_step={{train.prompts_per_step}}: a part is less than a step; set a "
             "smaller one, or leave it out"),
+    Refused(lambda c: c.computes_parts and c.train.keep_steps,
+            _PART + ": train.keep_steps is for steps that are made of one batch; leave one of them out"),
     Refused(lambda c: c.computes_parts and c.train.updates > 1,
             f"{_PART} with train.updates_per_step={{train.updates_per_step}} and train.minibatches="
             "{train.minibatches}: a part is no update of its own, and a second pass needs all samples of the step "
@@ -373,6 +375,10 @@ CHECKS: tuple[Check, ...] = (
     Refused(lambda c: 0 < c.dcs.orphan_grace_s <= c.dcs.staging_ttl_s,
             "dcs.orphan_grace_s={dcs.orphan_grace_s:g} must be larger than dcs.staging_ttl_s={dcs.staging_ttl_s:g}: a "
             "node would drop chunks of a version that is committed later"),
+    Refused(lambda c: "memory" in c.trainer.profile and c.trainer.profile_steps and c.device.type == "cpu",
+            "trainer.profile: memory is for GPUs, and device.type is cpu: leave it out"),
+    Refused(lambda c: c.trainer.profile_steps and max(c.trainer.profile_ranks) >= c.trainer.ranks,
+            "trainer.profile_ranks={trainer.profile_ranks} must be less than the number of ranks, {trainer.ranks}"),
     _engines_of_pools,
     _updates_of_pools,
     _autoscaling,

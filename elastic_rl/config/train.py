@@ -74,6 +74,10 @@ class TrainConfig(Section):
     ``prompts_per_step`` are there. null: all of a step together. Shortens steps that wait for their last samples, with
     ``max_staleness: 0`` above all; needs one update of a step, and an algorithm whose advantages are of a group
     alone. Gradients are those of the whole step, up to rounding."""
+    keep_steps: Annotated[list[Positive], Field(max_length=32)] = []
+    """RL steps whose batch is written to a file before the step is made, so that ``elastic-rl debug step`` can train
+    from it again. The files are in the folder ``kept_steps`` of the job, on the host of the actor. Not with
+    ``prompts_per_part``."""
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
     actor, which sends the ranks of the trainer what they train on. ``transfer_queue``: in Ray actors of the package

@@ -70,6 +70,17 @@ class TrainerConfig(Section):
     """Seconds that a run which its operator stops may take to commit what it has trained, beside the time for its
     processes to end. It waits for the update in progress, and for no prompt that is being answered. What is not
     committed in time is trained again when the job is resumed."""
+    profile_steps: Annotated[list[Positive], Field(max_length=32)] = []
+    """Steps that the ranks of ``profile_ranks`` profile, counted from 1 in their phase; of a job with a supervised
+    phase those of both phases. A profiled step takes longer. The files are in the folder ``profiles`` of the job, on
+    the host of the rank."""
+    profile_ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=16)] = [0]
+    """Ranks of the trainer group, and of the critic's, that profile the steps of ``profile_steps``."""
+    profile: Annotated[list[Literal["trace", "memory"]], Field(min_length=1)] = ["trace"]
+    """What is written of a profiled step. ``trace``: what ran when on CPU and GPU, by torch's profiler, for Perfetto
+    (ui.perfetto.dev) or chrome://tracing. ``memory``: each allocation of GPU memory with its stack, for
+    pytorch.org/memory_viz; a CPU has none."""
+
     @property
     def ranks(self) -> int:
         """Number of processes in the trainer group."""

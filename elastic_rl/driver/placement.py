@@ -178,15 +178,15 @@ class PlacedActor:
         """Calls a method of its body; the reference of its answer."""
         return self._actor.call.remote(self._generation, method)
 
-    def end(self, *, grace_s: float) -> None:
-        """Asks it to stop, and returns; ``enforce`` kills it when it has not ended after ``grace_s`` seconds, and one
-        that still waits for room at once."""
+    def end(self, *, grace_s: float, method: str = "stop") -> None:
+        """Asks it to stop, by a method of its body, and returns; ``enforce`` kills it when it has not ended after
+        ``grace_s`` seconds, and one that still waits for room at once."""
         if self.stopping:
             return
         is_placed = self.is_placed()
         self.stopping, self._kill_at = True, time.monotonic() + (grace_s if is_placed else 0.0)
         if is_placed:
-            self.ask("stop")
+            self.ask(method)
 
     def kill_after(self, seconds: float) -> None:
         """Gives it so long to end by itself; then ``enforce`` kills it."""

@@ -38,10 +38,13 @@ from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.stacks import HANG_S
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
+_STACKS_GRACE_S = HANG_S + 2.0
+"""Time for an engine that hangs to write its stacks."""
 _END_GRACE_S = 30.0
 """Time for an engine whose record says that it has ended, or whose drain is over, to end its process."""
 _STABLE_S = 60.0
@@ -150,7 +153,11 @@ class EnginePool:
         records of the pool's engines as they were read. Raises Fenced and EtcdUnavailable."""
         for engine_id, slot in self._slots.items():
             if (request := restarts.get(engine_target(engine_id))) is not None and slot.request is None:
-                self._kill(engine_id, slot, request.reason or f"restart requested by {request.by}")
+                reason = request.reason or f"restart requested by {request.by}"
+                if request.of_failure_policy:
+                    self._end_hung(engine_id, slot, reason)
+                else:
+                    self._kill(engine_id, slot, reason)
                 slot.request = request  # after the kill, which etcd may interrupt
         records = self._records()
         self._reap(records)
@@ -298,6 +305,12 @@ class EnginePool:
         log.warning("ending engine %s: %s", engine_id, reason)
         slot.killed_because = reason
         slot.placed.kill()
+
+    def _end_hung(self, engine_id: str, slot: _Slot, reason: str) -> None:
+        """Has an engine that hangs write its stacks before it is killed, which is done in any case."""
+        log.warning("ending engine %s, after it has written its stacks: %s", engine_id, reason)
+        slot.killed_because = reason
+        slot.placed.end(grace_s=_STACKS_GRACE_S, method="kill_hung")
 
     def _set_state(self, record: Engine, state: EngineState) -> None:
         def change(raw: bytes | None) -> bytes | None:

@@ -49,6 +49,7 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.host.address import host_name
 from elastic_rl.host.model_folder import fingerprint
+from elastic_rl.host.stacks import HANG_S
 from elastic_rl.runtime.backoff import doubled_s
 
 log = logging.getLogger(__name__)
@@ -244,8 +245,12 @@ class TrainerGroup:
         if self._request is None and not self._change and not over:
             return False
         left = [placed for placed in self._placed.values() if placed.name not in over]
+        hangs = self._request is not None and self._request.of_failure_policy
         for placed in left:
-            placed.end(grace_s=_STOP_TIMEOUT_S)
+            if hangs:
+                placed.end(grace_s=_STOP_TIMEOUT_S + HANG_S, method="stop_hung")
+            else:
+                placed.end(grace_s=_STOP_TIMEOUT_S)
             placed.enforce()
         over |= {placed.name for placed in ended(left)}
         return all(host in gone or placed.name in over for host, placed in self._placed.items())

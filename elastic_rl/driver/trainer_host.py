@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 from elastic_rl.config.groups import CRITIC
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.etcd import event_kinds
+from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host import processes
+from elastic_rl.host import processes, stacks
 from elastic_rl.host.address import own_address
 from elastic_rl.host.here import context_here
 from elastic_rl.host.leftovers import remove_files, tagged_files
@@ -34,7 +36,7 @@ class TrainerHost:
         processes talk to. ``gpus``: as ``CUDA_VISIBLE_DEVICES`` has them; empty: those that Ray gives this actor."""
         self._ctx, self._ranks, self._hosts, self._model = ctx, ranks, hosts, model
         self._env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        self._stop = threading.Event()
+        self._stop, self._hangs = threading.Event(), False
 
     def run(self) -> int | str:
         """Blocks until the agent ends; returns its exit code, or why this host cannot have ranks of the group. An agent
@@ -61,8 +63,29 @@ class TrainerHost:
             if watched.lost(time.monotonic(), [agent.pid] if processes.is_stopped(agent.pid) else []):
                 log.warning("the trainer agent %d is stopped: it is killed", agent.pid)
                 agent.kill()
+        written = self._write_stacks(ctx, agent.pid) if self._hangs else None
         processes.stop(agent.pid)
-        return agent.wait(timeout=30.0)
+        code = agent.wait(timeout=30.0)
+        if written is not None:
+            self._report_stacks(ctx, written)
+        return code
+
+    @staticmethod
+    def _write_stacks(ctx: RunContext, pid: int) -> Path | None:
+        group = ctx.group.name
+        return stacks.write_of_hang(JobPaths.of(ctx.config).hangs, group, [pid], f"the group {group} hangs")
+
+    @staticmethod
+    def _report_stacks(ctx: RunContext, path: Path) -> None:
+        group = ctx.group.name
+        try:
+            with ctx.connect() as etcd:
+                ctx.writer_of_group(etcd).emit(
+                    event_kinds.TRAINER_GROUP_EVENTS[group].stacks, group,
+                    f"the group {group} hung; the stacks of its processes on {ctx.host}: {path}",
+                    severity=Severity.WARNING, file=str(path))
+        except ElasticRLError as e:  # the file is there
+            log.warning("the stacks in %s are not reported: %s", path, e)
 
     @staticmethod
     def _remove_files_of_earlier(paths: JobPaths, ctx: RunContext) -> None:
@@ -103,6 +126,11 @@ class TrainerHost:
         return ctx
 
     def stop(self) -> None:
+        self._stop.set()
+
+    def stop_hung(self) -> None:
+        """Stops ranks that hang, after their stacks were written (``host.stacks``)."""
+        self._hangs = True
         self._stop.set()
 
     def is_stopping(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
@@ -38,6 +41,14 @@ class EngineActor:
     def hurry(self) -> None:
         """Has an engine that leaves give its requests back now: its host ends in a moment."""
         self._runner.hurry()
+
+    def kill_hung(self) -> None:
+        """Writes the stacks of this process and its server, and kills this one, with which the server dies: an engine
+        that hangs can do nothing else."""
+        try:
+            self._runner.write_stacks("it hangs, or stays behind the others", [os.getpid()], report=True)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
         """Makes the engine end at once."""

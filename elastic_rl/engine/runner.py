@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from elastic_rl.etcd.client import Compare
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import stacks
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.job_secrets import dcs_security, engine_access, engine_key_file, engine_tls
 from elastic_rl.host.paths import JobPaths
@@ -151,7 +152,7 @@ class EngineRunner:
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
             tag=paths.file_tag(engine_id, secrets.token_hex(4)))
         self._monitor = HealthMonitor(
-            self._server.probe, self._server.effort, on_frozen=self._server.condemn,
+            self._server.probe, self._server.effort, on_frozen=self._on_frozen,
             limits=HealthLimits(self._cfg.frozen_after_s, self._cfg.busy_limit_s, gap_s=self._cfg.frozen_after_s / 2),
             interval_s=self._server.probe_interval_s, name=engine_id)
 
@@ -169,6 +170,23 @@ class EngineRunner:
     def stop(self) -> None:
         """Makes ``run`` end at once, with or without requests in flight."""
         self._stop.set()
+
+    def write_stacks(self, why: str, pids: Iterable[int], *, report: bool = False) -> str:
+        """Writes the stacks of processes of the engine, which hangs, to a file, and returns where that is; empty where
+        it could not be done. ``report``: by an event, too. Bounded in time, but for etcd's answer."""
+        part = f"engine-{self._id}"
+        path = stacks.write_of_hang(JobPaths.of(self._ctx.config).hangs, part, pids, f"{part}: {why}")
+        found = f"{path} on {self._ctx.host}" if path is not None else ""
+        if found and report:
+            with contextlib.suppress(ElasticRLError):
+                self._record.emit(event_kinds.ENGINE_STACKS, f"engine {self._id}: {why}; its stacks: {found}",
+                                  severity=Severity.WARNING, file=str(path))
+        return found
+
+    def _on_frozen(self, reason: str) -> None:
+        """Called in the monitor's thread: the server answers nothing any more, and is killed."""
+        found = self.write_stacks(reason, self._server.pids) if self._server.pids else ""
+        self._server.condemn(f"{reason}; its stacks: {found}" if found else reason)
 
     # -- main loop -------------------------------------------------------------------------------------------------
     def run(self) -> None:

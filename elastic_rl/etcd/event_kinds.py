@@ -64,6 +64,8 @@ class TrainerGroupEvents:
     recovered: EventKind
     rewound: EventKind
     refused: EventKind
+    profiled: EventKind
+    stacks: EventKind
     went_back: EventKind
     state_lost: EventKind
 
@@ -91,6 +93,9 @@ class TrainerGroupEvents:
                       "code) or `restart roles/actor` (to try again)", alert=f"{group}.rewound"),
             EventKind(f"{group}.refused", "a rank had too little memory in the middle of a pass with other ranks: "
                       "the group forms again at its last committed state, and the step counts as refused"),
+            EventKind(f"{group}.profiled", "a rank has written the profile of a step to a file, which the text names"),
+            EventKind(f"{group}.stacks", "the group hung, and the stacks of its processes on a host were written to a "
+                      "file, which the text names, before they were ended"),
             EventKind(f"{group}.went_back", "of a job with a critic: the group was ahead of the other one, and went "
                       "back to a state that both have"),
             EventKind(f"{group}.state_lost", "the newest state that the group committed is not available, and it "
@@ -149,6 +154,8 @@ ENGINE_FETCH_RECOVERED = EventKind("engine.fetch_recovered", "it has fetched a v
 ENGINE_BEHIND = EventKind("engine.behind", "it lacks a version that most others serve, and gets no requests until it "
                           "has caught up")
 ENGINE_FOLLOWS = EventKind("engine.follows", "it has got a version in time again, after it was behind")
+ENGINE_STACKS = EventKind("engine.stacks", "it hung or stayed behind, and the stacks of its processes were written "
+                          "to a file, which the text names, before they were ended")
 ENGINE_DEAD = EventKind("engine.dead", "it is dead", begins=True, alert="engine.dead")
 ENGINE_QUARANTINED = EventKind("engine.quarantined", "its weights are torn, or differ from those of the other engines",
                                begins=True, alert="engine.dead")

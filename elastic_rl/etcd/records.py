@@ -497,6 +497,10 @@ class Operation(Record):
     error: str = ""
 
 
+FAILURE_POLICY = "failure_policy"
+"""Who asked for what the leader does by its failure policy."""
+
+
 class RestartRequest(Record):
     """A request to restart a part of the compute plane, or its driver. The process that runs the part carries it out
     and then sets ``observed_generation``, so that each request is carried out once, whichever process dies in between.
@@ -513,6 +517,11 @@ class RestartRequest(Record):
     at: float = 0.0
     epoch: int = 0
     """The epoch that the newest request ended, of a restart of the job."""
+
+    @property
+    def of_failure_policy(self) -> bool:
+        """Whether the leader asked for it, since the part hangs or stays behind."""
+        return self.by == FAILURE_POLICY
 
     def has_newer_driver(self, epoch: int) -> bool:
         """Whether a driver has started since a restart of the job was requested, when ``epoch`` is that of the run now.

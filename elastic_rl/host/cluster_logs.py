@@ -1,6 +1,8 @@
-"""The logs of all hosts of a cluster, for a command on any of them: which host has which, and how they are read.
+"""The logs and stacks of all hosts of a cluster, for a command on any of them: which host has which, and how they are
+read.
 
-What a host has written stays on its disk; its agent serves it (``agent.log_server``). Which host to ask for a part
+What a host has written stays on its disk; its agent serves it, as it does the stacks of its processes
+(``agent.log_server``). Which host to ask for a part
 follows from etcd: the parts of a run are on the host that holds it, but for its engines; a search of all hosts finds
 what is elsewhere, such as the log of an engine that has ended.
 """
@@ -10,12 +12,12 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -31,14 +33,17 @@ from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.record import Record
 from elastic_rl.etcd.records import Engine
-from elastic_rl.host.agent.log_server import BLOCK_BYTES, MAX_LINES, MAX_WAIT_S, POSITION
+from elastic_rl.host.agent.log_server import BLOCK_BYTES, MAX_LINES, MAX_WAIT_S, POSITION, STACKS_S
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.log_folders import LogPart
 from elastic_rl.host.paths import ClusterPaths, JobPaths
+from elastic_rl.host.stacks import ProcessStacks
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import host_port, is_ip_address
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.runtime.abandonable import AbandonableCalls, CallRefused, CallTookTooLong
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 5.0
 """Longest wait for a connection, and for the next bytes of an answer."""
@@ -53,6 +58,8 @@ _ENGINES = 50
 """Engines whose names begin as the part that is looked for; of more it is not known where to look first."""
 _LISTING_BYTES = 16 << 20
 """Longest listing of a host: some 100,000 logs."""
+_STACKS_BYTES = 64 << 20
+"""Longest answer with stacks: those of ``MAX_PROCESSES`` processes have less."""
 _ENGINE_PARTS = ("engine-", "runner-")
 _OF_HOSTS = ("agent-", "coordinator-", "dcs-", "etcd-", "ray-worker-")
 """Starts of the names of what each host runs, or several do, for the cluster."""
@@ -198,14 +205,22 @@ class ClusterLogs:
 
     def listings(self, hosts: Iterable[LogHost]) -> tuple[dict[str, list[LogPart]], dict[str, str]]:
         """The logs of each host, and why those of the others cannot be listed, by host."""
-        found, away, end = dict[str, list[LogPart]](), dict[str, str](), time.monotonic() + _SEARCH_S
+        return self._ask_all(hosts, HostLogs.parts)
 
-        def ask(host: LogHost) -> tuple[str, list[LogPart] | str]:
+    def stacks(self, hosts: Iterable[LogHost]) -> tuple[dict[str, list[ProcessStacks]], dict[str, str]]:
+        """The stacks of the job's processes on each host, and why those of the others cannot be had, by host."""
+        return self._ask_all(hosts, HostLogs.stacks)
+
+    def _ask_all(self, hosts: Iterable[LogHost], what: Callable[[HostLogs], list[T]]
+                 ) -> tuple[dict[str, list[T]], dict[str, str]]:
+        found, away, end = dict[str, list[T]](), dict[str, str](), time.monotonic() + _SEARCH_S
+
+        def ask(host: LogHost) -> tuple[str, list[T] | str]:
             if time.monotonic() > end:
                 return host.name, f"host {host.name} was not asked: others took {_SEARCH_S:g} s to answer"
             try:
                 with self.open(host) as logs:
-                    return host.name, logs.parts()
+                    return host.name, what(logs)
             except ElasticRLError as e:
                 return host.name, e.message
 
@@ -253,6 +268,16 @@ class HostLogs:
             return _Listing.decode(raw).parts
         except ValidationError as e:
             raise HostUnavailable(f"host {self.host.name} answers what is no listing of logs: {e}") from e
+
+    def stacks(self) -> list[ProcessStacks]:
+        """Raises HostUnavailable."""
+        raw, _ = self._get("/v1/stacks", {}, _STACKS_BYTES, STACKS_S,
+                           missing=f"the agent of host {self.host.name} (release {self.host.release or 'unknown'}) "
+                                   "takes no stacks")
+        try:
+            return _Stacks.decode(raw).processes
+        except ValidationError as e:
+            raise HostUnavailable(f"host {self.host.name} answers what are no stacks: {e}") from e
 
     def last_lines(self, part: str, lines: int) -> tuple[bytes, str]:
         """The first block of the last lines, and the position after it. Raises HostUnavailable, and ConfigError where
@@ -309,3 +334,7 @@ def _said(body: bytes | bytearray) -> str:
 
 class _Listing(Record):
     parts: list[LogPart]
+
+
+class _Stacks(Record):
+    processes: list[ProcessStacks]

@@ -251,6 +251,21 @@ class JobPaths:
         """The samples that ``mode: rejection_sampling`` has kept; the result has the suffix ``.json`` instead."""
         return self.folder / "kept.jsonl"
 
+    @property
+    def hangs(self) -> Path:
+        """Folder of the stacks of processes that hung, written before they were ended (``host.stacks``)."""
+        return self.folder / "hangs"
+
+    @property
+    def kept_steps(self) -> Path:
+        """Folder of the batches of steps (``train.keep_steps``)."""
+        return self.folder / "kept_steps"
+
+    @property
+    def profiles(self) -> Path:
+        """Folder of the profiles of steps (``trainer.profile_steps``)."""
+        return self.folder / "profiles"
+
     # -- for its processes ----------------------------------------------------------------------------------------
     @property
     def private(self) -> Path:

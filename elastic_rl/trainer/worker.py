@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity, StatedWork
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
@@ -42,6 +44,7 @@ from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.device_memory import DeviceMemory
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy
+from elastic_rl.trainer.profiling import StepProfiler
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.service.board import Board
@@ -108,6 +111,8 @@ class TrainerWorker(GroupWorker):
         self.adam = Adam(self.policy, self.cfg)
         self.train_step = TrainStep(self.policy, self.adam, self.cfg, par, self._report)
         dtype = next(self.policy.module.parameters()).dtype
+        self.profiler = StepProfiler(self.cfg.trainer, JobPaths.of(ctx.config).profiles, ctx.group.name, par.rank,
+                                     cuda=torch.device(par.device).type == "cuda", written=self._report_profile)
         self.throughput = Throughput(self.policy.arch, self.cfg.device, par, dtype)
         algorithm = CRITIC_LOSS if ctx.group is CRITIC else algorithm_of(self.cfg)
         own_reference = uses_reference(algorithm, self.cfg.algorithm) and not self.cfg.uses_reference_group
@@ -136,6 +141,7 @@ class TrainerWorker(GroupWorker):
             message = broadcast_message(self._next() if self.par.rank == 0 else None, self.par)
             if message.order is Order.STOP:
                 self.checkpoints.finish()
+                self.profiler.close()
                 return
             if message.order is Order.EXECUTE:
                 self._execute(Command.decode(message.payload))
@@ -345,7 +351,8 @@ class TrainerWorker(GroupWorker):
         updates = self.adam.updates
         share = self._with_reference(command, share)
         try:
-            metrics: dict[str, Any] = dict(self.train_step.train(share, command.phase, command.step))
+            with self.profiler.step(command.phase, command.step):
+                metrics: dict[str, Any] = dict(self.train_step.train(share, command.phase, command.step))
         except (PluginFailed, StepRefused) as e:  # on every rank
             log.error("step %d was not made: %s", command.step, e)
             if self.adam.updates == updates:
@@ -362,7 +369,8 @@ class TrainerWorker(GroupWorker):
             self._require_parts(command, command.part)
         share = self._with_reference(command, share)
         try:
-            self.train_step.accumulate(share, command.part)
+            with self.profiler.step(command.phase, command.step, f"part-{command.part}"):
+                self.train_step.accumulate(share, command.part)
         except (PluginFailed, StepRefused) as e:  # on every rank
             log.error("part %d of step %d was not computed: %s", command.part, command.step, e)
             raise Refused(e) from e
@@ -385,8 +393,17 @@ class TrainerWorker(GroupWorker):
     @executes(Apply)
     def _apply(self, command: Apply) -> dict[str, Any] | None:
         self._require_parts(command, command.parts)
-        metrics, passed = self.train_step.apply(command.step)
+        with self.profiler.step(command.phase, command.step, "apply"):
+            metrics, passed = self.train_step.apply(command.step)
         return self._stepped(command, metrics | self.throughput.of_step(passed, 1, metrics["train_s"]))
+
+    def _report_profile(self, path: Path) -> None:
+        """Called in the thread that has written it."""
+        name = self.ctx.group.name
+        with contextlib.suppress(EtcdUnavailable, Fenced):  # the file is there
+            self.ctx.writer_of_group(self._etcd).emit(
+                event_kinds.TRAINER_GROUP_EVENTS[name].profiled, name,
+                f"rank {self.par.rank} of {name} has written a profile on {self.ctx.host}: {path}", file=str(path))
 
     def _require_parts(self, command: Accumulate | Apply, parts: int) -> None:
         """Raises Refused, on every rank, unless so many parts of the step, and at least one, were accumulated."""

@@ -24,13 +24,11 @@ from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode, readable
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, Event, JobStatus, OperationState, Severity
+from elastic_rl.etcd.records import FAILURE_POLICY, Engine, Event, JobStatus, OperationState, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
 
-BY = "failure_policy"
-"""Who asked for an operation of the failure policy."""
 _AGENT_ENDED = {kinds.agent_ended.name: group for group, kinds in event_kinds.TRAINER_GROUP_EVENTS.items()}
 _EVENTS_READ = 100
 """The last events, among which a refusal is looked for when a rank has died."""
@@ -133,7 +131,7 @@ class FailureController:
     def _restart(self, target: str, known: FaultLog, snapshot: ClusterSnapshot) -> None:
         cleared = policy.cleared(known)
         try:
-            self._operations.restart(target, reason=known.reason, by=BY,
+            self._operations.restart(target, reason=known.reason, by=FAILURE_POLICY,
                                      also=lambda op: self._update(snapshot, cleared.replace(operation=op.id)))
             log.warning("restarting %s: %s", target, known.reason)
         except Problem as e:
@@ -153,9 +151,9 @@ class FailureController:
             return
         writes.add(events.put_op(self._keys, events.build(
             event_kinds.RUN_GLOBAL_RESTART, self._keys.job, f"global restart: {known.reason}",
-            severity=Severity.ERROR, by=BY)))
+            severity=Severity.ERROR, by=FAILURE_POLICY)))
         try:
-            self._operations.restart(JOB, reason=known.reason, by=BY, also=lambda op: writes)
+            self._operations.restart(JOB, reason=known.reason, by=FAILURE_POLICY, also=lambda op: writes)
             log.error("global restart: %s", known.reason)
         except Problem as e:
             log.warning("global restart not started: %s", e)
@@ -173,7 +171,7 @@ class FailureController:
         writes.put(key, snapshot.revision(key), status.replace(phase="failed", message=message,
                                                                updated_at=snapshot.now))
         writes.add(end, events.put_op(self._keys, events.build(
-            event_kinds.RUN_CRASH_LOOP, self._keys.job, message, severity=Severity.ERROR, by=BY)))
+            event_kinds.RUN_CRASH_LOOP, self._keys.job, message, severity=Severity.ERROR, by=FAILURE_POLICY)))
         if self._guarded(writes.compares, writes.ops):
             log.error("%s", message)
 

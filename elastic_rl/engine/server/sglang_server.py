@@ -118,6 +118,11 @@ class EngineServer(ABC):
         """Pid of the main process; 0 for an external server, and before the start."""
 
     @property
+    def pids(self) -> list[int]:
+        """Pids of the main process and its children; empty for an external server, and until the server answered."""
+        return []
+
+    @property
     @abstractmethod
     def layout(self) -> str:
         """What determines the layout of the weights in memory: engines of one layout and version hold equal bytes."""
@@ -293,7 +298,6 @@ class SGLangServer(EngineServer):
 
     @property
     def pids(self) -> list[int]:
-        """Pids of the main process and its children; empty until the server answered."""
         return [p.pid for p in self._processes]
 
     def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:

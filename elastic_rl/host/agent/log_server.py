@@ -1,11 +1,13 @@
-"""The logs of this host for other hosts of its cluster: a read-only HTTP service of the host agent.
+"""The logs and stacks of this host for other hosts of its cluster: a read-only HTTP service of the host agent.
 
     GET /v1/parts?job=                                the parts with a log: {"parts": [LogPart], "folders": …}
     GET /v1/parts/{part}?job=&lines=                  the last lines of a part: a block of them
     GET /v1/parts/{part}?job=&after=POSITION&wait_s=  what comes after a block, within ``wait_s`` seconds
+    GET /v1/stacks?job=                               the stacks of the job's processes: {"processes": [ProcessStacks]}
 
 A block is at most ``BLOCK_BYTES`` of the log as it is; its end is in the header ``POSITION``, for the next request. So
-the server keeps nothing between two requests, and a reader that is away for an hour goes on where it was.
+the server keeps nothing between two requests, and a reader that is away for an hour goes on where it was. Stacks are
+taken for one request at a time.
 
 Every request needs the cluster's token for logs; errors are JSON, ``{"error": …}``. The server has a thread of its own,
 which reads files in two further ones: a disk that hangs, or a slow reader, is nothing that the agent waits for.
@@ -27,9 +29,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
+from elastic_rl.host import stacks
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.log_folders import LogFolders
+from elastic_rl.host.stacks import ProcessStacks
 from elastic_rl.net.addresses import free_port, host_port
 from elastic_rl.net.cluster_secret import ClusterSecret
 from elastic_rl.net.http_connections import Limits
@@ -54,6 +58,8 @@ _REQUESTS = 32
 logs are in memory."""
 _READERS, _READ_S = 2, 10.0
 """Threads that read files, and the longest time for what one request reads."""
+STACKS_S = stacks.ALL_S + 2 * stacks.PROCESS_S
+"""Longest time for the stacks of a job."""
 _POLL_S = 0.5
 _IDLE_CONNECTIONS = 64
 """Connections without a request that has the token, of which the oldest is closed for a further one."""
@@ -67,18 +73,23 @@ _CLOSE_S = 2.0
 class _Logs:
     """The requests, of which each opens what it reads, and closes it. For the thread of an event loop."""
 
-    def __init__(self, folders: Callable[[str], LogFolders], token: str) -> None:
-        """``folders``: those of the cluster and a job. Raises ConfigError."""
-        self._folders, self._token = folders, token
+    def __init__(self, folders: Callable[[str], LogFolders], stacks_of: Callable[[str], list[ProcessStacks]],
+                 token: str) -> None:
+        """``folders``: those of the cluster and a job. ``stacks_of``: those of a job. Raises ConfigError."""
+        self._folders, self._stacks_of, self._token = folders, stacks_of, token
         self._requests = 0
         self._readers = AbandonableCalls("log-reader", _READERS)
+        self._stack_reader = AbandonableCalls("stack-reader", 1)
+        self._takes_stacks = False
 
     def app(self) -> Starlette:
         return Starlette(routes=[Route("/v1/parts", self._answers(self._list), methods=["GET"]),
-                                 Route("/v1/parts/{part}", self._answers(self._block), methods=["GET"])])
+                                 Route("/v1/parts/{part}", self._answers(self._block), methods=["GET"]),
+                                 Route("/v1/stacks", self._answers(self._stacks), methods=["GET"])])
 
     def close(self) -> None:
         self._readers.close(0.0)
+        self._stack_reader.close(0.0)
 
     def _answers(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -133,6 +144,23 @@ class _Logs:
                 return Response(block, media_type="application/octet-stream", headers={POSITION: str(after)})
             await asyncio.sleep(min(_POLL_S, left_s))
 
+    async def _stacks(self, request: Request) -> Response:
+        job, busy = request.query_params.get("job", ""), "another request takes stacks of this host: repeat this later"
+        if self._takes_stacks:
+            return _error(503, busy)
+        self._takes_stacks = True
+        try:
+            found = await self._stack_reader.begin(lambda: self._stacks_of(job)).result_within(STACKS_S)
+        except CallRefused:
+            return _error(503, busy)
+        except CallTookTooLong:
+            return _error(503, f"the stacks were not read within {STACKS_S:g} s")
+        except PreflightFailed as e:
+            return _error(500, f"{e.message}: {e.hint}")
+        finally:
+            self._takes_stacks = False
+        return JSONResponse({"processes": [process.model_dump() for process in found]})
+
     async def _in_reader(self, call: Callable[[], T]) -> T:
         return await self._readers.begin(call).result_within(_READ_S)
 
@@ -153,13 +181,14 @@ def _error(code: int, message: str) -> JSONResponse:
 
 
 class LogServer:
-    """Serves logs at ``address``, at a free port, in a thread until ``close``."""
+    """Serves logs and stacks at ``address``, at a free port, in a thread until ``close``."""
 
-    def __init__(self, folders: Callable[[str], LogFolders], address: str, token: str, tls: TlsFolder | None) -> None:
+    def __init__(self, folders: Callable[[str], LogFolders], stacks_of: Callable[[str], list[ProcessStacks]],
+                 address: str, token: str, tls: TlsFolder | None) -> None:
         """``tls``: the certificate to serve with, which is followed; None: without TLS. Raises OSError, and
         ConfigError for a certificate that cannot be used."""
         context = _context(tls) if tls is not None else None
-        self._logs = _Logs(folders, token)
+        self._logs = _Logs(folders, stacks_of, token)
         self.port = free_port(address)
         self.url = f"{'https' if tls is not None else 'http'}://{host_port(address, self.port)}"
         self._socket = listening_socket(address, self.port, backlog=_BACKLOG)
@@ -172,10 +201,11 @@ class LogServer:
 
     @classmethod
     def of_cluster(cls, cluster: Callable[[], Cluster]) -> Self:
-        """The server of the logs of a cluster and its jobs on this host. ``cluster``: with its present settings. Raises
+        """The server of what a cluster and its jobs have on this host. ``cluster``: with its present settings. Raises
         ConfigError and OSError."""
         here = cluster()
-        return cls(lambda job: LogFolders(cluster().cfg, job), here.host.address,
+        return cls(lambda job: LogFolders(cluster().cfg, job),
+                   lambda job: stacks.read_all(stacks.of_job(cluster().cfg, job)), here.host.address,
                    ClusterSecret.read(here.paths.secret).logs(), here.host.tls(here.paths))
 
     @property

@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.step_file import StepKeeper, identity
 from elastic_rl.errors import Conflict, GroupsFailed, GroupsLost, StaleSamples, TrainerFailed
 from elastic_rl.host.address import host_address, own_address
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.flow.accumulated import Accumulated
 from elastic_rl.pipeline.flow.background import BackgroundGeneration
@@ -51,8 +53,10 @@ class RlStages(TrainerStages):
         batches = waits.retry("plugin", lambda: TrainingBatches(
             cfg, roles, waits, source.max_response_tokens, trainer.groups))
         closing.callback(batches.close)
+        paths = JobPaths.of(cfg)
+        kept = StepKeeper(cfg.train.keep_steps, paths.kept_steps, identity(cfg.job, paths.job_id))
         self._maker = StepMaker(batches, trainer.groups, waits, GroupTrials(cfg, waits), in_parts=cfg.computes_parts,
-                                on_failed=partial(term.events.groups_failed, "train"))
+                                on_failed=partial(term.events.groups_failed, "train"), on_batch=kept.keep)
         self._generation = self._make_generation(limits)
         closing.callback(self._generation.close)
         self._updates = RecentUpdates()

@@ -85,8 +85,12 @@ class StepMaker:
     step are added again."""
 
     def __init__(self, batches: Batches, trainer: Stepping, waits: Waits, trials: GroupTrials, *, in_parts: bool,
-                 on_failed: Callable[[Sequence[int], str], None] = lambda ordinals, why: None) -> None:
-        """``on_failed``: called with groups that are dropped, and why; it raises nothing but Fenced."""
+                 on_failed: Callable[[Sequence[int], str], None] = lambda ordinals, why: None,
+                 on_batch: Callable[[int, Batch, Sequence[int]], None] = lambda step, batch, versions: None) -> None:
+        """``on_failed``: called with groups that are dropped, and why; it raises nothing but Fenced. ``on_batch``:
+        called with the batch of a step, and the versions that made its tokens, before the step is made; it raises
+        nothing."""
+        self._on_batch = on_batch
         self._batches, self._trainer, self._waits, self._in_parts = batches, trainer, waits, in_parts
         self._trials, self._on_failed = trials, on_failed
         self._refused: dict[int, str] = {}
@@ -184,6 +188,7 @@ class StepMaker:
                                               consumption=consumption, cursor=cursor)
                 return {**accumulated.metrics, **trained}, [
                     a for group in groups.groups for a in accumulated.advantages[group.ordinal]]
+            self._on_batch(step, made.batch, groups.versions)
             trained = self._trainer.update("rl", step, made.batch, versions=groups.versions,
                                            consumption=consumption, cursor=cursor)
         self._batches.forget()

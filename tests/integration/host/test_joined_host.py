@@ -272,7 +272,7 @@ def test_logs_of_all_hosts_are_read_on_any_of_them(
     # Without the cluster there are the files of this host.
     cluster_in(first.cfg.run_dir).down()
     said = shown("train", *on_first)
-    assert "other hosts cannot be asked, these are logs of this one" in said and "a line of the run" in said
+    assert "other hosts cannot be asked, this is what this one has" in said and "a line of the run" in said
 
 
 def test_run_on_another_host_is_shown_and_reported_here(

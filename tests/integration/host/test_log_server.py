@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,12 +19,14 @@ from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.errors import ConfigError, HostUnavailable
+from elastic_rl.host import stacks
 from elastic_rl.host.agent import log_server
 from elastic_rl.host.agent.log_server import BLOCK_BYTES, LogServer
 from elastic_rl.host.cluster_logs import HostLogs, LogHost
 from elastic_rl.host.local_host import LocalHost
 from elastic_rl.host.log_folders import LogFolders
 from elastic_rl.host.paths import ClusterPaths
+from elastic_rl.host.processes import RUN_MARK
 from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.net.cluster_secret import ClusterSecret
 
@@ -40,7 +45,8 @@ def paths(tmp_path: Path) -> ClusterPaths:
 @pytest.fixture(params=["https", "http"])
 def server(request: pytest.FixtureRequest, paths: ClusterPaths, tmp_path: Path) -> Iterator[LogServer]:
     cfg = config.parse({"run_dir": str(tmp_path), "cluster": "lab"})
-    made = LogServer(lambda job: LogFolders(cfg, job), LOOPBACK, SECRET.logs(),
+    made = LogServer(lambda job: LogFolders(cfg, job), lambda job: stacks.read_all(stacks.of_job(cfg, job)),
+                     LOOPBACK, SECRET.logs(),
                      paths.tls if request.param == "https" else None).start()
     yield made
     made.close()
@@ -63,6 +69,35 @@ def test_listing_and_lines_of_a_host_are_read_and_followed(server: LogServer, pa
                 log.write("next\n")
             block, at = waiting.result(60)
         assert block == b"next\n" and logs.after("agent-0", at, 0.0)[0] == b""
+
+
+def test_stacks_of_a_job_are_read_for_one_request_at_a_time(
+        server: LogServer, paths: ClusterPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, line = str((tmp_path / "j" / "cluster").resolve()), "import time; print(1, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", line, "a-secret"], stdout=subprocess.PIPE,
+                          env={**os.environ, RUN_MARK: mark}) as process, client(server, paths) as logs:
+        assert process.stdout is not None
+        process.stdout.readline()
+        [found] = logs.stacks()
+        assert found.pid == process.pid and "<module>" in found.text and "a-secret" not in found.model_dump_json()
+
+        begun, goes_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(stacks, "of_job", lambda cfg, job: (begun.set(), goes_on.wait(60), [])[2])
+        with ThreadPoolExecutor(1) as pool, client(server, paths) as other:
+            first = pool.submit(logs.stacks)
+            assert begun.wait(60)
+            with pytest.raises(HostUnavailable, match="another request takes stacks"):
+                other.stacks()
+            goes_on.set()
+            assert first.result(60) == []
+        process.kill()
+
+
+def test_stacks_of_what_is_no_job_are_refused(server: LogServer, paths: ClusterPaths) -> None:
+    with client(server, paths) as logs:
+        logs._job = "../j"
+        with pytest.raises(HostUnavailable, match="no name of a job"):
+            logs.stacks()
 
 
 def test_log_of_many_bytes_comes_in_blocks(server: LogServer, paths: ClusterPaths) -> None:

@@ -43,6 +43,13 @@ def test_actor_that_hangs_is_killed_once_its_time_to_stop_is_over(
     assert ray.kill.call_count == 1
 
 
+def test_actor_that_hangs_is_ended_by_the_method_that_writes_its_stacks(ray: mock.MagicMock) -> None:
+    body = mock.MagicMock()
+    actor = PlacedActor("engine", body, mock.MagicMock(), {"CPU": 1.0}, mock.MagicMock(), 3)
+    actor.end(grace_s=GRACE_S, method="kill_hung")
+    assert body.call.remote.mock_calls == [mock.call(3, "kill_hung")] and actor.stopping and not ray.kill.called
+
+
 def test_actor_is_told_once_that_its_host_ends(ray: mock.MagicMock) -> None:
     body = mock.MagicMock()
     actor = PlacedActor("engine", body, mock.MagicMock(), {"CPU": 1.0}, mock.MagicMock(), 3)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.driver import trainer_host
@@ -71,3 +73,34 @@ def test_model_that_the_settings_do_not_name_is_made_on_the_host_and_one_that_is
     stopped = TrainerHost(context(tmp_path), 1, 2, "digest")
     stopped.stop()
     assert stopped.run() == 0 and "elastic_rl.trainer.group.agent" not in spawned
+
+
+def test_stacks_of_ranks_that_hang_are_written_before_they_are_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = tmp_path / "begun"
+    body = f"import pathlib, time\ndef hangs():\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(600)\nhangs()"
+    monkeypatch.setattr(trainer_host.processes, "spawn",
+                        lambda *_, **__: subprocess.Popen([sys.executable, "-c", body], start_new_session=True))
+    monkeypatch.setattr(TrainerHost, "_report_stacks", lambda self, ctx, path: reported.append(path))
+    reported: list[Path] = []
+    ctx = context(tmp_path)
+    host = TrainerHost(ctx, 1, 1, "")
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(host.run)
+        wait_until(begun.exists, what="a rank that hangs")
+        host.stop_hung()
+        ended.result(60)
+    [path] = JobPaths.of(ctx.config).hangs.iterdir()
+    assert reported == [path]
+    assert "hangs (<string>:4)" in path.read_text() and "the group trainer hangs" in path.read_text()
+
+
+def test_ranks_that_are_to_stop_leave_no_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_host.processes, "spawn", lambda *_, **__: subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True))
+    host = TrainerHost(context(tmp_path), 1, 1, "")
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(host.run)
+        host.stop()
+        ended.result(60)
+    assert not JobPaths.of(context(tmp_path).config).hangs.exists()

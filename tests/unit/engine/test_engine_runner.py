@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_rl import config
 from elastic_rl.engine.fetch_failures import FetchFailures
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.runner import EngineRunner, ReportedLoad
@@ -16,6 +20,7 @@ from elastic_rl.engine.server.probe import Load
 from elastic_rl.engine.update_turns import UpdateTurn
 from elastic_rl.errors import EngineFailed, EtcdUnavailable
 from elastic_rl.etcd.records import EngineState
+from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.backoff import RetryBackoff
 
 
@@ -285,3 +290,24 @@ def test_engine_that_is_given_up_joins_no_router_before_it_has_what_the_run_need
     runner._lifecycle, runner._needs = runner._lifecycle.given_up(), 2
     assert not runner._join_router() and runner._lifecycle.state is EngineState.SYNCING
     assert not runner._is_away, "it may be away for long, and the others must have their turns"
+
+
+def test_server_that_is_frozen_is_condemned_with_the_file_of_its_stacks(runner: Any, tmp_path: Path) -> None:
+    runner._ctx = SimpleNamespace(config=config.parse({"job": "j", "run_dir": str(tmp_path)}), host="h1")
+    condemned: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"],
+                          stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        runner._server = SimpleNamespace(pids=[server.pid], condemn=condemned.append)
+        runner._on_frozen("no sign of life for 20 s")
+        server.kill()
+    [path] = JobPaths.of(runner._ctx.config).hangs.iterdir()
+    assert condemned == [f"no sign of life for 20 s; its stacks: {path} on h1"] and "<module>" in path.read_text()
+
+
+def test_external_server_that_is_frozen_has_no_stacks(runner: Any) -> None:
+    condemned: list[str] = []
+    runner._server = SimpleNamespace(pids=[], condemn=condemned.append)
+    runner._on_frozen("no sign of life for 20 s")
+    assert condemned == ["no sign of life for 20 s"]

@@ -237,6 +237,19 @@ def test_batch_that_does_not_fit_the_trainer_ends_the_trial_and_blames_no_group(
     assert [kind for kind, _ in trainer.log] == ["update", "update", "check"] and not blamed
 
 
+def test_batch_of_a_step_is_passed_on_before_the_trainer_may_refuse_it() -> None:
+    trainer, seen = Trainer(), list[tuple[int, int, list[int]]]()
+    waits = Waits(lambda *_: None, threading.Event())
+
+    def note(step: int, batch: Any, versions: Sequence[int]) -> None:
+        assert not trainer.log
+        seen.append((step, batch.samples, list(versions)))
+
+    maker = StepMaker(Batches(), trainer, waits, GroupTrials(CFG, waits), in_parts=False, on_batch=note)
+    _made(maker, _groups(3, 4), Accumulated())
+    assert seen == [(1, 4, [13, 14, 15])] and [kind for kind, _ in trainer.log] == ["update"]
+
+
 class WentBack(Trainer):
     """The trainer goes back to an earlier step when it refuses one."""
 
