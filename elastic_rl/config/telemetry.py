@@ -22,9 +22,11 @@ class TelemetryConfig(Section):
     log_files: Annotated[int, Field(ge=10)] = 500
     """Number of log files kept in the cluster's log folder, rotated parts included. Beyond it, those of processes that
     have ended are deleted, the oldest first; each replaced engine leaves one."""
-    trackers: list[Literal["tensorboard", "wandb"]] = []
-    """Experiment trackers that get the training metrics, each in a folder of its name in the job's folder. Needs the
-    extra ``track``."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "clearml", "trackio"]] = []
+    """Experiment trackers that get the training metrics, each in a folder of its name in the job's folder, or where its
+    own environment variables say (``MLFLOW_TRACKING_URI``; ``CLEARML_API_HOST``, ``CLEARML_API_ACCESS_KEY`` and others;
+    ``TRACKIO_SERVER_URL`` or ``TRACKIO_SPACE_ID``), which must be set for ``elastic-rl train``. ``tensorboard`` and
+    ``wandb`` need the extra ``track``, the others the extras of their names."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """How W&B runs. ``offline``: it writes files, which ``wandb sync`` uploads. ``online``: it uploads while the job
     trains, with the key, entity, project and server of its own environment variables (``WANDB_API_KEY`` and others),

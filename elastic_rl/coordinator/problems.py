@@ -79,6 +79,12 @@ def not_found(what: str, name: str) -> Problem:
     return Problem(404, Kind.NOT_FOUND, "Not found", f"there is no {what} {name!r}")
 
 
+def unreadable(what: str, name: str) -> Problem:
+    """A listing leaves such a record out."""
+    return Problem(404, Kind.NOT_FOUND, "Not found", f"the record of the {what} {name!r} cannot be read, which a later "
+                   "release may have written; the alert record.unreadable says why")
+
+
 def no_pool(name: str) -> Problem:
     return Problem(404, Kind.NOT_FOUND, "Not found",
                    f"there is no pool {name!r}; a job has its pools once a run of it has begun (`elastic-rl train`)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ _TRIED = 4
 """First rows of each file that are made into prompts before a job begins."""
 _MEASURED = 1024
 """Prompts that are measured together."""
+_RENDERED = 256
+"""Rows that are rendered together when all of them are read."""
 OpenFile = Callable[[Path, Sequence[str], Path], Rows]
 """Opens the rows: takes a file, the columns that are used, and a folder for what is derived from it, to its rows."""
 
@@ -172,7 +175,8 @@ class FileSource:
         if options.long_prompts == "drop":
             limit, all_of_them = options.max_prompt_tokens, len(numbers)
             numbers = [number for part in batches(numbers, _MEASURED) for number, tokens in zip(
-                part, self._maker.lengths([self._text(rows.row(n), rows.where(n)) for n in part]), strict=True)
+                part, self._maker.lengths(self._maker.texts(
+                    [(self._asked(rows.row(n), rows.where(n)), rows.where(n)) for n in part])), strict=True)
                 if tokens <= limit]
             if left := all_of_them - len(numbers):
                 self._left_out_of_evals.append(
@@ -240,10 +244,11 @@ class FileSource:
 
     def _texts(self) -> Iterator[str]:
         """The texts of all rows. What else is wrong with a row is found here too, but for its tokens."""
-        for number, row in enumerate(self._rows.scan()):
-            where = self._rows.where(number)
-            self._rewarded_by(row, where)
-            yield self._text(row, where)
+        rows = ((row, self._rows.where(number)) for number, row in enumerate(self._rows.scan()))
+        while part := list(islice(rows, _RENDERED)):
+            for row, where in part:
+                self._rewarded_by(row, where)
+            yield from self._maker.texts([(self._asked(row, where), where) for row, where in part])
 
 
 def jsonl(options: Mapping[str, Any], *, seed: int, eval_fraction: float, tokenizer: Tokenizer, folder: Path

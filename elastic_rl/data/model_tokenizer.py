@@ -8,13 +8,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from elastic_rl.data.chat_rendering import NOW, ChatRenderer, Conversation
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import MAX_CONFIG_BYTES
-from elastic_rl.models.chat_templates import named_templates
-from elastic_rl.plugins.user_code import describe, text_of
+from elastic_rl.models.chat_templates import TEMPLATES, named_templates
+from elastic_rl.plugins.user_code import describe
 from elastic_rl.runtime.files import read_limited
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -22,8 +24,6 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special
 """What of a folder the tokenizer and its end tokens are read from."""
 _MAX_FILE_BYTES, _MAX_TEMPLATE_BYTES = 256 << 20, 1 << 20
 _PROBE = "a"
-_NOW = "strftime_now"
-"""The function by which a chat template writes the date, as those of Llama 3.2 and Granite do."""
 
 
 class ModelTokenizer:
@@ -109,7 +109,7 @@ class ModelTokenizer:
             if path.is_file():
                 name = path.relative_to(self._folder).as_posix()
                 digest.update(f"{name}/{hashlib.sha256(read_limited(path, _MAX_FILE_BYTES)).hexdigest()}/".encode())
-        if _NOW in self.chat_template:
+        if NOW in self.chat_template:
             digest.update(self._now.isoformat().encode())
         return digest.hexdigest()
 
@@ -137,26 +137,45 @@ class ModelTokenizer:
         """See ``Tokenizer``."""
         return str(self._loaded.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """See ``Tokenizer``."""
+    def apply_chat_templates(self, conversations: Sequence[Conversation]) -> list[str]:
+        """See ``Tokenizer``. Rendered in another process, see ``ChatRenderer``."""
         if not self.chat_template:
             raise ConfigError(f"the tokenizer in {self._folder} has no chat template",
                               hint="set data.options.apply_chat_template to false and write the whole prompt into "
                               "data.options.template, or use the model's chat variant")
-        try:
-            return str(self._loaded.apply_chat_template([dict(m) for m in messages], tokenize=False, **{
-                "add_generation_prompt": not options.get("continue_final_message"), _NOW: self._now.strftime,
-                **options}))
-        except Exception as e:  # whatever the template raises; it is a program
-            import jinja2
+        texts, variables = list[str](), self._loaded.special_tokens_map
+        # Conversations with tools may have another template than those without.
+        for template, part in groupby(conversations, lambda one: self._template_of(one[1])):
+            texts += self._renderer.render(template, self._source_of(template), variables, [
+                (messages, {"add_generation_prompt": not options.get("continue_final_message"),
+                            **{key: value for key, value in options.items() if key != "chat_template"}})
+                for messages, options in part])
+        return texts
 
-            if isinstance(e, jinja2.TemplateSyntaxError):
-                raise ConfigError(f"the chat template in {self._folder} is no valid Jinja, line {e.lineno}: "
-                                  f"{text_of(e)}", hint="correct chat_template.jinja, or chat_template in "
-                                  "tokenizer_config.json, or download the model again") from e
-            raise ConfigError(f"the chat template in {self._folder} refuses the messages: {describe(e)}",
-                              hint="check roles and their order, data.options.system_prompt and "
-                              "data.options.chat_template_options") from e
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """The text of one conversation, see ``apply_chat_templates``."""
+        return self.apply_chat_templates([(messages, options)])[0]
+
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return ChatRenderer(self._now)
+
+    def _template_of(self, options: Mapping[str, Any]) -> str:
+        try:
+            return str(self._loaded.get_chat_template(options.get("chat_template"), options.get("tools")))
+        except ValueError as e:  # there are named ones only
+            raise ConfigError(f"the tokenizer in {self._folder} has no default chat template: {describe(e)}",
+                              hint="name one of them in data.options.chat_template_options.chat_template") from e
+
+    def _source_of(self, template: str) -> str:
+        """The file that has the template, or the setting."""
+        loaded = self._loaded.chat_template
+        named = loaded if isinstance(loaded, dict) else {"default": loaded}
+        for name, text in named.items():
+            if text == template:
+                path = self._folder / ("chat_template.jinja" if name == "default" else f"{TEMPLATES}/{name}.jinja")
+                return str(path if path.is_file() else self._folder / "tokenizer_config.json")
+        return "data.options.chat_template_options.chat_template"
 
 
 def without_control_tokens(text: str, controls: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from elastic_rl.data.conversations import Asked
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.data.tokenizer import Tokenizer
-from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.errors import ConfigError, PluginFailed, SourceFailed
 
 _CACHED_TOKENS = 1 << 20
 """Tokens of the prompts that a list keeps, about 40 MB."""
@@ -29,15 +29,23 @@ class PromptMaker:
     def text(self, asked: Asked, where: str) -> str:
         """The prompt that asks for an answer. Raises SourceFailed, which begins with ``where``, for what the chat
         template refuses."""
+        return self.texts([(asked, where)])[0]
+
+    def texts(self, rows: Sequence[tuple[Asked, str]]) -> list[str]:
+        """The prompts of several rows, each with its ``where``; see ``text``. One call takes a fraction of the time of
+        one for each."""
         options = self._options
-        if not options.apply_chat_template and isinstance(asked.content, str):
-            return asked.content
+        if not options.apply_chat_template and all(isinstance(asked.content, str) for asked, _ in rows):
+            return [str(asked.content) for asked, _ in rows]
         system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
+        conversations = [([*system, *asked.messages], {**options.chat_template_options, **asked.variables})
+                         for asked, _ in rows]
         try:
-            return self._tokenizer.apply_chat_template([*system, *asked.messages],
-                                                       {**options.chat_template_options, **asked.variables})
-        except ConfigError as e:
-            raise SourceFailed(f"{where}: {e.message}", hint=e.hint) from e
+            return self._tokenizer.apply_chat_templates(conversations)
+        except (ConfigError, PluginFailed) as e:
+            if len(rows) > 1:  # one by one: the error is to name its row, and the limits are those of one conversation
+                return [self.text(*row) for row in rows]
+            raise SourceFailed(f"{rows[0][1]}: {e.message}", hint=e.hint) from e
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text."""

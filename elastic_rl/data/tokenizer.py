@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from elastic_rl.data.chat_rendering import Conversation
 from elastic_rl.errors import ConfigError
 
 if TYPE_CHECKING:  # every process of a run encodes; importing transformers for it would cost each some seconds
@@ -45,9 +46,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The text of a conversation up to where the model is to answer. ``options``: further variables of the
-        template. Raises ConfigError without a template, and for messages that it refuses."""
+    def apply_chat_templates(self, conversations: Sequence[Conversation]) -> list[str]:
+        """The text of each conversation up to where the model is to answer. Raises ConfigError without a template, for
+        one that passes the limits, and for messages that it refuses; PluginFailed when it cannot be rendered now."""
 
 
 def encode(text: str) -> list[int]:
@@ -75,7 +76,7 @@ class CharacterTokenizer:
         tokens = [_TOKENS.get(i, "") for i in ids]
         return "".join(t for t in tokens if not (skip_special_tokens and t in (PAD, EOS, UNKNOWN)))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    def apply_chat_templates(self, conversations: Sequence[Conversation]) -> list[str]:
         """See ``Tokenizer``."""
         raise ConfigError("the built-in model's tokenizer has no chat template, and no tokens but for the characters "
                           f"{CHARACTERS}", hint=f"{_TEXT_MODEL}; for prompts of these characters alone set "

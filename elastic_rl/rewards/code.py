@@ -17,9 +17,9 @@ from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.numbers import number_text
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
+from elastic_rl.plugins.worker_pool import MAX_MEMORY_MB
 from elastic_rl.rewards.base import Reward, RewardContext, rounds
 from elastic_rl.rewards.sandbox import Limits, Sandbox
-from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB
 
 _FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})[ \t]*(.*)")
 """A line that begins or ends a block of Markdown: its indentation, with the mark of a list item if it begins one, its

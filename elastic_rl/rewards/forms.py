@@ -22,8 +22,8 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.process import START_S
 from elastic_rl.plugins.user_code import number_fault, number_of
+from elastic_rl.plugins.worker_pool import MAX_MEMORY_MB, WorkerPool, values
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
-from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool, values
 
 _MAX_PROCESSES = 256
 _AT_ONCE = 1 << 30

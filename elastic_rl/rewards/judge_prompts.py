@@ -28,7 +28,7 @@ class JudgePrompts:
                                "model has more positions")
         try:
             asked = questions(request, self._plain)
-            texts = [self._prompt(options, question.text) for question in asked]
+            texts = self._prompts(options, [question.text for question in asked])
             return asked, self.tokenizer.encode_batch(texts, special_tokens=not options.chat_template)
         except ConfigError as e:
             raise PluginFailed(f"the judge cannot be asked: {e.message}", hint="check the model folder of its pool, "
@@ -39,12 +39,12 @@ class JudgePrompts:
         """Tokens of the longest prompt that the judge is asked."""
         return min(options.max_prompt_tokens, self._positions - options.max_tokens - RESERVED_TOKENS)
 
-    def _prompt(self, options: JudgeOptions, text: str) -> str:
+    def _prompts(self, options: JudgeOptions, texts: list[str]) -> list[str]:
         if not options.chat_template:
-            return text
+            return texts
         system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
-        return self.tokenizer.apply_chat_template([*system, {"role": "user", "content": text}],
-                                                  options.chat_template_options)
+        return self.tokenizer.apply_chat_templates([
+            ([*system, {"role": "user", "content": text}], options.chat_template_options) for text in texts])
 
     def _plain(self, text: str) -> str:
         return without_control_tokens(text, self.tokenizer.control_tokens)

@@ -12,10 +12,10 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError
+from elastic_rl.plugins.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool, values
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers, rounds
 from elastic_rl.rewards.final_answer import THINK_END, boxed, final_answer
 from elastic_rl.rewards.math_text import spelled
-from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool, values
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import psutil
 
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.syscall_filter import syscall_filter
+from elastic_rl.runtime.files import count_temporary_files
 from elastic_rl.runtime.process import start_child
 
 FOLDER = "/sandbox"
@@ -266,7 +267,7 @@ def held_memory(pid: int, started: bool) -> int:
         with contextlib.suppress(psutil.Error, OSError):
             total += child.memory_info().rss
         sockets |= _sockets(child.pid)
-        files = max(files, count_files(child.pid) if started else 0)
+        files = max(files, count_temporary_files(child.pid) if started else 0)
     return total + len(sockets) * _SOCKET_BYTES + files * _FILE_BYTES
 
 
@@ -279,13 +280,3 @@ def _sockets(pid: int) -> set[str]:
                 if (link := os.readlink(f"/proc/{pid}/fd/{fd}")).startswith("socket:"):
                     found.add(link)
     return found
-
-
-def count_files(pid: int) -> int:
-    """Files, folders and links in the ``/tmp`` that a process sees; 0 when it is gone. A tmpfs has one more for each
-    hard link."""
-    try:
-        found = os.statvfs(f"/proc/{pid}/root/tmp")
-    except OSError:
-        return 0
-    return found.f_files - found.f_ffree

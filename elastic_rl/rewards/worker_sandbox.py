@@ -61,7 +61,7 @@ class WorkerSandbox:
     def _fault(self, package: str) -> str:
         """Why the package is not found in it, by the last line of what it says; "" when it is."""
         try:
-            process = self.start(["-P", "-c", "import importlib.util, sys, elastic_rl.rewards.worker\n"
+            process = self.start(["-P", "-c", "import importlib.util, sys, elastic_rl.plugins.worker\n"
                                   f"sys.exit(not importlib.util.find_spec({package!r}))"], stderr=subprocess.PIPE)
         except OSError as e:
             return str(e)

@@ -150,3 +150,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def count_temporary_files(pid: int) -> int:
+    """Files, folders and links in the ``/tmp`` that a process sees; 0 when it is gone. A tmpfs has one more for each
+    hard link."""
+    try:
+        found = os.statvfs(f"/proc/{pid}/root/tmp")
+    except OSError:
+        return 0
+    return found.f_files - found.f_ffree

@@ -1,11 +1,11 @@
-"""Training metrics for TensorBoard and W&B, beside the run's own log.
+"""Training metrics for TensorBoard, W&B, MLflow, ClearML and Trackio, beside the run's own log.
 
 Trackers are third-party code, so each has a thread and a bounded queue of its own: one that hangs, fails or cannot keep
 up loses rows, is reported once, and does not delay the training.
 
 A recovery repeats steps, and a new process of the actor continues the run. For TensorBoard a new file then names the
-step from which on the earlier ones are purged. W&B cannot go back: each row has its step as a metric, which is the x
-axis, and the number of its attempt; of a step that is there twice, the row with the higher attempt is valid.
+step from which on the earlier ones are purged. The others cannot go back: each row has its step as a metric, which is
+the x axis, and the number of its attempt; of a step that is there twice, the row with the higher attempt is valid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +24,20 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED = 1000
 """Rows that may wait for a tracker; further ones are dropped."""
+_PROJECT = "elastic-rl"
+"""Project, or experiment, of the trackers' runs, if their environment variables name none."""
+_MLFLOW_BATCH = 1000
+"""Metrics of one request, at most, as MLflow's servers take them."""
+_MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]", re.ASCII)
+"""What no name of a metric has there."""
+_SECRET_NAME, _SHORTEST_SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET"), 8
+"""Environment variables whose values are no text for logs, and the fewest characters of one: shorter ones are words."""
 _RUNS = {"step": "rl", "eval": "rl", "sft": "sft", "sampled": "sampled"}
 """Kind of a record → the run that it belongs to; each run counts its own steps."""
 
@@ -111,17 +122,49 @@ class TensorBoard:
             writer.close()
 
 
+class _JobRun:
+    """The one run that a job has with a tracker, however often its actor is started: a file with its id and, by run of
+    ours, the number of attempts so far."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "run.json"
+        self.id, self._attempts = "", dict[str, int]()
+        """``id``: "" before the tracker's run was made."""
+        try:
+            known = json.loads(self._file.read_text(encoding="utf-8"))
+            self.id, self._attempts = str(known["id"]), {str(k): int(v) for k, v in known["attempts"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none yet, or it is damaged
+            pass
+
+    def begin(self, run_id: str) -> None:
+        """The job's run is this one from now on."""
+        self.id, self._attempts = run_id, {}
+        self._save()
+
+    def values(self, row: Row) -> dict[str, float]:
+        """The numbers of a row by ``RUN/NAME``, with ``RUN/step`` and ``RUN/attempt``."""
+        if row.void_from is not None:
+            self._attempts[row.run] = self._attempts.get(row.run, 0) + 1
+            self._save()
+        values = {"step": row.step, "attempt": self._attempts[row.run], **row.values}
+        return {f"{row.run}/{name}": value for name, value in values.items()}
+
+    def _save(self) -> None:
+        replace_file(self._file, json.dumps({"id": self.id, "attempts": self._attempts}))
+
+
 class WandB:
     """Writes one run of W&B for the job, however often its actor is started: offline into ``folder``/wandb, for ``wandb
     sync``, or to W&B's server. Project, entity, key and server are those of W&B's own environment variables."""
 
     def __init__(self, folder: Path, job: str, mode: Literal["offline", "online"] = "offline") -> None:
         import wandb
-        self._file = folder / "wandb" / "run.json"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._known = self._read()
+        self._known = _JobRun(folder / "wandb")
+        if not self._known.id:
+            self._known.begin(uuid.uuid4().hex[:16])
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or "elastic-rl", group=job, name=job, id=self._known["id"],
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT, group=job, name=job, id=self._known.id,
             resume="allow", dir=str(folder), mode=mode,
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False,
                                     disable_job_creation=True))
@@ -130,28 +173,112 @@ class WandB:
             self._run.define_metric(f"{run}/*", step_metric=f"{run}/step")
 
     def write(self, row: Row) -> None:
-        attempts = self._known["attempts"]
-        if row.void_from is not None:
-            attempts[row.run] = attempts.get(row.run, 0) + 1
-            self._save()
-        values = {"step": row.step, "attempt": attempts[row.run], **row.values}
-        self._run.log({f"{row.run}/{name}": value for name, value in values.items()})
+        self._run.log(self._known.values(row))
 
     def close(self) -> None:
         self._run.finish()
 
-    def _read(self) -> dict[str, Any]:
-        """The id of the job's run in W&B, and by run the number of its attempts so far."""
-        try:
-            known = json.loads(self._file.read_text(encoding="utf-8"))
-            return {"id": str(known["id"]), "attempts": {str(k): int(v) for k, v in known["attempts"].items()}}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none yet, or it is damaged
-            self._known = {"id": uuid.uuid4().hex[:16], "attempts": {}}
-            self._save()
-            return self._known
 
-    def _save(self) -> None:
-        replace_file(self._file, json.dumps(self._known))
+class MLflow:
+    """Writes one run of MLflow for the job, however often its actor is started: to the server or store that MLflow's
+    own environment variables name, else into the database ``folder``/mlflow/mlflow.db. A run that was deleted there is
+    followed by a new one."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+        self._metric, self._known = Metric, _JobRun(folder / "mlflow")
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI")
+                                    or f"sqlite:///{(folder / 'mlflow' / 'mlflow.db').resolve()}")
+        if self._known.id:
+            try:
+                if self._client.get_run(self._known.id).info.lifecycle_stage == "active":
+                    self._client.update_run(self._known.id, status="RUNNING")
+                    return
+            except MlflowException as e:
+                if e.error_code != "RESOURCE_DOES_NOT_EXIST":  # no answer says nothing of the run
+                    raise
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        self._known.begin(self._client.create_run(experiment, run_name=job).info.run_id)
+
+    def write(self, row: Row) -> None:
+        at_ms = int(time.time() * 1000)
+        metrics = [self._metric(_MLFLOW_REFUSES.sub("_", name), float(value), at_ms, row.step)
+                   for name, value in self._known.values(row).items()]
+        for part in batches(metrics, _MLFLOW_BATCH):
+            self._client.log_batch(self._known.id, part)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._known.id)
+
+
+class Trackio:
+    """Writes one run of Trackio for the job, however often its actor is started: to the server or Space that Trackio's
+    own environment variables name, else into ``folder``/trackio. Trackio knows a run by its name, which begins with
+    the job's: other clusters may have jobs of that name. It numbers the rows itself."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))  # which it reads as it is imported
+        import trackio
+        self._known = _JobRun(folder / "trackio")
+        if not self._known.id:
+            self._known.begin(f"{job}-{uuid.uuid4().hex[:8]}")
+        self._run = trackio.init(os.environ.get("TRACKIO_PROJECT") or _PROJECT, name=self._known.id, group=job,
+                                 resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def write(self, row: Row) -> None:
+        self._run.log(self._known.values(row))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class ClearML:
+    """Writes one task of ClearML for the job, however often its actor is started, to ClearML's server; without a key
+    for it in ClearML's environment variables, one for each process into ``folder``/clearml/offline, for
+    ``Task.import_offline_session``: it continues no task offline."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        known = folder / "clearml"
+        offline = not os.environ.get("CLEARML_API_ACCESS_KEY")
+        if offline:
+            os.environ.setdefault("CLEARML_CACHE_DIR", str(known))
+        from clearml import Task
+        if offline:
+            Task.set_offline(True)
+        self._known = _JobRun(known)
+        # Nothing but numbers: no code, packages, output, machine or arguments. An offset of 0 keeps the steps' numbers.
+        self._task = Task.init(
+            os.environ.get("CLEARML_PROJECT") or _PROJECT, job, output_uri=False,
+            reuse_last_task_id=self._known.id if self._known.id and not offline else False,
+            continue_last_task=0 if self._known.id and not offline else False,
+            auto_connect_arg_parser=False, auto_connect_frameworks={"*": False, "detect_repository": False},
+            auto_resource_monitoring=False, auto_connect_streams=False)
+        if self._task.id != self._known.id and not (offline and self._known.id):
+            self._known.begin(self._task.id)
+        self._logger = self._task.get_logger()
+
+    def write(self, row: Row) -> None:
+        for name, value in self._known.values(row).items():
+            self._logger.report_scalar(name, row.run, value, row.step)
+
+    def close(self) -> None:
+        self._task.close()
+
+
+def _plain(error: BaseException) -> str:
+    """An error of a tracker in words, without the secrets in it: users and passwords of URLs, tokens in their queries,
+    and the values of environment variables that hold a secret by their names. Pure but for these."""
+    text = f"{type(error).__name__}: {error}"
+    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+    text = re.sub(r"(?i)((?:token|key)=)[^&\s]+", r"\1***", text)
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, "***")
+    return text
 
 
 class _TrackerThread:
@@ -183,8 +310,8 @@ class _TrackerThread:
             while (row := self._rows.get()) is not None:
                 tracker.write(row)
             tracker.close()
-        except Exception as e:  # third-party code: the training must not depend on it
-            self._report(f"{type(e).__name__}: {e}")
+        except BaseException as e:  # third-party code, also its SystemExit: the training must not depend on it
+            self._report(_plain(e))
             while self._rows.get() is not None:  # drop what is still offered
                 pass
 
@@ -206,9 +333,12 @@ class Trackers:
     @classmethod
     def from_names(cls, names: Sequence[str], folder: Path, job: str, failed: Callable[[str, str], None], *,
                    wandb_mode: Literal["offline", "online"] = "offline") -> Trackers:
-        """``names``: some of tensorboard and wandb. Each writes into a folder of its name in ``folder``."""
+        """``names``: some of tensorboard, wandb, mlflow, clearml and trackio. Each has a folder of its name in
+        ``folder``."""
         makers: dict[str, Callable[[], Tracker]] = {
-            "tensorboard": lambda: TensorBoard(folder / "tensorboard"), "wandb": lambda: WandB(folder, job, wandb_mode)}
+            "tensorboard": lambda: TensorBoard(folder / "tensorboard"), "wandb": lambda: WandB(folder, job, wandb_mode),
+            "mlflow": lambda: MLflow(folder, job), "clearml": lambda: ClearML(folder, job),
+            "trackio": lambda: Trackio(folder, job)}
         return cls({name: makers[name] for name in names}, failed)
 
     def offer(self, kind: str, fields: Mapping[str, Any]) -> None:

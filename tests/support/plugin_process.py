@@ -7,8 +7,7 @@ import sys
 
 import elastic_rl.engine.own_generate
 import elastic_rl.rewards.own  # noqa: F401
-from elastic_rl.plugins import host
-from elastic_rl.rewards import worker
+from elastic_rl.plugins import host, worker
 
 
 def main() -> None:

@@ -52,8 +52,7 @@ def forked_senders() -> Iterator[None]:
 def forked_plugins() -> Iterator[None]:
     """The processes of a user's code that this process starts are forked, but for those in a sandbox; processes that
     tests start, whose own these are, start them as they always do."""
-    from elastic_rl.plugins import process
-    from elastic_rl.rewards import worker_pool
+    from elastic_rl.plugins import process, worker_pool
     from support.forked import ForkedProcess
 
     def start_child(command: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import orjson
 
 from elastic_rl.coordinator import job_view, pools
+from elastic_rl.coordinator.api.stored_records import stored_fields
 from elastic_rl.etcd.client import KeyValue, WatchEvent
 from elastic_rl.etcd.decoding import decode_bytes
 from elastic_rl.etcd.heartbeats import HeartbeatIndex, merge
@@ -169,19 +169,11 @@ def _is_heartbeat(before: Member, after: Member) -> bool:
     return before.replace(beat_at=0.0, beats=0) == after.replace(beat_at=0.0, beats=0)
 
 
-def _load(raw: bytes) -> dict[str, Any]:
-    """A record's fields. Raises ValueError for anything but a JSON object."""
-    found = orjson.loads(raw)
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return found
-
-
 def _whole(kind: str, name: str, event: WatchEvent) -> ObjectChange:
     """A record as it is stored. Raises ValueError for one that would break the stream's format."""
     if event.type == "delete":
         return ObjectChange(event.kv.mod_revision, kind, name, None)
-    raw, fields = event.kv.value, _load(event.kv.value)
+    raw, fields = event.kv.value, stored_fields(event.kv.key, event.kv.value)
     broken = b"\n" in raw or b"\r" in raw
     return ObjectChange(event.kv.mod_revision, kind, name, orjson.dumps(fields) if broken else raw)
 

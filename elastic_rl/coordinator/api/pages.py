@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-import orjson
 from fastapi import Query, Response
 
+from elastic_rl.coordinator.api.stored_records import stored_fields
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd import heartbeats
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Page
@@ -67,16 +67,13 @@ def require_known(name: str, value: OpenEnum | None) -> None:
 
 
 def fields(kv: KeyValue) -> dict[str, Any]:
-    """A record's fields; empty for what is not a JSON object, which is logged: one record that cannot be read must not
-    break a listing."""
+    """A record's fields; empty for one that its kind does not decode, which is logged: one record that cannot be read
+    must not break a listing."""
     try:
-        found = orjson.loads(kv.value)
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+        return stored_fields(kv.key, kv.value)
+    except ValueError:
         log.warning("leaving out an unreadable record: %s", kv.key)
         return {}
-    return found
 
 
 def created_at(kv: KeyValue) -> float:
@@ -86,7 +83,7 @@ def created_at(kv: KeyValue) -> float:
 
 
 def readable(kvs: Iterable[KeyValue]) -> list[bytes]:
-    """The records that are JSON objects, as they are stored."""
+    """The records that can be read, as they are stored."""
     return [kv.value for kv in kvs if fields(kv)]
 
 

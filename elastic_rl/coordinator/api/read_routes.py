@@ -202,6 +202,8 @@ def _record(ctx: JobContext, key: str, what: str, name: str) -> Response:
     found = ctx.replica.etcd.get(key)
     if found is None:
         raise problems.not_found(what, name)
+    if not pages.fields(found):
+        raise problems.unreadable(what, name)
     return _json(found.value)
 
 

@@ -599,7 +599,11 @@ def test_unreadable_records_are_left_out(cluster: ApiCluster, api: httpx.Client,
                keys.alert("g/g/g")]
     for key in garbage:
         cluster.etcd.put(key, b"not json")
-    cluster.etcd.put(keys.operation("op-9-newer"), b'{"id":"op-9-newer","state":"of a newer release"}')
+    cluster.etcd.put(keys.operation("op-9-newer"), b'{"id":"op-9-newer","kind":"of a newer release","target":"x",'
+                                                   b'"state":"of a newer release"}')
+    cluster.etcd.put(keys.operation("op-9-odd"), b'{"id":"op-9-odd","kind":"scale","target":[1],"not json":0}')
+    for odd in ("operations/op-9-odd", "operations/op-9-garbage", "engines/garbage"):
+        problem(api.get(odd), 404, "not-found")
     try:
         for path in ("engines", "operations", "operations?state=running", "events", "members?role=garbage", "versions",
                      "steps", "alerts"):

@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator import pools
+from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, Severity
 from elastic_rl.coordinator.api.change_projector import KINDS, ChangeProjector, ObjectChange
 from elastic_rl.etcd.client import KeyValue, WatchEvent
 from elastic_rl.etcd.heartbeats import HeartbeatIndex, merge
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
+    Engine,
+    EngineState,
     Epoch,
     Event,
     Heartbeat,
@@ -25,6 +28,9 @@ from elastic_rl.etcd.records import (
     Member,
     PoolSpec,
     PoolStatus,
+    StepMetrics,
+    Version,
+    VersionState,
 )
 
 KEYS = Keys("j")
@@ -78,6 +84,15 @@ def engine(name: str, start: str = "a", **fields: Any) -> Member:
     return Member(role="engine", id=name, pid=1, host="h", incarnation=f"{name}-{start}", **fields)
 
 
+def engine_record(name: str, version: int = 0) -> bytes:
+    return Engine(id=name, pool="p", state=EngineState.READY, epoch=1, version=version).encode()
+
+
+def alert_record(name: str) -> bytes:
+    return Alert(id=name, kind="engine.dead", subject="e1", message="m", severity=Severity.ERROR, phase=Phase.FIRING,
+                 since=0.0).encode()
+
+
 def shown(change: ObjectChange | None) -> Any:
     assert change is not None and change.object is not None
     return json.loads(change.object)
@@ -88,7 +103,7 @@ KEY_AND_VALUE = st.one_of(
               st.integers(0, 2), st.integers(1, 3)),
     st.builds(lambda n, r: (KEYS.pool_status(f"p{n}"), PoolStatus(
         name=f"p{n}", ready=r, starting=0, draining=0).encode()), st.integers(0, 2), st.integers(0, 3)),
-    st.builds(lambda n, v: (KEYS.engine(f"e{n}"), b'{"id":"e%d","version":%d}' % (n, v)),
+    st.builds(lambda n, v: (KEYS.engine(f"e{n}"), engine_record(f"e{n}", v)),
               st.integers(0, 2), st.integers(0, 3)),
     st.builds(lambda n, beat, step: (KEYS.member("actor", f"m{n}"), Member(
         role="actor", id=f"m{n}", pid=1, host="h", step=step, beat_at=beat).encode()),
@@ -101,9 +116,10 @@ KEY_AND_VALUE = st.one_of(
         beat_of(f"e{n}", step, number, start) for n, start, step in beats)[1]),
         st.lists(st.tuples(st.integers(0, 1), st.sampled_from("ab"), st.integers(0, 1)),
                  max_size=3, unique_by=itemgetter(0, 1))),
-    st.builds(lambda n, v: (KEYS.version("policy", n), b'{"number":%d,"nbytes":%d}' % (n, v)),
+    st.builds(lambda n, v: (KEYS.version("policy", n), Version(
+        stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, nbytes=v).encode()),
               st.integers(1, 2), st.integers(0, 1)),
-    st.builds(lambda n: (KEYS.alert(f"engine.dead/e1/a{n}"), b'{"id":"a%d"}' % n), st.integers(0, 2)),
+    st.builds(lambda n: (KEYS.alert(f"engine.dead/e1/a{n}"), alert_record(f"a{n}")), st.integers(0, 2)),
     st.builds(lambda n: (KEYS.epoch(), Epoch(number=n, holder="d", started_at=0).encode()), st.integers(1, 3)),
     st.builds(lambda n: (KEYS.leader(), Leader(replica=f"r{n}", url="u", pid=1).encode()), st.integers(0, 2)))
 
@@ -201,8 +217,8 @@ def test_heartbeats_that_a_host_collects_change_the_members_that_made_progress()
 def test_deletion_of_an_old_alert_keeps_the_newer_one_of_its_condition() -> None:
     etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
     old, new = KEYS.alert("engine.dead/e1/old"), KEYS.alert("engine.dead/e1/new")
-    assert project(projector, etcd.put(old, b'{"id":"old"}')).id == "engine.dead/e1"  # type: ignore[union-attr]
-    project(projector, etcd.put(new, b'{"id":"new"}'))
+    assert project(projector, etcd.put(old, alert_record("old"))).id == "engine.dead/e1"  # type: ignore[union-attr]
+    project(projector, etcd.put(new, alert_record("new")))
     assert project(projector, etcd.delete(old)) is None
     gone = project(projector, etcd.delete(new))
     assert gone is not None and gone.object is None and gone.id == "engine.dead/e1"
@@ -213,7 +229,7 @@ def test_trimming_of_logs_and_other_keys_are_no_changes() -> None:
     event = Event(id="1-a", at=0.0, kind="k", subject="s", message="m")
     assert project(projector, etcd.put(KEYS.event("1-a"), event.encode())).kind == "event"  # type: ignore[union-attr]
     assert project(projector, etcd.delete(KEYS.event("1-a"))) is None
-    step = project(projector, etcd.put(KEYS.step_metrics(7), b'{"step":7}'))
+    step = project(projector, etcd.put(KEYS.step_metrics(7), StepMetrics(step=7, at=0.0, reward=0.0).encode()))
     assert step is not None and (step.kind, step.id) == ("step", "7")
     for key in (KEYS.group_lease("actor"), KEYS.registry_entry("a", "b"), KEYS.stream_head("policy"),
                 KEYS.pin("policy", 1, "h")):
@@ -233,7 +249,9 @@ def test_unreadable_record_is_skipped() -> None:
 
 def test_frame_is_one_server_sent_event() -> None:
     etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
-    pretty = project(projector, etcd.put(KEYS.engine("e"), b'{\n "id": "a\\nb"\r}'))
-    assert pretty is not None and pretty.frame.count(b"\n") == 4 and json.loads(pretty.object or b"") == {"id": "a\nb"}
+    record = engine_record("a\nb").replace(b"{", b"{\n").replace(b"}", b"\r}")
+    pretty = project(projector, etcd.put(KEYS.engine("e"), record))
+    assert pretty is not None and pretty.frame.count(b"\n") == 4
+    assert shown(pretty)["id"] == "a\nb"
     frame = ObjectChange(7, "engine", 'e"1', b'{"id":1}').frame
     assert frame == b'id: 7\nevent: change\ndata: {"kind":"engine","id":"e\\"1","object":{"id":1}}\n\n'

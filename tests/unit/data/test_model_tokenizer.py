@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
+import psutil
 import pytest
 from support.text_model import make_tokenizer_folder
+from transformers import AutoTokenizer
 
+from elastic_rl.data import chat_rendering
+from elastic_rl.data.conversations import Asked
 from elastic_rl.data.model_tokenizer import ModelTokenizer
+from elastic_rl.data.prompts import PromptMaker
+from elastic_rl.data.text_options import PromptOptions
+from elastic_rl.errors import ConfigError, SourceFailed
 
 TEXTS = ["what is 2+2?", "", "it is 4<|end|>", "a"]
 
@@ -47,3 +55,69 @@ def test_named_chat_template_is_read_and_part_of_the_identity(tmp_path: Path) ->
         assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {"chat_template": "tool_use"}) == text
         found.append(tokenizer.identity)
     assert len(set(found)) == 3, "prompts of another template are other prompts"
+
+
+def _folder_with(tmp_path: Path, template: str) -> Path:
+    folder = make_tokenizer_folder(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GROWING = "{% set ns = namespace(text='x') %}{% for a in range(99) %}{% set ns.text = ns.text + ns.text %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ENDLESS, GROWING, "{{ 'x' * 10**12 }}"])
+def test_template_without_an_end_is_a_typed_error_that_names_its_file(
+        tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next conversation, which it leaves alone, is rendered: the process of the first one was replaced."""
+    monkeypatch.setattr(chat_rendering, "_LIMIT_S", 5.0)
+    folder = _folder_with(tmp_path, f"{{% if messages[0].content == 'hang' %}}{template}{{% endif %}}done")
+    tokenizer = ModelTokenizer(folder)
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja.*did not render .*MiB") as raised:
+        tokenizer.apply_chat_template([{"role": "user", "content": "hang"}], {})
+    assert "loop" in raised.value.hint
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {}) == "done"
+
+
+def test_endless_template_names_the_row_of_a_batch_that_it_hangs_at(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_rendering, "_LIMIT_S", 5.0)
+    tokenizer = ModelTokenizer(_folder_with(
+        tmp_path, f"{{% if messages[0].content == 'hang' %}}{ENDLESS}{{% endif %}}done"))
+    maker = PromptMaker(PromptOptions(max_prompt_tokens=9, max_response_tokens=9), tokenizer)
+    rows = [(Asked(content), f"row {n}") for n, content in enumerate(["a", "b", "hang", "c"])]
+    assert maker.texts(rows[:2]) == ["done", "done"]
+    with pytest.raises(SourceFailed, match=r"^row 2: the chat template in .*chat_template\.jinja did not render"):
+        maker.texts(rows)
+
+
+def test_rendered_text_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(_folder_with(tmp_path, f"{{{{ 'x' * {chat_rendering.MAX_CHARACTERS + 1} }}}}"))
+    with pytest.raises(ConfigError, match="refuses the messages: it writes 16777217 characters"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {})
+
+
+def test_batch_is_rendered_as_transformers_renders_each_conversation(tmp_path: Path) -> None:
+    folder = _folder_with(tmp_path, "{{ eos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+                          "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+                          "{% if add_generation_prompt %}A{% endif %}{{ extra }}")
+    loaded, tokenizer = AutoTokenizer.from_pretrained(str(folder)), ModelTokenizer(folder)
+    messages = [{"role": "user", "content": "ünd \ud83d half"}, {"role": "assistant", "content": "end"}]
+    options = [{}, {"extra": [1, {"b": None}]}, {"tools": [{"name": "f", "z": 1, "a": 2}]},
+               {"continue_final_message": True}, {"eos_token": "E", "add_generation_prompt": False}] * 60
+    assert tokenizer.apply_chat_templates([(messages, one) for one in options]) == [
+        loaded.apply_chat_template(messages, tokenize=False, **{
+            "add_generation_prompt": not one.get("continue_final_message"), **one}) for one in options]
+    assert tokenizer.apply_chat_templates([]) == []
+
+
+def test_worker_of_a_tokenizer_ends_with_it(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(_folder_with(tmp_path, "done"))
+    before = set(psutil.Process().children(recursive=True))
+    tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {})
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert started
+    del tokenizer
+    gc.collect()
+    assert not psutil.wait_procs(started, timeout=30)[1]

@@ -21,11 +21,11 @@ from support.waiting import wait_until
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins.host import MAX_MESSAGE
+from elastic_rl.plugins.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.rewards import forms
 from elastic_rl.rewards.base import Reward, RewardFn, call_limit_s
 from elastic_rl.rewards.registry import close_reward, make_reward
 from elastic_rl.rewards.sandbox import find_bubblewrap
-from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.runtime.process import runs
 
 pytestmark = pytest.mark.usefixtures("forked_plugins")
@@ -323,7 +323,7 @@ def test_workers_end_when_their_owner_is_killed(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", f"""
 import asyncio, sys
 sys.path.insert(0, {next(p for p in sys.path if 'plugin' in p)!r})
-from elastic_rl.rewards.worker_pool import WorkerPool
+from elastic_rl.plugins.worker_pool import WorkerPool
 pool = WorkerPool("reward_plugin:work", 1, memory_mb=1024)
 print(asyncio.run(pool.call(["pid", 0], 20.0)), flush=True)
 asyncio.run(pool.call(["sleep", 300], 290.0))

@@ -16,8 +16,8 @@ import pytest
 
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugins.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.rewards.registry import close_reward, make_reward
-from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 COUNTDOWN = {"question": "Make 24 of 4 and 6.", "answer": "4*6", "metadata": {
@@ -116,7 +116,7 @@ def test_worker_in_a_sandbox_is_killed_and_replaced() -> None:
 def test_worker_in_a_sandbox_ends_when_its_owner_is_killed() -> None:
     owner = subprocess.Popen([sys.executable, "-c", """
 import asyncio
-from elastic_rl.rewards.worker_pool import WorkerPool
+from elastic_rl.plugins.worker_pool import WorkerPool
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 pool = WorkerPool("builtins:eval", 1, memory_mb=1024, sandbox=WorkerSandbox("json"))
 print(asyncio.run(pool.call("1", 60.0)), flush=True)

@@ -1,4 +1,5 @@
-"""Real TensorBoard and W&B, whose files are read back, with repeated steps; and trackers that fail."""
+"""Real TensorBoard, W&B, MLflow, ClearML and Trackio, whose files are read back, with repeated steps; and trackers that
+fail."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import inspect
 import json
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ def never(name: str, why: str) -> None:
     raise AssertionError(f"{name} failed: {why}")
 
 
-def run_with_a_recovery(folder: Path) -> dict[int, float]:
+def run_with_a_recovery(folder: Path, names: Sequence[str]) -> dict[int, float]:
     """SFT phase, five steps with an evaluation, a recovery that goes back to step 3, and another process of the actor
     that continues from step 4. Returns the valid loss of each step."""
     failures: list[str] = []
 
     def start() -> tuple[RunLog, Trackers]:
         trackers = Trackers.from_names(
-            ["tensorboard", "wandb"], folder, "job", lambda name, why: failures.append(f"{name}: {why}"))
+            names, folder, "job", lambda name, why: failures.append(f"{name}: {why}"))
         return RunLog(LineFile(folder / "steps.jsonl"), trackers), trackers
 
     def step(log: RunLog, number: int, loss: float) -> None:
@@ -62,7 +63,7 @@ def run_with_a_recovery(folder: Path) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
     folder = tmp_path_factory.mktemp("tracked")
-    return folder, run_with_a_recovery(folder)
+    return folder, run_with_a_recovery(folder, ["tensorboard", "wandb"])
 
 
 def test_tensorboard_shows_the_valid_row_of_each_step(tracked: tuple[Path, dict[int, float]]) -> None:
@@ -136,6 +137,80 @@ def test_damaged_file_of_the_wandb_run_begins_another_run(tmp_path: Path, damage
             WandB(tmp_path, "job", "online")
     assert asked[0]["id"] == asked[1]["id"] == json.loads(file.read_text())["id"] and len(asked[0]["id"]) == 16
     assert asked[0]["mode"] == "online" and asked[0]["resume"] == "allow"
+
+
+def _valid(rows: Sequence[dict[str, float]], name: str) -> dict[int, float]:
+    """Of the rows of each step that have the number, the one with the highest attempt."""
+    found: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        if name in row:
+            step = int(row["rl/step"])
+            found[step] = max(found.get(step, (0.0, 0.0)), (row["rl/attempt"], row[name]))
+    return {step: value for step, (_, value) in found.items()}
+
+
+def test_mlflow_has_one_run_of_the_job_with_the_last_attempt_valid(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow.tracking", reason="needs the extra mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    loss = run_with_a_recovery(tmp_path, ["mlflow"])
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
+    [experiment] = [e for e in client.search_experiments() if e.name == "elastic-rl"]
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("job", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "rl/loss")
+    assert len(history) == 9, "the rows of steps that were repeated stay"
+    assert run.data.metrics["rl/attempt"] == 3, "a rewind, and another process"
+    assert {m.step: m.value for m in sorted(history, key=lambda m: m.timestamp)} == pytest.approx(loss)
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "sft/loss")] == [10, 20]
+    client.delete_run(run.info.run_id)
+    run_with_a_recovery(tmp_path, ["mlflow"])
+    [another] = client.search_runs([experiment.experiment_id])
+    assert another.data.metrics["rl/attempt"] == 3, "what was deleted there is followed by a new run"
+
+
+def test_trackio_has_one_run_of_the_job_with_the_last_attempt_valid(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="needs the extra trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    folder = tmp_path / "trackio"
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    for module in ("utils", "sqlite_storage"):  # it read the variable as it was imported
+        monkeypatch.setattr(f"trackio.{module}.TRACKIO_DIR", folder)
+    loss = run_with_a_recovery(tmp_path, ["trackio"])
+    [name] = SQLiteStorage.get_runs("elastic-rl")
+    assert name == json.loads((folder / "run.json").read_text())["id"] and name.startswith("job-")
+    rows = SQLiteStorage.get_logs("elastic-rl", name)
+    assert _valid(rows, "rl/loss") == pytest.approx(loss)
+    assert sum("rl/loss" in row for row in rows) == 9, "the rows of steps that were repeated stay"
+
+
+def test_clearml_has_the_numbers_of_each_process_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It continues no task offline; the attempts count on."""
+    pytest.importorskip("clearml", reason="needs the extra clearml")
+    monkeypatch.delenv("CLEARML_API_ACCESS_KEY", raising=False)
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
+    run_with_a_recovery(tmp_path, ["clearml"])
+    files = sorted((tmp_path / "clearml" / "offline").glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime)
+    assert len(files) == 2, "one task for each process"
+    reported = [event for file in files for line in file.read_text().splitlines() for event in json.loads(line)]
+    found = [(e["iter"], e["value"]) for e in reported if e["metric"] == "rl/attempt"]
+    assert sorted(found) == [(0, 1), *((n, 1) for n in range(1, 4)), (4, 1), (4, 2), (5, 1), (5, 1), (5, 2), (5, 3),
+                             (6, 3), (6, 3)]
+
+
+def test_tracker_error_is_reported_without_the_secrets_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARML_SECRET_KEY", "0123456789")
+    reported: list[str] = []
+
+    def away() -> Any:
+        raise SystemExit("https://me:pa55@host/x?write_token=abc&a=1 said 401 for 0123456789")
+
+    trackers = Trackers({"away": away}, lambda name, why: reported.append(why))
+    wait_until(lambda: bool(reported), what="the report")
+    trackers.close()
+    assert reported == ["SystemExit: https://***@host/x?write_token=***&a=1 said 401 for ***"]
 
 
 def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_path: Path) -> None:

@@ -15,17 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import psutil
 
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins import host as plugin_host
+from elastic_rl.plugins import worker
 from elastic_rl.plugins.user_code import plain
-from elastic_rl.rewards import worker
-from elastic_rl.rewards.sandbox import count_files
-from elastic_rl.rewards.worker_sandbox import WorkerSandbox
+from elastic_rl.runtime.files import count_temporary_files
 from elastic_rl.runtime.process import start_child
 
 _START_S = 120.0
@@ -44,19 +43,26 @@ class CallGivenUp(PluginFailed):
     """The worker was killed since the call took too long, or it died of the call. The next call gets another one."""
 
 
+class Sandbox(Protocol):
+    """What a worker may run in, such as ``rewards.worker_sandbox``'s."""
+
+    def start(self, arguments: Sequence[str], *descriptors: int) -> subprocess.Popen[bytes]:
+        """Starts the interpreter with these arguments; it inherits the descriptors. Raises OSError."""
+
+
 class WorkerPool:
     """Calls of ``module:function`` in at most ``processes`` processes, which are started when they are needed, replaced
     when they were killed, and end with this process, also when it is killed."""
 
     def __init__(self, function: str, processes: int, *, memory_mb: int, named: str = "",
-                 sandbox: WorkerSandbox | None = None, made_of: str = "", start_s: float = _START_S) -> None:
+                 sandbox: Sandbox | None = None, made_of: str = "", start_s: float = _START_S) -> None:
         """``memory_mb``: address space of each process, in MiB. ``named``: what the texts of errors call the function,
         if not by its name. ``sandbox``: what the processes run in; None: they have the rights of this one. ``made_of``:
         what the function is called with as a process starts, which returns the function of the calls; "": it is that
         itself. ``start_s``: seconds for the start of a process, with all that is imported."""
         self._named, self._processes, self._start_s = named or function, processes, start_s
         self._new = functools.partial(_Worker, function, made_of, memory_mb, self._named, sandbox)
-        self._threads = ThreadPoolExecutor(processes, "reward-worker")
+        self._threads = ThreadPoolExecutor(processes, "worker-calls")
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._running: set[_Worker] = set()
@@ -67,6 +73,18 @@ class WorkerPool:
         call: its start has a limit of its own. Raises CallGivenUp, and PluginFailed for what the function raises and
         when no worker can be started."""
         return values(await self.calls([job], timeout_s))[0]
+
+    def call_and_wait(self, job: Any, timeout_s: float) -> Any:
+        """As ``call``, for a thread without an event loop. When all processes are busy it waits for one, which each
+        call holds for at most the time of a start and its own limit."""
+        try:
+            submitted = self._threads.submit(self._call, job, timeout_s)
+        except RuntimeError as e:  # its threads take no more calls
+            raise PluginFailed(f"{self._named} is closed") from e
+        try:
+            return submitted.result()
+        except CancelledError as e:
+            raise PluginFailed(f"{self._named} is closed") from e
 
     async def calls(self, jobs: Sequence[Any], timeout_s: float, *, all_or_none: bool = False) -> list[Any]:
         """The outcomes of several calls, in order: each what ``call`` returns or, of the errors, an object. They are
@@ -200,7 +218,7 @@ def _is_readable(connection: socket.socket, timeout_s: float) -> bool:
 class _Worker:
     """One process. Used by one thread at a time, but for ``kill``."""
 
-    def __init__(self, function: str, made_of: str, memory_mb: int, named: str, sandbox: WorkerSandbox | None) -> None:
+    def __init__(self, function: str, made_of: str, memory_mb: int, named: str, sandbox: Sandbox | None) -> None:
         """Raises PluginFailed when the process cannot be started."""
         self._named, self.calls, self._lock = named, 0, threading.Lock()
         self._sandboxed, self._inside = sandbox is not None, 0
@@ -259,7 +277,7 @@ class _Worker:
             with contextlib.suppress(psutil.Error):
                 self._inside = max((p.pid for p in psutil.Process(self._process.pid).children(recursive=True)),
                                    default=0)
-        return bool(self._inside) and count_files(self._inside) > _MAX_FILES
+        return bool(self._inside) and count_temporary_files(self._inside) > _MAX_FILES
 
     def kill(self) -> None:
         """Ends the process and what it has started. May be called by any thread."""
