@@ -95,6 +95,9 @@ def test_run_that_is_stopped_commits_without_its_engines_and_does_nothing_again(
     assert status.message == f"stopped by its operator at step {status.step}" and not status.stage
     assert (job.trainer.saved[-1].phase, job.trainer.saved[-1].step) == ("rl", status.step)
     assert job.kinds("run.") == ["run.stopped"] and errors == []
+    written = job.etcd.get(job.keys.job_status()).mod_revision
+    [event] = [kv for kv in job.etcd.range(job.keys.events_prefix())[0] if b"run.stopped" in kv.value]
+    assert event.mod_revision == written, "one transaction"
     job.stop_asked.clear()
     job.roles.hanging.set()
     job.trainer.lose()  # with all of the run
