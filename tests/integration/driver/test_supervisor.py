@@ -379,11 +379,12 @@ def test_stop_is_recorded_once_etcd_is_back_in_its_time(keys: Keys, tmp_path: Pa
             try:
                 job.await_driver(1)
                 etcd.put(keys.job_status(), JobStatus(phase="starting", step=4).encode())
-                put, failed = job._supervisor._put_stop, list[Exception]()
+                put, failed, running, driver = job._supervisor._put_stop, list[Exception](), list[bool](), job.driver()
 
                 def tried() -> str:
                     if not failed:
                         servers.stop(0)
+                    running.append(driver.is_running() and driver.status() != psutil.STATUS_ZOMBIE)
                     try:
                         return put()
                     except Exception as e:
@@ -394,6 +395,7 @@ def test_stop_is_recorded_once_etcd_is_back_in_its_time(keys: Keys, tmp_path: Pa
                 job._supervisor._put_stop = tried
                 job.stopped = True
                 assert job.end() == STOPPED and [type(e) for e in failed] == [EtcdUnavailable]
+                assert running[:2] == [True, True], "before its processes end, whose end would look like a death"
                 assert _status(job).phase == "stopped" and job.events().count("run.stopped") == 1
             finally:
                 servers.cont(0)
