@@ -5,6 +5,10 @@ what becomes of it. Once the run has begun, it ends by its last step, by its fai
 anything else the process ends with code 1, and the host agent starts it again: such as a signal, or a disk that is
 full. Before that every error is the end: what was submitted is refused. The code is 0 when the run has ended, or
 nothing was to do.
+
+A stop commits what is trained first, for a limited time (``DriverSupervisor``). Signals do not shorten it, and a
+process that is started again meanwhile goes on with it. Where the whole cluster is taken down, this process writes the
+stop into the job's record too, which the run's actor reads: the command may have found that etcd did not answer.
 """
 
 from __future__ import annotations
@@ -25,10 +29,10 @@ from elastic_rl.driver.supervisor import STOPPED
 from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import JobPhase, RunStatus
+from elastic_rl.etcd.cluster_records import JobPhase, RunStatus, is_stopped
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, Severity
+from elastic_rl.etcd.records import JobStatus, Severity, stopped_message
 from elastic_rl.host import job_run
 from elastic_rl.host.here import settings_here
 from elastic_rl.host.job_run import Submission
@@ -66,6 +70,8 @@ class RunService:
         self._submission, self._generation = submission, generation
         self._withdrawn = threading.Event()
         self._interrupted = False
+        self._signalled = False
+        """Whether a signal has come while the run was not stopped: another process then goes on with it."""
         self._at_home = True
         """Whether this is the host that it was submitted on."""
 
@@ -100,7 +106,7 @@ class RunService:
     def _carry_out(self, etcd: EtcdClient, info: ClusterInfo, submission: Submission, status: RunStatus) -> RunStatus:
         """Returns how the run has ended. Raises KeyboardInterrupt for a signal that is no stop, and what has ended a
         run that had begun."""
-        if self._stopped:
+        if self._stopped and status.phase is not JobPhase.RUNNING:  # there is nothing to commit
             return job_run.stopped(status)
         again = status.phase is not JobPhase.QUEUED
         if not again:
@@ -118,15 +124,11 @@ class RunService:
 
         try:
             code = self._train(submission, info, begun_at, begin,
-                               lambda: not self._stopped and status.phase is JobPhase.RUNNING)
+                               lambda: (self._signalled or not self._stopped) and status.phase is JobPhase.RUNNING)
             self._interrupted = True  # it is over: nothing interrupts the record of that
             if code == STOPPED:
                 return job_run.stopped(status, self._said_of_stop(etcd))
             return job_run.now(status, JobPhase.FAILED if code else JobPhase.FINISHED)
-        except KeyboardInterrupt:
-            if not self._stopped:
-                raise
-            return job_run.stopped(status)
         except Exception as e:
             self._interrupted = True
             if status.phase is JobPhase.RUNNING or isinstance(e, EtcdUnavailable | Fenced | Conflict):
@@ -137,12 +139,16 @@ class RunService:
             return job_run.failed(status, e, see=self._run.log)
 
     def _said_of_stop(self, etcd: EtcdClient) -> str:
-        """What the run's status says of its stop; empty where etcd does not answer."""
+        """What the run's status says of its stop. Where it says nothing of it, the supervisor could not write that
+        (its log says why), and nobody has seen a commit."""
         try:
             status = readable_one(etcd.get(Keys(self._cluster.cfg.job).job_status()), JobStatus)
         except EtcdUnavailable:
-            return ""
-        return status.message if status is not None and status.phase == "stopped" else ""
+            return ("stopped by its operator while etcd did not answer: what it trained after its last commit may have "
+                    "to be done again")
+        if status is not None and status.phase == "stopped":
+            return status.message
+        return stopped_message(status or JobStatus(phase=""), committed=False)
 
     def _train(self, submission: Submission, info: ClusterInfo, begun_at: float, begin: train.OnBegun,
                goes_on: Callable[[], bool]) -> int:
@@ -151,7 +157,7 @@ class RunService:
         logs.setup("train", cfg.telemetry.log_level)
         return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on, stopped=lambda: self._stopped,
-                         assignment=self._generation)
+                         assignment=self._generation, submission=self._submission)
 
     def _end(self, etcd: EtcdClient, status: RunStatus) -> None:
         """Writes how the run has ended, as soon as etcd answers; without it where the cluster is taken down. Raises
@@ -173,7 +179,7 @@ class RunService:
 
     @contextmanager
     def _following(self, info: ClusterInfo) -> Iterator[None]:
-        """Takes notice of a stop within the block, while etcd answers."""
+        """Takes notice of a stop within the block, and writes that of the cluster down, while etcd answers."""
         closing = threading.Event()
 
         def follow() -> None:
@@ -181,9 +187,12 @@ class RunService:
                 while not closing.wait(_READ_EVERY_S):
                     try:
                         record = self._run.read_from(etcd).record
+                        if not is_stopped(record, self._submission) and self._cluster.stops_runs:
+                            self._run.withdraw(etcd)
+                            continue
                     except ElasticRLError:  # an outage of etcd is no stop
                         continue
-                    if record is None or record.stopped or record.submission != self._submission:
+                    if is_stopped(record, self._submission):
                         self._withdrawn.set()
 
         thread = threading.Thread(target=follow, name="follow-job", daemon=True)
@@ -195,9 +204,12 @@ class RunService:
             thread.join(_JOIN_S)
 
     def _interrupt(self) -> None:
-        """Raises KeyboardInterrupt the first time; nothing interrupts what then cleans up."""
-        if not self._interrupted:
-            self._interrupted = True
+        """Raises KeyboardInterrupt the first time; nothing interrupts what then cleans up. Nor does anything interrupt
+        a stop, which has a limit of its own: who cannot wait for it kills this process."""
+        if self._stopped:
+            log.warning("a signal does not shorten the stop that is in progress")
+        elif not self._interrupted:
+            self._interrupted = self._signalled = True
             raise KeyboardInterrupt
 
 

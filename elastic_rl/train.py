@@ -71,7 +71,7 @@ OnBegun = Callable[[], None]
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
         on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
-        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0,
+        begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0, submission: int = 0,
         stopped: Callable[[], bool] = lambda: False) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed, and ``STOPPED``. Always writes the
     report.
@@ -81,7 +81,8 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
     job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
     ``goes_on``: asked when an error, or a signal, ends this process: whether another one goes on with the run. Then its
     compute plane runs on. ``stopped``: whether the operator stops the run. ``assignment``: generation of the driver's
-    assignment, if there is one: this process's driver begins under it.
+    assignment, if there is one: this process's driver begins under it. ``submission``: number of the job's submission
+    that is carried out, if it was submitted.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -98,7 +99,7 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
             return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
         ctx = prepare(cfg, info, from_job=from_job, resumes=bool(begun_at)).model_copy(
-            update={"assignment": assignment})
+            update={"assignment": assignment, "submission": submission})
         # Not before: a run that is refused changes nothing. One that is started again finds settings that may be newer.
         Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at, token=fencing.assigned(
             ClusterKeys(cfg.cluster_name), cfg.job, assignment))

@@ -16,13 +16,15 @@ from elastic_rl.coordinator.failure.policy import after_driver_ended, in_a_row
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultOccurrence, LastSeen, RecoveryAction
 from elastic_rl.coordinator.targets import DRIVER, JOB
-from elastic_rl.driver.etcd_patience import patiently
+from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
+from elastic_rl.driver.stop_window import StopWindow
 from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced, PreflightFailed, SharedDevicesLost
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.records import (
     ENDED_PHASES,
     WORKING_PHASES,
@@ -30,6 +32,7 @@ from elastic_rl.etcd.records import (
     JobStatus,
     RestartRequest,
     Severity,
+    ended,
     stopped_message,
 )
 from elastic_rl.etcd.run_context import RunContext
@@ -46,10 +49,12 @@ _TICK_S = 0.25
 _REQUESTS_INTERVAL_S = 1.0
 _STOP_GRACE_S = 30.0
 """Time for a driver to shut the compute plane down in order."""
+_RECORD_TRIES = 32
+"""Tries to write the stop between two writes of the actor's, before it counts as a conflict."""
 
 
 class _RunStopped(Exception):
-    """The run was stopped, and its driver is not waited for."""
+    """The run was stopped, and nothing of it is waited for."""
 
 
 class DriverSupervisor:
@@ -60,8 +65,9 @@ class DriverSupervisor:
     ends a run is the policy's rule for drivers alone (``after_driver_ended``). The leader counts deaths of drivers too;
     it does not see a driver that ends before it has registered.
 
-    A run that its operator stops has ``trainer.stop_timeout_s`` to commit what it has trained: the actor does that, and
-    writes that the run was stopped, before anything of it is ended. Where it does not, this process writes it.
+    A run that its operator stops has ``trainer.stop_timeout_s`` to commit what it has trained (``StopWindow``): the
+    actor does that, and writes that the run was stopped, before anything of it is ended. Where it does not, this
+    process writes it. A driver that ends meanwhile is followed by the next one, since the commit may need the trainer.
 
     ``command`` starts the driver's process; it gets ``--id NAME``, under which it registers and raises the epoch.
     ``on_tick`` is called four times a second. ``goes_on``: whether another process goes on with the run when an error
@@ -75,25 +81,31 @@ class DriverSupervisor:
         self._ctx, self._etcd, self._keys = ctx, etcd, ctx.keys
         self._policy = ctx.config.failure_policy
         self._command, self._env, self._on_tick, self._goes_on = command, env, on_tick, goes_on
-        self._stopped, self._stop_deadline = stopped, float("inf")
+        self._stopped, self._window = stopped, StopWindow(ctx.config.trainer.stop_timeout_s)
+        self._stop_read = float("-inf")
+        """Monotonic time at which it was last read whether a run that is stopped may end."""
+        self._epoch: int | None = None
+        """The newest epoch that was found before a driver of this process was started; None before the first."""
+        self._drivers: set[str] = set()
+        """Those that this process has started."""
         self._log_file = JobPaths.of(ctx.config).log("driver")
 
     def run(self) -> int:
         """Returns 0 when the job has finished, 1 when it has failed or the driver is in a crash loop, and ``STOPPED``.
-        Waits as long as etcd is unavailable, unless the run is stopped."""
+        Waits as long as etcd is unavailable; where the run is stopped, for the time of the stop."""
         try:
             return self._keep_running()
         except _RunStopped:
-            self._record_stop()
-            return STOPPED
+            return END_CODES.get(self._record_stop(), STOPPED)
 
     def _keep_running(self) -> int:
         ends: list[FaultOccurrence] = []
         budget = no_backoff = StartBudget(base_s=self._policy.backoff_initial_s, ceiling_s=self._policy.backoff_max_s)
         while True:
             self._with_etcd(self._acknowledge)  # what was requested while no driver ran is what this start does
-            epoch = self._with_etcd(partial(fencing.current_epoch, self._etcd, self._keys))
+            self._epoch = epoch = self._with_etcd(partial(fencing.current_epoch, self._etcd, self._keys))
             driver_id = f"driver-{secrets.token_hex(4)}"
+            self._drivers.add(driver_id)
             try:
                 code = self._run_driver(driver_id)
             except PreflightFailed as e:  # no process could be made; that is no fault of the driver
@@ -104,7 +116,7 @@ class DriverSupervisor:
             job = self._with_etcd(self._status)
             if job.phase in ENDED_PHASES:
                 return END_CODES[job.phase]
-            self._require_wanted()
+            self._require_time_to_stop()
             # A restart of the job ends the epoch: the driver may have ended for it before this process saw the request.
             request = self._with_etcd(self._request)
             if request is not None:  # the leader counts these, and stops a crash loop
@@ -118,7 +130,8 @@ class DriverSupervisor:
             ends = in_a_row(ends, time.monotonic(), job, self._policy)
             # The first restart follows at once.
             budget = no_backoff if len(ends) == 1 else budget.after_failure(time.monotonic(), jitter=random.random())
-            action = after_driver_ended(ends, self._policy)
+            # A global restart would give up what a stop is to commit, and the end of a stop is no crash loop.
+            action = RecoveryAction.NONE if self._stopped() else after_driver_ended(ends, self._policy)
             if action is RecoveryAction.STOP:
                 self._with_etcd(partial(self._stop_run, len(ends)))
                 return 1
@@ -154,42 +167,73 @@ class DriverSupervisor:
             time.sleep(_TICK_S)
 
     def _tick(self) -> None:
-        """Raises _RunStopped when nothing runs that could commit anything."""
+        """Called while no driver runs. Raises _RunStopped."""
         self._on_tick()
-        self._require_wanted()
-
-    def _require_wanted(self) -> None:
-        if self._stopped():
-            raise _RunStopped
+        self._require_time_to_stop()
 
     def _require_time_to_stop(self) -> None:
-        """Raises _RunStopped when the run was stopped, and has nothing to commit, or no time left for it."""
+        """Raises _RunStopped when the run was stopped, and has nothing to commit, or no time left for it. Called as
+        often as one likes; reads rarely."""
         if not self._stopped():
             return
-        self._stop_deadline = min(self._stop_deadline, time.monotonic() + self._ctx.config.trainer.stop_timeout_s)
-        try:
-            phase = self._status().phase
-        except EtcdUnavailable:  # nobody can commit anything
-            raise _RunStopped from None
-        if phase not in (*WORKING_PHASES, *ENDED_PHASES) or time.monotonic() >= self._stop_deadline:
+        now = time.monotonic()
+        self._window.begin(now)
+        phase = None
+        if now - self._stop_read >= _REQUESTS_INTERVAL_S:
+            self._stop_read = now
+            with contextlib.suppress(EtcdUnavailable):
+                phase = self._status().phase
+        if self._window.is_over(time.monotonic(), phase):
             raise _RunStopped
 
-    def _record_stop(self) -> None:
-        """Writes that the run was stopped, unless it is on record, and fences the actor off, which would write that it
-        works. Without etcd nobody sees the run end, either."""
-        with contextlib.suppress(EtcdUnavailable, Fenced, Conflict):
-            status = self._status()
-            epoch = fencing.current_epoch(self._etcd, self._keys)
+    def _record_stop(self) -> str:
+        """Writes that the run was stopped, unless an end of it is on record, and tries until the time of the stop is
+        over, but once at least. Returns the phase on record then; empty where there is none of an end."""
+        def pause(seconds: float) -> bool:
+            until = time.monotonic() + seconds
+            while not self._window.is_over(now := time.monotonic()) and now < until:
+                self._on_tick()
+                time.sleep(_TICK_S)
+            return self._window.is_over(time.monotonic())
+
+        self._window.begin(time.monotonic())
+        try:
+            return patiently(self._put_stop, pause=pause)
+        except Fenced as e:
+            log.warning("the stop of the run is not recorded by this process, which another one has replaced: %s", e)
+        except Stopped:
+            log.error("the stop of the run could not be recorded in the %g s of trainer.stop_timeout_s: what it "
+                      "trained after its last commit is trained again when the job is resumed",
+                      self._ctx.config.trainer.stop_timeout_s)
+        return ""
+
+    def _put_stop(self) -> str:
+        """Writes the stop in one transaction, which also fences the actor off: else it would write that it works. It is
+        conditional on all that it was decided by: what is stopped is the epoch that was read, and no later one. Returns
+        as ``_record_stop``. Raises Fenced where another process carries the job out, Conflict and EtcdUnavailable."""
+        keys = self._keys
+        token = fencing.assigned(ClusterKeys(self._ctx.config.cluster_name), self._ctx.job, self._ctx.assignment)
+        writer = fencing.FencedWriter(self._etcd, keys, lambda: token, f"the assignment of driver/{self._ctx.job}")
+        read = keys.job_status(), keys.epoch(), keys.actor_term()
+        for _ in range(_RECORD_TRIES):
+            found = writer.txn([], [Op.get(key) for key in read])
+            kv, epoch, term = (found.get(key) for key in read)
+            status = readable_one(kv, JobStatus) or JobStatus(phase="")
             if status.phase in ENDED_PHASES:
-                return
-            if epoch:
-                fencing.begin_term(self._etcd, self._keys, epoch, "stop")
+                return status.phase
+            number, holder = epoch.version if epoch else 0, readable_one(epoch, Epoch)
+            if self._epoch not in (None, number) and (
+                    holder is None or holder.holder not in (*self._drivers, fencing.GLOBAL_RESTART)):
+                raise Fenced(f"epoch {number} of job {self._ctx.job} is another process's")
+            fence, end_term = fencing.next_term(keys, term.version if term else 0, "stop")
             message = stopped_message(status, committed=status.phase not in WORKING_PHASES)
-            fencing.FencedWriter.of_epoch(self._etcd, self._keys, epoch).emit(
-                event_kinds.RUN_STOPPED, self._ctx.job, message, ops=[Op.put(
-                    self._keys.job_status(), status.replace(
-                        phase="stopped", message=message, stage="", waiting_for="", waiting_kind="", waiting_since=0.0,
-                        updated_at=time.time()).encode())])
+            if writer.emit(event_kinds.RUN_STOPPED, self._ctx.job, message, compares=[
+                    fencing.epoch_guard(keys, number), fence,
+                    Compare.mod(keys.job_status(), "==", kv.mod_revision if kv else 0)], ops=[end_term, Op.put(
+                        keys.job_status(), ended(status, "stopped", message, time.time()).encode())]) is not None:
+                log.warning("the run was %s", message)
+                return "stopped"
+        raise Conflict(f"{keys.job_status()} was changed concurrently in each of {_RECORD_TRIES} tries")
 
     def _stop_run(self, ends: int) -> None:
         """Ends the run where it is, as the leader does in a crash loop: every version is kept."""
@@ -197,8 +241,7 @@ class DriverSupervisor:
         message = (f"crash loop: the driver ended {ends} times without progress of the job. Everything is kept; see "
                    f"{self._log_file}, fix the cause, and train again")
         found = self._etcd.get(self._keys.job_status())
-        status = (readable_one(found, JobStatus) or JobStatus(phase="")).replace(
-            phase="failed", message=message, updated_at=time.time())
+        status = ended(readable_one(found, JobStatus) or JobStatus(phase=""), "failed", message, time.time())
         epoch = fencing.current_epoch(self._etcd, self._keys)
         with contextlib.suppress(Fenced):  # another driver has begun: the run goes on there
             fencing.FencedWriter.of_epoch(self._etcd, self._keys, epoch).emit(
@@ -218,7 +261,7 @@ class DriverSupervisor:
                             return
                         driver.kill()
                 next_read = time.monotonic() + _REQUESTS_INTERVAL_S
-                self._require_time_to_stop()
+            self._require_time_to_stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 driver.wait(timeout=_TICK_S)
         self._on_tick()
@@ -264,7 +307,7 @@ class DriverSupervisor:
         writer = fencing.FencedWriter.of_epoch(self._etcd, self._keys, now)
         with contextlib.suppress(Fenced):
             if action is RecoveryAction.GLOBAL_RESTART:
-                _, end = fencing.next_epoch(self._keys, now, holder="global restart")
+                _, end = fencing.next_epoch(self._keys, now, holder=fencing.GLOBAL_RESTART)
                 writer.emit(event_kinds.RUN_GLOBAL_RESTART, self._ctx.job,
                             f"global restart: the driver ended {ends} times without progress of the job",
                             severity=Severity.ERROR, ops=[end])

@@ -264,6 +264,15 @@ class JobRecord(Record):
     """The host that it was submitted on, which has its files: others take its driver only while that one is not fit."""
 
 
+def is_stopped(record: JobRecord | None, submission: int) -> bool:
+    """Whether the run of a submission is to end: its operator has stopped it, or submitted the job once more, or taken
+    it off the cluster. ``record``: of its job; None where there is none. ``submission`` 0: a run that was not
+    submitted, such as a bench's, for which only the first counts."""
+    if record is None:
+        return bool(submission)
+    return record.stopped or submission not in (0, record.submission)
+
+
 class JobPhase(OpenEnum):
     QUEUED = "queued"
     STARTING = "starting"

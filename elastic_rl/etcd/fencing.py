@@ -24,6 +24,8 @@ from elastic_rl.etcd.records import Epoch, Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op, TxnResult
 
 _TRIES = 32
+GLOBAL_RESTART = "global restart"
+"""Holder of an epoch that a global restart has begun, and in which no driver has begun yet."""
 
 
 class FencedWriter:
@@ -128,6 +130,13 @@ def next_epoch(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
     """Condition and write that end epoch ``number`` and begin the next one, for a transaction of the caller's."""
     epoch = Epoch(number=number + 1, holder=holder, started_at=time.time())
     return epoch_guard(keys, number), Op.put(keys.epoch(), epoch.encode())
+
+
+def next_term(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
+    """Condition and write that end the actor's term ``number`` and begin the next one, for a transaction of the
+    caller's."""
+    term = Epoch(number=number + 1, holder=holder, started_at=time.time())
+    return Compare.version(keys.actor_term(), "==", number), Op.put(keys.actor_term(), term.encode())
 
 
 def current_epoch(etcd: EtcdClient, keys: Keys) -> int:

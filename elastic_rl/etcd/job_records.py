@@ -99,6 +99,13 @@ class JobStatus(Record):
     there is nothing more to ask for."""
 
 
+def ended(status: JobStatus, phase: str, message: str, at: float) -> JobStatus:
+    """The status of a run that ends where it is: it works on nothing, waits for nothing, and nothing holds it back.
+    ``phase``: one of ``ENDED_PHASES``. ``at``: unix seconds."""
+    return status.replace(phase=phase, message=message, stage="", waiting_for="", waiting_kind="", waiting_since=0.0,
+                          generation_cap=GenerationCap.NONE, updated_at=at)
+
+
 def stopped_message(status: JobStatus, *, committed: bool) -> str:
     """Says that a run was stopped, and where it goes on when it is resumed. ``committed``: whether all that it had
     trained is committed."""

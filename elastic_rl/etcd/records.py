@@ -18,6 +18,7 @@ from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
     RunLogHead,
     SampleRecord,
     StepMetrics,
+    ended,
     stopped_message,
 )
 from elastic_rl.etcd.record import OpenEnum, Record

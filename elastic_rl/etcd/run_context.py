@@ -35,6 +35,8 @@ class RunContext(BaseModel):
     """
     assignment: int = 0
     """Generation of the driver's assignment, under which a driver begins; 0: it was started without one."""
+    submission: int = 0
+    """Number of the job's submission that is carried out; 0: it was not submitted."""
     model_dir: str
     """Folder of the HF model with the initial weights, the architecture and the tokenizer."""
     router_urls: dict[str, str] = {}

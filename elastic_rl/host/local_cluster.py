@@ -101,7 +101,7 @@ _DOWN_LOCK_TIMEOUT_S = 15.0
 _STOP_RUN_S = STOP_RUN_S
 """Longest wait for a run to end, beside that for its commit."""
 _WITHDRAW_S = 2.0
-"""Seconds of retries of etcd before a run that is taken down ends without a commit."""
+"""Seconds of retries of etcd before a run that is taken down is left to write its stop itself."""
 _READ_BUDGET_S = 1.0
 """Retries of a reading of a run, which is made again and again."""
 SAVE_GRACE_S = 90.0
@@ -1136,8 +1136,8 @@ class Cluster:
 
     def _withdraw_run(self) -> float:
         """Has etcd say that the run on this host was stopped, so that it commits what it has trained, and its end is
-        no fault. Returns the seconds that the commit may take; 0 where nothing runs here, and where etcd does not
-        answer, without which nothing can be committed."""
+        no fault. Where etcd does not take that, the run writes it as soon as etcd does. Returns the seconds that the
+        commit may take; 0 where nothing runs here."""
         if not self.run.pid:
             return 0.0
         try:
@@ -1145,9 +1145,19 @@ class Cluster:
                 self.run.withdraw(etcd)
                 record = self.run.read_from(etcd).record
         except (ConfigError, Conflict, EtcdUnavailable, PreflightFailed) as e:
-            self._say(f"warning: the run of job {self.cfg.job} commits nothing first: {e.message}")
-            return 0.0
-        return record.stop_s if record is not None else 0.0
+            commit_s = self._stop_timeout_s()
+            self._say(f"warning: that job {self.cfg.job} is stopped cannot be recorded: {e.message}; its run commits "
+                      f"what it has trained if etcd answers within {commit_s:g} s")
+            return commit_s
+        return record.stop_s if record is not None else self._stop_timeout_s()
+
+    def _stop_timeout_s(self) -> float:
+        """``trainer.stop_timeout_s`` of the run, by the settings in the job's folder: this object may have been made by
+        the location of the cluster alone."""
+        with contextlib.suppress(ConfigError, PreflightFailed):
+            if self._job.settings.exists():
+                return cluster_settings.on_top(self._job.settings, {}).trainer.stop_timeout_s
+        return self.cfg.trainer.stop_timeout_s
 
     def _end_run(self, *, locked: bool = False, goes_on: bool = False, commit_s: float = 0.0) -> bool:
         """Ends the process of a run that was stopped, and what its compute plane has left; returns whether there was

@@ -26,6 +26,9 @@ from elastic_rl.runtime.backoff import RetryBackoff
 
 _LOST_RETRY_S = (0.5, 10.0)
 """Pauses after losses of the trainer with no step between them."""
+_STOP_LOSSES = 3
+"""Losses of the trainer after which a stop tries no further commit: a trainer that ends whenever it saves, as one
+without room for that does, never commits."""
 
 
 class Pipeline:
@@ -59,11 +62,16 @@ class Pipeline:
 
 
 def _drive(stages: Stages, term: ActorTerm) -> None:
-    """Has every effect of the schedule carried out. Raises Fenced."""
+    """Has every effect of the schedule carried out. Raises Fenced.
+
+    A stop ends in a limited time. Its commit may wait, as for etcd or the checkpoint service: when the time of the stop
+    is over, the run's process fences this actor off, whose wait then ends with Fenced. Or it may end the trainer, each
+    time: after a few losses the run ends without it, since what was to be committed was lost with the first one.
+    """
     waits, effects = term.waits, stages.effects
     effect = next(effects)
     lost = RetryBackoff(*_LOST_RETRY_S)
-    stops = False
+    stops, stop_losses = False, 0
     while True:
         if waits.stop_asked and not stops and not isinstance(effect, schedule.NOT_STOPPED):
             stops, effect = True, effects.throw(schedule.StopAsked())
@@ -79,6 +87,9 @@ def _drive(stages: Stages, term: ActorTerm) -> None:
             stages.lost(e)
             _report_loss(term, e)
             effect = effects.throw(Lost(str(e)))
+            stop_losses += waits.stop_asked
+            if stop_losses >= _STOP_LOSSES:  # in the place of where the trainer is: what it has stays committed
+                stops, effect = True, effects.throw(schedule.StopAsked())
             waits.pause(lost.left_s(time.monotonic()))
             lost.failed(time.monotonic())  # the first loss is answered at once
             continue

@@ -275,6 +275,8 @@ class Stop:
 
     step: int | None
     """That of the committed state; None where the run was stopped before it was known."""
+    updates: Sequence[UpdateMade] = ()
+    """Supervised updates since the last evaluation, which are committed and on no record yet."""
 
 
 Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Take | Train | Evaluate | Save | SampleGroups | Write
@@ -332,7 +334,7 @@ def _from_committed_state(go_on: Callable[[State, _Position], Continuation]) -> 
             except StopAsked:
                 if (save := position.save()) is not None:
                     yield save
-                yield Stop(position.step)
+                yield Stop(position.step, tuple(position.updates))
                 return
             reason = ""
         except Lost as e:
@@ -349,6 +351,8 @@ class _Position:
     step: int
     phase: str = ""
     cursor: Mapping[str, Any] = field(default_factory=dict)
+    updates: list[UpdateMade] = field(default_factory=list)
+    """Supervised updates since the last evaluation."""
 
     def save(self) -> Save | None:
         """What commits the steps that were trained; None where there are none, or each one is committed as it is made.
@@ -364,12 +368,11 @@ def _sft(plan: RunPlan, state: State, position: _Position) -> Generator[Effect, 
     accuracy, evaluated_at = found.get("accuracy"), int(found.get("step", 0))
     while position.step < plan.sft_max_steps and not (accuracy is not None and accuracy >= plan.sft_target):
         until = min(evaluated_at + _sft_interval(plan, accuracy), plan.sft_max_steps)
-        updates: list[UpdateMade] = []
         for step in range(position.step + 1, until + 1):
-            updates.append((yield SftUpdate(step, cursor)))
+            position.updates.append((yield SftUpdate(step, cursor)))
             position.step = step
-        accuracy = yield SftEvaluate(position.step, updates)
-        evaluated_at = position.step
+        accuracy = yield SftEvaluate(position.step, position.updates)
+        evaluated_at, position.updates = position.step, []
         cursor["sft"] = {"step": evaluated_at, "accuracy": accuracy}
         position.cursor = cursor
     return cursor

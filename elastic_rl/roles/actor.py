@@ -10,7 +10,7 @@ from ray import serve
 
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.cluster_records import JobRecord
+from elastic_rl.etcd.cluster_records import JobRecord, is_stopped
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import ClusterKeys
 from elastic_rl.etcd.membership import members
@@ -46,12 +46,13 @@ class ActorRole(Role):
         threading.Thread(target=self._follow_job, name="follow-job", daemon=True).start()
 
     def _follow_job(self) -> None:
-        """Has the loop end once the operator has stopped the job."""
+        """Has the loop end once the operator has stopped this submission of the job. An outage of etcd is no stop, and
+        neither is a record that this release cannot read."""
         key = ClusterKeys(self.ctx.config.cluster_name).job(self.ctx.job)
         while not self._stopping.wait(_STOP_READ_S):
-            with contextlib.suppress(ElasticRLError):  # an outage of etcd is no stop
-                record = readable_one(self.etcd.get(key), JobRecord)
-                if record is not None and record.stopped:
+            with contextlib.suppress(ElasticRLError):
+                record = readable_one(found := self.etcd.get(key), JobRecord)
+                if (record is not None or found is None) and is_stopped(record, self.ctx.submission):
                     self._stop_asked.set()
                     return
 

@@ -24,7 +24,15 @@ from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode, readable
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import FAILURE_POLICY, Engine, Event, JobStatus, OperationState, Severity
+from elastic_rl.etcd.records import (
+    FAILURE_POLICY,
+    Engine,
+    Event,
+    JobStatus,
+    OperationState,
+    Severity,
+    ended,
+)
 from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
@@ -168,8 +176,7 @@ class FailureController:
         guard, end = fencing.next_epoch(self._keys, fencing.current_epoch(self._etcd, self._keys), holder="crash loop")
         writes.require(guard)
         key = self._keys.job_status()
-        writes.put(key, snapshot.revision(key), status.replace(phase="failed", message=message,
-                                                               updated_at=snapshot.now))
+        writes.put(key, snapshot.revision(key), ended(status, "failed", message, snapshot.now))
         writes.add(end, events.put_op(self._keys, events.build(
             event_kinds.RUN_CRASH_LOOP, self._keys.job, message, severity=Severity.ERROR, by=FAILURE_POLICY)))
         if self._guarded(writes.compares, writes.ops):

@@ -25,6 +25,7 @@ STOP_RUN_S = 60.0
 """Longest time for a run that was stopped to end in order, once it has committed what it had trained: it takes its
 processes down, one after the other, and writes its report."""
 _BY_OPERATOR = (JobPhase.STOPPED, "stopped by its operator")
+_RESUBMITTED = (JobPhase.STOPPED, "it was submitted once more")
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,14 @@ class SeenJob:
         if self._run is not None and self._run.phase.ended:
             return self._run.phase, self._run.message
         if self.state is not None and self.record.submission != self.state.submission:
-            return JobPhase.STOPPED, "it was submitted once more"
+            return _RESUBMITTED
         return _BY_OPERATOR if self.record.stopped else None
 
     def ends_in_order(self, leader_s: float) -> bool:
-        """Whether it was stopped, and its run has time to end by itself."""
-        return (self.ending == _BY_OPERATOR and self.driver.runs and self.state is not None
+        """Whether it was stopped, and its run has time to end by itself. The process of a run that had begun may be
+        between two incarnations, of which the next one ends it."""
+        runs = self.driver.runs or self.begun and not self.driver.gone
+        return (self.ending in (_BY_OPERATOR, _RESUBMITTED) and runs and self.state is not None
                 and not 0 < self.state.stop_deadline_s <= leader_s)
 
     def wants_driver(self, leader_s: float) -> bool:

@@ -207,7 +207,7 @@ class OperationService:
             return {"before": self._incarnations(registry.DRIVER)}, _DRIVER_RESTART_S
         if target == JOB:
             epoch = fencing.current_epoch(self._etcd, self._keys)
-            guard, put = fencing.next_epoch(self._keys, epoch, holder="global restart")
+            guard, put = fencing.next_epoch(self._keys, epoch, holder=fencing.GLOBAL_RESTART)
             writes.require(guard)
             writes.add(put)
             return ({"before": [i for group in groups for i in self._incarnations(group)], "ended": epoch},

@@ -18,7 +18,7 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import ENDED_PHASES, GenerationCap, JobStatus, StepMetrics
+from elastic_rl.etcd.records import ENDED_PHASES, Event, GenerationCap, JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
 from elastic_rl.pipeline.records.history import Block, History, record_line
@@ -186,10 +186,11 @@ class JobStatusWriter:
         except ElasticRLError as e:  # nothing of the run depends on it
             log.warning("what the run does is not written: %s", e)
 
-    def write(self, phase: str, *, metrics: StepMetrics | None = None, samples: Sequence[Op] = (), **changes: Any
-              ) -> None:
-        """``metrics``: of a step that was just completed. ``samples``: the operations that write samples of it. Raises
-        Fenced when the writer's token is over, and EtcdUnavailable: the same call can then be repeated."""
+    def write(self, phase: str, *, metrics: StepMetrics | None = None, samples: Sequence[Op] = (),
+              event: Event | None = None, **changes: Any) -> None:
+        """``metrics``: of a step that was just completed. ``samples``: the operations that write samples of it.
+        ``event``: what the change is reported by, which is written once, however often this is repeated. Raises Fenced
+        when the writer's token is over, and EtcdUnavailable: the same call can then be repeated."""
         with self._lock:
             if metrics is not None:
                 total_s, usual_s = metrics.seconds.get("total", 0.0), self.latest.step_s
@@ -197,7 +198,7 @@ class JobStatusWriter:
                 changes["step_s"] = total_s + _STEP_S_KEPT * (usual_s - total_s) if usual_s else total_s
                 changes["pieces"] = 0
                 changes["dropped_groups"] = _add(self.latest.dropped_groups, _dropped(metrics), 1)
-            self._write(phase, changes, [*([self._put(metrics)] if metrics is not None else []), *samples])
+            self._write(phase, changes, [*([self._put(metrics)] if metrics is not None else []), *samples], event)
             self._metrics = metrics or self._metrics
 
     def evaluated(self, phase: str, step: int, eval_accuracy: float,
@@ -239,7 +240,7 @@ class JobStatusWriter:
             self._writer.write(*batch)
         self._write(phase, changes, last)
 
-    def _write(self, phase: str, changes: Mapping[str, Any], ops: Sequence[Op]) -> None:
+    def _write(self, phase: str, changes: Mapping[str, Any], ops: Sequence[Op], event: Event | None = None) -> None:
         now = self._clock()
         if phase in ENDED_PHASES:
             self._activity.update(now, "")
@@ -247,7 +248,10 @@ class JobStatusWriter:
         shown = self._activity.visible(now)
         new = self.latest.replace(**{"phase": phase, "updated_at": now, **asdict(shown), **changes})
         blocks = self._blocks()
-        self._writer.write(Op.put(self._keys.job_status(), new.encode()), *ops, *put_ops(self._keys, blocks))
+        ops = [Op.put(self._keys.job_status(), new.encode()), *ops, *put_ops(self._keys, blocks)]
+        # Where the event is there already, an answer was lost; another thread may have written its status since.
+        if event is None or not self._writer.write_event(event, ops=ops):
+            self._writer.write(*ops)
         self.latest, self._needs_written, self._cap_written = new, True, new.generation_cap
         self._activity.written(shown)
         if self._history is not None:

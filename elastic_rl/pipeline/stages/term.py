@@ -18,6 +18,8 @@ from elastic_rl.dcs.publish.growing_stream import GrowingStream
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.event_kinds import EventKind
+from elastic_rl.etcd.events import build
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import WORKING_PHASES, GroupLease, Severity, StepMetrics, stopped_message
@@ -176,19 +178,21 @@ class ActorTerm:
 
     def finish(self, step: int) -> None:
         self.member.progress(step, "finished")
-        self.emit(event_kinds.RUN_FINISHED, self.ctx.job, f"finished after {step} steps")
-        self.phase = "finished"
-        self.write(step=step)
+        self._end("finished", event_kinds.RUN_FINISHED, f"finished after {step} steps", step=step)
 
-
-    def stop(self, step: int | None) -> None:
-        """Ends the run where it is. ``step``: the committed one, of the phase; None where the trainer is away."""
+    def stop(self, step: int | None, **changes: Any) -> None:
+        """Ends the run where it is. ``step``: the committed one, of the phase; None where the trainer is away.
+        ``changes``: what else of the status changes."""
         self.member.progress(step or self.step, "stopped")
         trains = self.status.latest.phase in WORKING_PHASES
         message = stopped_message(self.status.latest, committed=step is not None or not trains)
-        self.emit(event_kinds.RUN_STOPPED, self.ctx.job, message)
-        self.phase = "stopped"
-        self.write(message=message)
+        self._end("stopped", event_kinds.RUN_STOPPED, message, message=message, **changes)
+
+    def _end(self, phase: str, kind: EventKind, text: str, **changes: Any) -> None:
+        """Writes the end of the run and its event in one transaction, as soon as etcd takes it: who sees one sees the
+        other, also where this actor ends in between."""
+        self.phase, event = phase, build(kind, self.ctx.job, text)  # once, however often it is written
+        self.write(event=event, **changes)
 
 
 def known_before(metrics: StepMetrics, groups: IntervalSet) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,10 @@ class TrainerStages(Stages):
                 return self._begin_rl(effect)
             case schedule.Save():
                 return self._save(effect)
+            case schedule.Stop(updates=updates) if effect.step is not None and updates:
+                # A run that is resumed knows nothing of them, so that nobody else records them.
+                self._log_sft(effect.step, updates)
+                return self._term.stop(effect.step, **self._sft_totals(effect.step, updates))
         return super()._perform(effect)
 
     def _resume(self, effect: schedule.Resume) -> State:
@@ -126,15 +131,22 @@ class TrainerStages(Stages):
         missed = batch.sequence_sum((~outputs["greedy"]).long())
         accuracy = float((missed == 0).float().mean())
         eval_loss = -float(outputs["logprobs"].double().mean())
-        last = effect.updates[-1].metrics if effect.updates else {}
-        term.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, eval_loss=eval_loss,
-                           passes=effect.step * cfg.sft.batch_size / len(self._source.train),
-                           **{name: last.get(name) for name in ("loss", "grad_norm", "lr")},
-                           throughput=training_metrics.of_throughput(last))
-        seconds = sum(update.seconds for update in effect.updates)
-        term.write(**self._sft_progress(effect.step), eval_accuracy=accuracy, eval_measure="exact_match",
-                   productive_s=term.status.latest.productive_s + seconds)
+        self._log_sft(effect.step, effect.updates, eval_accuracy=accuracy, eval_loss=eval_loss)
+        term.write(**self._sft_totals(effect.step, effect.updates), eval_accuracy=accuracy, eval_measure="exact_match")
         return accuracy
+
+    def _log_sft(self, step: int, updates: Sequence[UpdateMade], **evaluation: float) -> None:
+        """The record of the updates up to a step, with the evaluation after it, if there was one."""
+        last = updates[-1].metrics if updates else {}
+        self._term.run_log.write("sft", step=step, **evaluation,
+                                 passes=step * self._term.cfg.sft.batch_size / len(self._source.train),
+                                 **{name: last.get(name) for name in ("loss", "grad_norm", "lr")},
+                                 throughput=training_metrics.of_throughput(last))
+
+    def _sft_totals(self, step: int, updates: Sequence[UpdateMade]) -> dict[str, Any]:
+        """What the status says once these updates up to a step are on record."""
+        return {**self._sft_progress(step), "productive_s": self._term.status.latest.productive_s + sum(
+            update.seconds for update in updates)}
 
     def _sft_progress(self, step: int) -> dict[str, int]:
         """What the status says after a supervised step."""

@@ -21,12 +21,12 @@ from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.targets import DRIVER, JOB
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.supervisor import STOPPED, DriverSupervisor
-from elastic_rl.errors import Fenced
+from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import JobStatus, Member, RestartRequest, Severity
+from elastic_rl.etcd.records import GenerationCap, JobStatus, Member, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.host.paths import JobPaths
@@ -99,6 +99,20 @@ class SupervisedJob:
 
         self._supervisor._request = noted
         wait_until(lambda: len(reads) >= 2, what="two reads of the requests")
+
+    def count_stop_reads(self) -> list[str | None]:
+        """The phases that the supervisor reads from here on to see whether a stop is over; None where etcd did not
+        answer."""
+        read, reads = self._supervisor._status, list[str | None]()
+
+        def noted() -> JobStatus:
+            reads.append(None)
+            status = read()
+            reads[-1] = status.phase
+            return status
+
+        self._supervisor._status = noted
+        return reads
 
     def request_restart_of_driver(self) -> None:
         self.etcd.put(self.keys.restart(DRIVER), RestartRequest(target=DRIVER, generation=1).encode())
@@ -326,6 +340,124 @@ def test_run_that_does_not_commit_in_time_is_stopped_on_record_before_anything_o
             actor.require()
     finally:
         job.close()
+
+
+def test_commit_of_a_run_that_is_stopped_is_waited_for_while_etcd_is_away(keys: Keys, tmp_path: Path) -> None:
+    """The actor commits as soon as etcd answers; without an answer nobody knows that there is nothing to commit."""
+    servers = EtcdServers(tmp_path / "etcd", 1)
+    try:
+        servers.start()
+        with servers.connect() as etcd:
+            job = SupervisedJob(servers.endpoints, keys, etcd, tmp_path / "run")
+            job.start("hangs")
+            try:
+                job.await_driver(1)
+                etcd.put(keys.job_status(), JobStatus(phase="rl", step=16).encode())
+                reads = job.count_stop_reads()
+                servers.stop(0)
+                job.stopped = True
+                wait_until(lambda: len(reads) >= 2 and reads[-1] is None, what="reads that etcd has not answered")
+                assert job.code is None and job.driver().is_running()
+                servers.cont(0)
+                etcd.put(keys.job_status(), JobStatus(phase="stopped", step=17, message="of the actor").encode())
+                job.driver().kill()
+                assert job.end() == STOPPED and _status(job).message == "of the actor"
+            finally:
+                servers.cont(0)
+                job.close()
+    finally:
+        servers.close()
+
+
+def test_stop_is_recorded_once_etcd_is_back_in_its_time(keys: Keys, tmp_path: Path) -> None:
+    servers = EtcdServers(tmp_path / "etcd", 1)
+    try:
+        servers.start()
+        with servers.connect() as etcd:
+            job = SupervisedJob(servers.endpoints, keys, etcd, tmp_path / "run")
+            job.start("hangs")
+            try:
+                job.await_driver(1)
+                etcd.put(keys.job_status(), JobStatus(phase="starting", step=4).encode())
+                put, failed, running, driver = job._supervisor._put_stop, list[Exception](), list[bool](), job.driver()
+
+                def tried() -> str:
+                    if not failed:
+                        servers.stop(0)
+                    running.append(driver.is_running() and driver.status() != psutil.STATUS_ZOMBIE)
+                    try:
+                        return put()
+                    except Exception as e:
+                        failed.append(e)
+                        servers.cont(0)
+                        raise
+
+                job._supervisor._put_stop = tried
+                job.stopped = True
+                assert job.end() == STOPPED and [type(e) for e in failed] == [EtcdUnavailable]
+                assert running[:2] == [True, True], "before its processes end, whose end would look like a death"
+                assert _status(job).phase == "stopped" and job.events().count("run.stopped") == 1
+            finally:
+                servers.cont(0)
+                job.close()
+    finally:
+        servers.close()
+
+
+def test_run_that_is_stopped_while_its_driver_is_down_commits_with_the_next_one(job: SupervisedJob) -> None:
+    job.start("works")
+    job.await_driver(1)
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=16).encode())
+    job.driver().suspend()
+    job.stopped = True
+    job.driver().kill()
+    job.await_driver(2)
+    assert _status(job).phase == "rl", "the actor has not committed yet"
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="stopped", step=16, message="of the actor").encode())
+    assert job.end() == STOPPED and _status(job).message == "of the actor"
+
+
+def test_drivers_that_crash_during_a_stop_are_no_crash_loop(
+        etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, tmp_path: Path) -> None:
+    """A global restart would give up what is to be committed."""
+    job = SupervisedJob(etcd_servers.endpoints, keys, etcd, tmp_path)
+    try:
+        etcd.put(keys.job_status(), JobStatus(phase="rl", step=7).encode())
+        job.stopped = True
+        job.start("crashes")
+        wait_until(lambda: len(job.starts()) > job.ctx.config.failure_policy.max_global_restarts, what="many drivers")
+        assert job.code is None and fencing.current_epoch(etcd, keys) == 0
+        etcd.put(keys.job_status(), JobStatus(phase="stopped", step=7).encode())
+        assert job.end() == STOPPED and {*job.events()} == {"driver.restarted"}
+    finally:
+        job.close()
+
+
+def test_stop_ends_no_epoch_of_another_process(job: SupervisedJob) -> None:
+    """This one may be stale: its host was cut off, and the run goes on elsewhere."""
+    job.start("hangs")
+    job.await_driver(1)
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="starting", step=4).encode())
+    epoch = fencing.raise_epoch(job.etcd, job.keys, holder="driver-elsewhere").number
+    actor = fencing.FencedWriter.of_term(job.etcd, job.keys, epoch, fencing.begin_term(
+        job.etcd, job.keys, epoch, "actor"))
+    job.stopped = True
+    assert job.end() == STOPPED
+    actor.require()
+    assert _status(job).phase == "starting" and "run.stopped" not in job.events()
+
+
+def test_recorded_stop_leaves_nothing_of_what_the_run_did_in_its_status(job: SupervisedJob) -> None:
+    job.start("hangs")
+    job.await_driver(1)
+    job.etcd.put(job.keys.job_status(), JobStatus(
+        phase="starting", step=4, stage="resume", waiting_for="the trainer", waiting_kind="trainer", waiting_since=1.0,
+        generation_cap=GenerationCap.STALENESS).encode())
+    job.stopped = True
+    assert job.end() == STOPPED
+    status = _status(job)
+    assert (status.stage, status.waiting_for, status.waiting_kind, status.waiting_since, status.generation_cap) == (
+        "", "", "", 0.0, GenerationCap.NONE)
 
 
 def _status(job: SupervisedJob) -> JobStatus:

@@ -12,6 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +30,8 @@ from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.cluster_records import JobPhase
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.cluster_records import JobPhase, JobRecord
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import Epoch, JobStatus
 from elastic_rl.host import kept_state, processes
 from elastic_rl.host.agent.status import AgentStatus
@@ -302,6 +303,27 @@ def test_down_stops_the_run_with_its_report_and_up_does_not_start_it_again(
     assert "goes on" not in _run(capsys, "up", *job.options)[1]
     job.await_agent()
     assert not job.pid() and len(job.drivers()) == 1
+
+
+def test_run_writes_its_stop_itself_where_etcd_does_not_answer_the_command_that_takes_its_cluster_down(job: Job
+                                                                                                       ) -> None:
+    """Its actor then reads the stop, and commits; `down` waits for that."""
+    job.submit()
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=7, steps=150).encode())
+    etcd = psutil.Process(job.cluster.services.get("etcd-0").pid)  # type: ignore[union-attr]
+    etcd.suspend()
+    down = threading.Thread(target=job.cluster.down, daemon=True)
+    try:
+        down.start()
+        wait_until(job.cluster.paths.stopped.exists, what="the cluster to count as down")
+    finally:
+        etcd.resume()
+    record = ClusterKeys(job.cfg.cluster_name).job(job.cfg.job)
+    wait_until(lambda: JobRecord.decode(job.etcd.get(record).value).stopped, what="the stop on record")
+    assert job.pid() and down.is_alive(), "it may commit"
+    job.finish()  # as far as the stub knows
+    down.join(120)
+    assert not down.is_alive() and job.report()["steps"] == 1
 
 
 @full(proved_in="tests/integration/host/test_host_agent.py tests/integration/host/test_run_service.py",

@@ -39,7 +39,9 @@ from elastic_rl.etcd.records import (
     StepMetrics,
 )
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.records.history_reader import HistoryReader
+from elastic_rl.pipeline.stages.trainer import TrainerStages
 from elastic_rl.report.build import effective_steps, read_records
 from elastic_rl.trainer.progress import Progress
 
@@ -95,6 +97,9 @@ def test_run_that_is_stopped_commits_without_its_engines_and_does_nothing_again(
     assert status.message == f"stopped by its operator at step {status.step}" and not status.stage
     assert (job.trainer.saved[-1].phase, job.trainer.saved[-1].step) == ("rl", status.step)
     assert job.kinds("run.") == ["run.stopped"] and errors == []
+    written = job.etcd.get(job.keys.job_status()).mod_revision
+    [event] = [kv for kv in job.etcd.range(job.keys.events_prefix())[0] if b"run.stopped" in kv.value]
+    assert event.mod_revision == written, "one transaction"
     job.stop_asked.clear()
     job.roles.hanging.set()
     job.trainer.lose()  # with all of the run
@@ -103,6 +108,28 @@ def test_run_that_is_stopped_commits_without_its_engines_and_does_nothing_again(
     job.finish()
     job.assert_exactly_once()
     assert not [r for r in read_records(JobPaths.of(job.ctx.config).steps) if r["kind"] == "rewind"]
+
+
+def test_supervised_updates_since_the_last_evaluation_are_on_record_after_a_stop(
+        make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resumed run does not make them again."""
+    job = make_job(**{"sft.eval_every_steps": "4", "sft.eval_every_steps_near_target": "4"})
+    update = TrainerStages._sft_update
+
+    def stopped_at_two(stages: TrainerStages, effect: schedule.SftUpdate) -> schedule.UpdateMade:
+        if effect.step == 2:
+            job.stop_asked.set()
+        return update(stages, effect)
+
+    monkeypatch.setattr(TrainerStages, "_sft_update", stopped_at_two)
+    errors = job.start_actor()
+    wait_until(lambda: job.status().phase == "stopped", what="the stop")
+    status = job.status()
+    assert status.message == "stopped by its operator at supervised step 2" and status.productive_s > 0 and not errors
+    job.runs[-1].thread.join(60)
+    [record] = [r for r in read_records(JobPaths.of(job.ctx.config).steps) if r["kind"] == "sft"]
+    assert record["step"] == 2 and record["loss"] is not None and "eval_accuracy" not in record
+    assert (job.trainer.saved[-1].phase, job.trainer.saved[-1].step) == ("sft", 2)
 
 
 def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJob) -> None:

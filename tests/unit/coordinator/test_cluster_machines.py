@@ -34,6 +34,7 @@ from elastic_rl.etcd.cluster_records import (
     RunStatus,
     ServiceStatus,
     driver_of,
+    is_stopped,
 )
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.transaction import Compare, KeyValue
@@ -286,6 +287,34 @@ def test_run_that_was_stopped_has_its_driver_until_it_has_ended_in_order_or_its_
     assert not replace(stopping, driver=Driver(gone=False)).wants_driver(130.0), "there is nothing to end in order"
     ended = jobs.advance({"a": replace(stopping, run=status(JobPhase.STOPPED), driver=Driver())}, 1, 130.0)["a"]
     assert ended.phase is JobPhase.STOPPED and not ended.stop_deadline_s
+
+
+def test_run_that_was_stopped_keeps_its_driver_while_its_process_is_started_again_within_its_time() -> None:
+    between = job(JobPhase.RUNNING, stopped=True, stop_s=20.0, driver=Driver(gone=False), run=status(JobPhase.RUNNING))
+    state = jobs.advance({"a": between}, 1, 100.0, 40.0)["a"]
+    assert state.phase is JobPhase.RUNNING and state.stop_deadline_s == 160.0
+    assert replace(between, state=state).wants_driver(159.0) and not replace(between, state=state).wants_driver(160.0)
+    assert not replace(between, driver=Driver()).wants_driver(130.0), "it is assigned to nobody"
+
+
+def test_run_of_a_job_that_is_submitted_once_more_has_the_time_of_a_stop() -> None:
+    again = job(JobPhase.RUNNING, submission=2, seen=1, driver=Driver(runs=True, gone=False),
+                run=status(JobPhase.RUNNING))
+    state = jobs.advance({"a": again}, 1, 100.0)["a"]
+    assert state.phase is JobPhase.RUNNING and state.submission == 1 and state.stop_deadline_s == 220.0
+    assert replace(again, state=state).wants_driver(219.0) and not replace(again, state=state).wants_driver(220.0)
+    ended = jobs.advance({"a": replace(again, state=state, driver=Driver())}, 1, 130.0)["a"]
+    assert (ended.phase, ended.submission) == (JobPhase.STOPPED, 1)
+    assert jobs.advance({"a": replace(again, state=ended, driver=Driver())}, 1, 131.0)["a"].submission == 2
+
+
+@pytest.mark.parametrize(("record", "submission", "stopped"), [
+    (JobRecord(submission=3), 3, False), (JobRecord(submission=3, stopped=True), 3, True),
+    (JobRecord(submission=4), 3, True), (None, 3, True), (None, 0, False), (JobRecord(submission=4), 0, False),
+    (JobRecord(submission=4, stopped=True), 0, True)])
+def test_submission_is_stopped_by_its_operator_by_the_next_one_and_with_its_job(
+        record: JobRecord | None, submission: int, stopped: bool) -> None:
+    assert is_stopped(record, submission) is stopped
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.builds(

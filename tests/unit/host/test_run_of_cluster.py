@@ -37,7 +37,8 @@ class World:
     """A cluster that is up by its files, of which nothing runs."""
 
     def __init__(self, folder: Path) -> None:
-        self.cluster = Cluster(config.parse({"job": "j", "run_dir": str(folder)}))
+        self.cluster = Cluster(config.parse({"job": "j", "run_dir": str(folder),
+                                             "trainer": {"stop_timeout_s": 0.2}}))
         self.cluster.dir.mkdir(parents=True)
         ClusterInfo("j", ["127.0.0.1:1"], [], "", own_etcd=False).save(self.cluster.paths.info)
         self.run, self.paths = self.cluster.run, JobPaths.of(self.cluster.cfg)
@@ -162,6 +163,21 @@ def test_stop_kills_nothing_beside_another_command(world: World, monkeypatch: py
         assert runs(psutil.Process(pid))
     finally:
         started.kill()
+
+
+def test_down_gives_a_run_the_time_of_its_settings_to_commit_although_etcd_does_not_answer(
+        world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run writes its stop itself once etcd answers."""
+    monkeypatch.setattr(local_cluster, "_WITHDRAW_S", 0.1)
+    said = list[str]()
+    monkeypatch.setattr(world.cluster, "_say", said.append)
+    assert world.cluster._withdraw_run() == 0.0, "nothing runs"
+    world.start()
+    assert world.cluster._withdraw_run() == 0.2
+    cluster_settings.save(config.parse({"job": "j", "trainer": {"stop_timeout_s": 7.0}}), world.paths.settings)
+    assert world.cluster._withdraw_run() == 7.0 and "if etcd answers within 7 s" in said[-1]
+    world.cluster.paths.info.replace(world.cluster.paths.stopped)  # by a `down` that was interrupted
+    assert world.cluster._withdraw_run() == 7.0
 
 
 def test_down_on_a_full_disk_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
