@@ -101,7 +101,8 @@ class VersionNotFound(ElasticRLError):
 
 
 class TensorMismatch(ElasticRLError):
-    """The tensors that a version is to be pulled into are not those of the version; nothing was changed."""
+    """The tensors that a version is to be pulled into, or published after, are not those of the version; nothing was
+    changed."""
 
 
 class CatalogMismatch(ElasticRLError):

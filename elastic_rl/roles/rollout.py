@@ -290,4 +290,4 @@ class FirstSampleTrace:
             return
         if found is not None:
             traces.record("rollout.first_token", requested_at, answered_at, version=version,
-                          parent=traces.extract(found.meta.get("trace", {})))
+                          parent=traces.extract(found.meta.get("trace")))

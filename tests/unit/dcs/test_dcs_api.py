@@ -92,6 +92,22 @@ def test_tensors_match_a_version_exactly_when_each_has_its_dtype_and_shape(
             assert fits
 
 
+@settings(max_examples=seeds(100))
+@given(TENSORS, TENSORS)
+def test_tensors_follow_a_version_exactly_when_they_are_the_same_model_s(
+        theirs: dict[str, tuple[str, tuple[int, ...]]], ours: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    for here in (ours, {**ours, **theirs}, dict(list(theirs.items())[1:]), theirs):
+        passed = list[str]()
+        try:
+            for name, _ in api.same_model("policy/3", theirs, made(here).items()):
+                passed.append(name)
+        except TensorMismatch:
+            assert here != theirs
+        else:
+            assert here == theirs
+        assert all(theirs.get(name) == here[name] for name in passed), "a tensor of another model was stored"
+
+
 # -- the order of shards -----------------------------------------------------------------------------------------------
 @settings(max_examples=seeds(100))
 @given(st.lists(st.permutations(range(4)).flatmap(
