@@ -123,7 +123,7 @@ def _set(found: dict[str, Any], override: str) -> None:
         raise ConfigError("an override is not of the form --key.sub=value")  # not shown: it may hold secrets
     try:
         override.encode()  # arguments that are no UTF-8 have halves of surrogate pairs
-        value = yaml_text.load(text)
+        value = yaml_text.load_value(text)
     except _NOT_YAML as e:
         shown = "" if secrets.is_secret(key) else f": {_shortened(text)}"
         raise ConfigError(f"the value of --{key} is not YAML{shown} ({_fault(e)})",

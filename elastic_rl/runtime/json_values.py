@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
-_Options = TypeVar("_Options", dict[str, Any], list[str | dict[str, Any]])
+_Value = TypeVar("_Value", dict[str, Any], list[str | dict[str, Any]])
 MAX_DEPTH = 100
 """Depth of nesting: readers and writers of JSON have limits of a few hundred, or end the process."""
 _MAX_OPTIONS = 100_000
-"""Values of options, which travel with the settings of a job."""
+"""Values of what ``require_json`` takes."""
 _MAX_VALUES = 1_000_000
 _MAX_CHARACTERS = 1 << 24
 """Of all texts together, as many as the longest line of a JSON Lines file has bytes."""
@@ -21,11 +21,12 @@ _MAX_BITS = 4096
 _MISSING = ", which JSON does not have"
 
 
-def require_json(options: _Options) -> _Options:
-    """Raises ValueError for what the other processes of the run, which get the settings as JSON, would not get."""
-    if fault := json_fault(options, max_values=_MAX_OPTIONS):
-        raise ValueError(f"{fault}; put what is meant as text in quotes")
-    return options
+def require_json(value: _Value) -> _Value:
+    """The value, if it travels with the settings of a job or the record of a version: raises ValueError, which says
+    why, for what other processes, which get it as JSON, would not get."""
+    if fault := json_fault(value, max_values=_MAX_OPTIONS):
+        raise ValueError(fault)
+    return value
 
 
 def json_fault(value: object, *, max_values: int = _MAX_VALUES) -> str:

@@ -69,8 +69,9 @@ def test_tensor_that_cannot_be_stored_is_refused_with_its_reason(odd: api.Tensor
     ({"lr": math.nan}, "JSON"), ({"config": object()}, "JSON"), ({"weights": torch.ones(1)}, "JSON"),
     ({"text": "x" * 20_000}, "16384 are allowed"), ({"half": "\ud800"}, "surrogate")])
 def test_meta_that_readers_could_not_get_is_refused(meta: dict[str, object], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as caught:
         api._checked_meta(meta)
+    assert "quotes" not in str(caught.value), "the caller writes no YAML"
 
 
 # -- what is pulled into -----------------------------------------------------------------------------------------------
