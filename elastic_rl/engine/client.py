@@ -421,8 +421,8 @@ def sequences_of_request(max_new_tokens: int, batch: int = BATCH) -> int:
 
 def share_requests(groups: Sequence[G], sequences: int, *, apart: bool) -> Iterator[list[G]]:
     """Groups (prompt, number of samples, anything more) that share a request, of at most ``sequences`` sequences if it
-    has more than one group. ``apart``: no prompt is in a request twice; the seeds of a group would depend on which others
-    came before it."""
+    has more than one group. ``apart``: no prompt is in a request twice; the seeds of a group would depend on which
+    others came before it."""
     batch: list[G] = []
     prompts: set[tuple[int, ...]] = set()
     for group in groups:

@@ -8,7 +8,6 @@ import time
 from functools import partial
 from typing import Any
 
-from elastic_rl.data.batch import collate_answers
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.etcd import event_kinds
 from elastic_rl.pipeline import schedule
@@ -20,6 +19,7 @@ from elastic_rl.pipeline.stages.term import ActorTerm
 from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.training.device_phases import make_device_phases
 from elastic_rl.pipeline.training.group_trials import GroupTrials
+from elastic_rl.pipeline.training.supervised_evaluation import SupervisedEvaluation
 from elastic_rl.pipeline.training.supervised_steps import SupervisedSteps
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.telemetry import training_metrics
@@ -71,6 +71,7 @@ class TrainerStages(Stages):
         self._trainer, self._source, self._prompts = trainer, source, prompts
         self._supervised = SupervisedSteps(trainer.groups, self._waits, GroupTrials(term.cfg, self._waits, "sft"),
                                            partial(term.events.groups_failed, "sft"))
+        self._evaluation = SupervisedEvaluation(trainer.groups.forward_logprobs)
 
     def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
@@ -120,21 +121,17 @@ class TrainerStages(Stages):
         self._waits.stage("evaluate")
         n = len(self._source.eval)
         picks = random.Random(f"sft-eval-{cfg.seed}").sample(range(n), min(cfg.sft.eval_problems, n))
-        batch = collate_answers(self._prompts.read(self._source.eval, picks, answers=True))
-        outputs = self._trainer.groups.forward_logprobs(batch)
-        # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
-        missed = batch.sequence_sum((~outputs["greedy"]).long())
-        accuracy = float((missed == 0).float().mean())
-        eval_loss = -float(outputs["logprobs"].double().mean())
+        found = self._evaluation.of(self._prompts.read(self._source.eval, picks, answers=True))
         last = effect.updates[-1].metrics if effect.updates else {}
-        term.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, eval_loss=eval_loss,
+        term.run_log.write("sft", step=effect.step, eval_accuracy=found.exact_match, eval_loss=found.loss,
                            passes=effect.step * cfg.sft.batch_size / len(self._source.train),
                            **{name: last.get(name) for name in ("loss", "grad_norm", "lr")},
-                           throughput=training_metrics.of_throughput(last))
+                           throughput=training_metrics.of_throughput(last),
+                           **({"eval_left_out": found.left_out} if found.left_out else {}))
         seconds = sum(update.seconds for update in effect.updates)
-        term.write(**self._sft_progress(effect.step), eval_accuracy=accuracy, eval_measure="exact_match",
+        term.write(**self._sft_progress(effect.step), eval_accuracy=found.exact_match, eval_measure="exact_match",
                    productive_s=term.status.latest.productive_s + seconds)
-        return accuracy
+        return found.exact_match
 
     def _sft_progress(self, step: int) -> dict[str, int]:
         """What the status says after a supervised step."""
