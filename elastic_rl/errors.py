@@ -233,7 +233,7 @@ class SharedDevicesLost(ComputePlaneLost):
     hosts again. That is no fault of the driver."""
 
     EXIT_CODE = 5
-    """Of a driver that ends for it."""
+    """The exit code of a driver that ends for it."""
 
 
 class RayNodeLost(ElasticRLError):

@@ -70,7 +70,7 @@ def split_settings(words: Sequence[str], takes_value: Mapping[str, bool], *, str
 
 
 EXTRA: dict[str, Any] = {"cls": SettingsCommand, "context_settings": UNPARSED}
-"""Of a command that accepts any setting as ``--key.sub=value``."""
+"""What makes a command accept any setting as ``--key.sub=value``."""
 out = Console()
 err = Console(stderr=True)
 

@@ -110,9 +110,9 @@ def load(text: str) -> Any:
 
 
 def load_value(text: str) -> Any:
-    """As ``load``, of a value of a command line: one line without quotes is text as a whole, also where YAML would take
-    the end of it, after a blank and ``#``, for a comment. Raises as ``load``, also for a comment after anything else,
-    which would be lost without a word."""
+    """What a value of a command line holds, for ``resolve``: one line without quotes is text as a whole, also where
+    YAML would take the end of it, after a blank and ``#``, for a comment. Raises as ``load``, also for a comment after
+    anything else, which would be lost without a word."""
     found, line = load(text), text.strip()
     if "\n" in line or "#" not in line:
         return found

@@ -12,7 +12,7 @@ from elastic_rl.runtime.json_values import as_json, is_unicode, json_fault, writ
 ROW_READER = json.JSONDecoder(parse_float=WrittenFloat)
 """Reads JSON that a row is, or that a column of one holds."""
 _DIGITS = "integer string conversion"
-"""In the error of an integer that Python reads no digits of."""
+"""This is in the error of an integer that Python reads no digits of."""
 _AS_JSON = "write null for what is missing, and as text what JSON does not have"
 _AS_TEXT = {
     bool: "write the text that the model is to read or to write, such as yes or true",

@@ -113,7 +113,7 @@ class ListedVersion:
 class PulledTensors:
     version: VersionInfo
     tensors: Mapping[str, torch.Tensor]
-    """By name, in the order of publication: those of ``into``, or new ones on the CPU."""
+    """The tensors by name, in the order of publication: those of ``into``, or new ones on the CPU."""
 
 
 class OpenVersion:

@@ -274,7 +274,7 @@ class Stop:
     """→ None. The last effect of a run that its operator stops."""
 
     step: int | None
-    """That of the committed state; None where the run was stopped before it was known."""
+    """The step of the committed state; None where the run was stopped before it was known."""
 
 
 Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Take | Train | Evaluate | Save | SampleGroups | Write

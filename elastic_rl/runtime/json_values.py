@@ -15,9 +15,9 @@ _MAX_OPTIONS = 100_000
 """Values of what ``require_json`` takes."""
 _MAX_VALUES = 1_000_000
 _MAX_CHARACTERS = 1 << 24
-"""Of all texts together, as many as the longest line of a JSON Lines file has bytes."""
+"""The most that all texts have together: as many as the longest line of a JSON Lines file has bytes."""
 _MAX_BITS = 4096
-"""Of an integer. Python writes no more than 14,284 bits as decimal digits."""
+"""The most that an integer has. Python writes no more than 14,284 bits as decimal digits."""
 _MISSING = ", which JSON does not have"
 
 

@@ -48,7 +48,7 @@ def test_plain_tensors_are_storable_as_mapping_and_as_pairs(of: dict[str, tuple[
 
 
 class Sharded(torch.Tensor):
-    """As torch's DTensor has it."""
+    """A tensor with the method that torch's DTensor has."""
 
     def to_local(self) -> torch.Tensor:
         return self
