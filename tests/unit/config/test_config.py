@@ -130,6 +130,9 @@ def test_pool_has_what_those_need_who_sample_from_it() -> None:
     for settings in ({"deterministic": True}, {"engine": {"seeded_sampling": "on"}}):
         with pytest.raises(ConfigError, match="SGLang has no seeds"):
             config.parse({"eval": {"min_p": 0.1}, **settings})
+        with pytest.raises(ConfigError, match="min_p in the options of genrm"):
+            config.parse({"model": {"path": "/m"}, "rollout": judges, "pools": {
+                name: {"model": "/j"} for name in ("strict", "other")}, **settings})
 
 
 def test_missing_file_is_refused_by_name() -> None:
