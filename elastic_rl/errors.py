@@ -101,7 +101,8 @@ class VersionNotFound(ElasticRLError):
 
 
 class TensorMismatch(ElasticRLError):
-    """The tensors that a version is to be pulled into are not those of the version; nothing was changed."""
+    """The tensors that a version is to be pulled into, or published after, are not those of the version; nothing was
+    changed."""
 
 
 class CatalogMismatch(ElasticRLError):
@@ -232,7 +233,7 @@ class SharedDevicesLost(ComputePlaneLost):
     hosts again. That is no fault of the driver."""
 
     EXIT_CODE = 5
-    """Of a driver that ends for it."""
+    """The exit code of a driver that ends for it."""
 
 
 class RayNodeLost(ElasticRLError):

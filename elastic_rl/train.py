@@ -232,7 +232,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Co
 
 
 def _log_warnings(found: Iterable[JobFinding]) -> None:
-    """Those who follow the run have been told (``cli.run``)."""
+    """Writes to the log; those who follow the run have been told (``cli.run``)."""
     for finding in found:
         log.warning("%s: %s; %s", finding.part, finding.fault or finding.detail, finding.hint)
 

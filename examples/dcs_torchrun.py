@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def train(access: str, steps: int) -> None:
             # what it has, under names for its part.
             state = list(model.module.state_dict().items())
             held = service.write_shard(state[rank::world])  # copied: the optimizer may go on
-            shards: list[object] | None = [None] * world if rank == 0 else None
+            shards: list[Any] | None = [None] * world if rank == 0 else None
             dist.gather_object(held.describe(), shards)
             if shards is not None:
                 meta = {"step": step, "loss": float(loss.detach())}

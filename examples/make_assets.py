@@ -58,7 +58,7 @@ def make_word_tokenizer(folder: Path) -> None:
 
 
 def make_tool_tokenizer(folder: Path) -> None:
-    """As ``make_word_tokenizer``, with what calls of a calculator are made of."""
+    """Makes a tokenizer as ``make_word_tokenizer`` does, with what calls of a calculator are made of."""
     core = _word_tokenizer((*SPECIAL, TOOL, *WORDS))
     core.add_tokens([AddedToken(text, normalized=False) for text in CALL])
     _save(core, folder, (*SPECIAL[3:], TOOL), unk_token=UNKNOWN)
@@ -139,8 +139,8 @@ def claims(numbers: range = range(1000)) -> list[dict[str, Any]]:
 
 
 def calls(numbers: range = range(10, 50)) -> list[dict[str, Any]]:
-    """Of every product that no question is for a conversation up to the call of a calculator, and one up to the
-    answer after it; what is imitated is what the model says next."""
+    """For every product that no question is for: a conversation up to the call of a calculator, and one up to the
+    answer after it. What is imitated is what the model says next."""
     begin, sign, end = CALL
     found = []
     for a, b in _pairs(numbers, held_out=False):
@@ -162,7 +162,7 @@ def _question(a: int, b: int) -> dict[str, str]:
 
 
 def _pairs(numbers: range, *, held_out: bool) -> list[tuple[int, int]]:
-    """Of the pairs of these numbers four of ten, or the others."""
+    """Four of ten pairs of these numbers, or the others."""
     return [(a, b) for a in numbers for b in numbers if ((a * 7 + b * 3) % 10 < 4) is held_out]
 
 
@@ -172,7 +172,7 @@ def games(seeds: range = range(1000)) -> list[dict[str, Any]]:
 
 
 def moves(games: int = 1000) -> list[dict[str, Any]]:
-    """Of games whose player takes any number that is still possible the conversation up to each guess; what is imitated
+    """The conversation up to each guess of games whose player takes any number that is still possible; what is imitated
     is the guess."""
     chance, found = random.Random(3), []
     for _ in range(games):
@@ -207,14 +207,14 @@ def functions() -> list[dict[str, Any]]:
 
 
 def _shuffled(problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In an order that is the same each time."""
+    """The problems in an order that is the same each time."""
     found = list(problems)
     random.Random(0).shuffle(found)
     return found
 
 
 def write(path: Path, problems: list[dict[str, Any]]) -> None:
-    """As JSON Lines."""
+    """Writes the problems as JSON Lines."""
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
     partial.rename(path)

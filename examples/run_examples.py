@@ -43,7 +43,7 @@ class Threshold:
     after: float
     """At least, at the end."""
     gain: float
-    """By how much at least the end is above the beginning: several standard errors of the two."""
+    """The least by which the end is above the beginning: several standard errors of the two."""
     part: str = ""
     """Part of the reward that says whether a problem is solved, where the reward itself does not."""
 
@@ -63,7 +63,7 @@ class Result:
 
 
 def thresholds(path: Path = EXAMPLES / "thresholds.toml") -> dict[str, Threshold]:
-    """By the name of the example. Raises ConfigError for a table that cannot hold."""
+    """The thresholds by the name of the example. Raises ConfigError for a table that cannot hold."""
     found = {name: Threshold(**entry) for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items()}
     for name, threshold in found.items():
         if not 0 <= threshold.before < threshold.after <= 1 or not 0 < threshold.gain <= threshold.after:
@@ -127,7 +127,7 @@ def job_of(name: str, seed: int) -> str:
 
 
 def settings_of(seed: int, job: str) -> list[str]:
-    """Those of a run, on top of its example's."""
+    """The settings of a run, on top of its example's."""
     return [f"--job={job}", f"--seed={seed}"]
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES = 24
-"""Of a step, over all ranks: the loss does not depend on how many there are."""
+"""Samples of a step, over all ranks: the loss does not depend on how many there are."""
 
 
 def main(state_file: Path, steps: int) -> None:

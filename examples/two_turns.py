@@ -18,7 +18,8 @@ AGAIN = 3
 
 
 async def generate(request: PromptRequest, engines: GenerateClient) -> Sequence[Sample]:
-    """As many samples as requested, each of a first turn, the end of the question once more, and a second turn."""
+    """Gives as many samples as requested, each of a first turn, the end of the question once more, and a second
+    turn."""
     # All segments of a sample together may be as long as a response.
     room = request.sampling.max_new_tokens - AGAIN
     turn = replace(request.sampling, max_new_tokens=max(1, room // 2))

@@ -45,9 +45,10 @@ class SettingsCommand(TyperCommand):
 
 def split_settings(words: Sequence[str], takes_value: Mapping[str, bool], *, strict: bool = True
                    ) -> tuple[list[str], list[str]]:
-    """The words of a command line that are options and arguments of its command, and those that are settings.
-    ``takes_value``: by name of each option of the command, such as ``-o`` and ``--wait``. Raises ConfigError, if
-    ``strict``, for an option that another one follows in the place of its value."""
+    """The words of a command line that are options and arguments of its command, and its settings, each as
+    ``--key.sub=value``, however it is written. ``takes_value``: by name of each option of the command, such as ``-o``
+    and ``--wait``. Raises ConfigError, if ``strict``, for an option or a setting that another one follows in the place
+    of its value."""
     own, settings, left = list[str](), list[str](), list(words)
     while left:
         word = left.pop(0)
@@ -55,18 +56,22 @@ def split_settings(words: Sequence[str], takes_value: Mapping[str, bool], *, str
             return [*own, word, *left], settings
         name, _, _ = word.partition("=")
         is_setting = word.startswith("--") and name not in takes_value
-        (settings if is_setting else own).append(word)
-        if "=" in word or not (is_setting or takes_value.get(word)):
-            continue
-        if left and not left[0].startswith("--"):
-            (settings if is_setting else own).append(left.pop(0))
-        elif strict and not is_setting:
-            raise ConfigError(f"{word} has no value", hint=f"write {word}{'=' if word.startswith('--') else ' '}VALUE")
+        value = list[str]()
+        if "=" not in word and (is_setting or takes_value.get(word)):
+            if left and not left[0].startswith("--") and left[0] not in takes_value:
+                value.append(left.pop(0))
+            elif strict:
+                raise ConfigError(f"{word} has no value",
+                                  hint=f"write {word}{'=' if word.startswith('--') else ' '}VALUE")
+        if is_setting:
+            settings.append("=".join((word, *value)))
+        else:
+            own += word, *value
     return own, settings
 
 
 EXTRA: dict[str, Any] = {"cls": SettingsCommand, "context_settings": UNPARSED}
-"""Of a command that accepts any setting as ``--key.sub=value``."""
+"""What makes a command accept any setting as ``--key.sub=value``."""
 out = Console()
 err = Console(stderr=True)
 
@@ -91,19 +96,12 @@ def say(line: str, *, to_err: bool = False) -> None:
 
 
 def overrides(args: Sequence[str]) -> list[str]:
-    """Settings of a command line: ``--key.sub=value`` and ``--key.sub value``. Raises ConfigError for anything else."""
-    found, left = [], list(args)
-    while left:
-        arg = left.pop(0)
-        if not arg.startswith("--"):
-            raise ConfigError(f"unexpected argument {arg!r}",
-                              hint="this command takes no more arguments; settings are given as --key.sub=value")
-        if "=" not in arg:
-            if not left or left[0].startswith("--"):
-                raise ConfigError(f"{arg} has no value", hint=f"write {arg}=VALUE")
-            arg += "=" + left.pop(0)
-        found.append(arg)
-    return found
+    """The settings of a command line, ``split_settings`` having put them first. Raises ConfigError for an argument that
+    is left after them."""
+    if stray := next((arg for arg in args if not arg.startswith("--")), None):
+        raise ConfigError(f"unexpected argument {stray!r}",
+                          hint="this command takes no more arguments; settings are given as --key.sub=value")
+    return list(args)
 
 
 def load(ctx: typer.Context, file: Path | None) -> Config:
@@ -180,7 +178,7 @@ def _only(names: Sequence[str], what: str, option: str) -> str:
 
 
 def _names_job(ctx: typer.Context, file: Path | None) -> bool:
-    return file is not None or any(a == "--job" or a.startswith("--job=") for a in ctx.args)
+    return file is not None or any(a.startswith("--job=") for a in ctx.args)
 
 
 def set_job(ctx: typer.Context, job: str) -> None:
@@ -295,12 +293,12 @@ class Target:
     def as_options(self) -> str:
         """The options, each after a space, with which another command addresses the same cluster: those of this command
         line."""
-        given = address([*self.ctx.args, *(("-c", str(self.file)) if self.file else ())])
+        words = [*self.ctx.args, *(("-c", str(self.file)) if self.file else ())]
         for option, value in (("url", self.url), ("token_file", self.token_file), ("ca", self.ca)):
             source = self.ctx.get_parameter_source(option)
-            if value and source is not None and source.name == "COMMANDLINE":
-                given.append(f"--{option.replace('_', '-')}={value}")
-        return "".join(f" {option}" for option in given)
+            if source is not None and source.name == "COMMANDLINE":
+                words.append(f"--{option.replace('_', '-')}={value or ''}")
+        return "".join(f" {option}" for option in address(words))
 
     def info(self, *, of_job: bool = True) -> ClusterInfo:
         """How to connect to it. ``of_job``: as of ``api``. Raises ConfigError, or EtcdUnavailable when no cluster is

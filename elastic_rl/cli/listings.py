@@ -112,7 +112,7 @@ def job_facts(job: dict[str, Any]) -> dict[str, Any]:
         steps = f"{run.get('sft_step', 0)} of at most {run.get('sft_steps', 0)} of the supervised phase"
     led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
     return {"job": job["name"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
-            "step": steps, "waiting for": waiting_for(run), "held back by": run.get("generation_cap"),
+            "step": steps, "waiting for": waiting_for(run), "generation cap": run.get("generation_cap"),
             "reward": run.get("reward"),
             _EVAL.get(run.get("eval_measure") or "", "eval"): evaluated(run), "eval sets": eval_sets(run),
             "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from elastic_rl.config.options import require_options
 from elastic_rl.config.pools import PoolName
 from elastic_rl.config.section import Positive, Section
-from elastic_rl.runtime.json_values import require_json
 
 
 def reference_step(step: int, every: int | None) -> int:
@@ -92,7 +92,7 @@ class AlgorithmConfig(Section):
     @field_validator("options")
     @classmethod
     def _require_json(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return require_json(options)
+        return require_options(options)
 
     @property
     def estimator(self) -> KlEstimator:

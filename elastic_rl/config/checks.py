@@ -236,6 +236,10 @@ CHECKS: tuple[Check, ...] = (
             "rollout.min_p={rollout.min_p} and eval.min_p={eval.min_p} with samples that are drawn by seeds "
             "(deterministic={deterministic}, engine.seeded_sampling={engine.seeded_sampling}): SGLang has no seeds "
             "with min_p; set min_p to 0"),
+    Refused(lambda c: (any(options.get("min_p") for _, options in c.rollout.judge_options)
+                       and (c.deterministic or c.engine.seeded_sampling == "on")),
+            "min_p in the options of genrm with samples that are drawn by seeds (deterministic={deterministic}, "
+            "engine.seeded_sampling={engine.seeded_sampling}): SGLang has no seeds with min_p; leave it out"),
     # Modes.
     Refused(lambda c: c.mode == "sft" and not c.sft.max_steps,
             "sft.max_steps=0 with mode=sft: there is nothing to do; set it to the number of steps"),

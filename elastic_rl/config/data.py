@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from elastic_rl.config.options import require_options
 from elastic_rl.config.section import Section
-from elastic_rl.runtime.json_values import require_json
 
 
 class DataConfig(Section):
@@ -37,4 +37,4 @@ class DataConfig(Section):
     @field_validator("options")
     @classmethod
     def _require_json(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return require_json(options)
+        return require_options(options)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from elastic_rl.config.reading import right_form
 from elastic_rl.config.section import suggestion
 from elastic_rl.errors import ConfigError
+from elastic_rl.runtime.json_values import require_json
 
 
 class Options(BaseModel):
@@ -19,6 +20,15 @@ class Options(BaseModel):
 
 
 M = TypeVar("M", bound=BaseModel)
+_Given = TypeVar("_Given", dict[str, Any], list[str | dict[str, Any]])
+
+
+def require_options(given: _Given) -> _Given:
+    """Options as they are given in settings. Raises ValueError for what is not passed on to other processes as JSON."""
+    try:
+        return require_json(given)
+    except ValueError as e:
+        raise ValueError(f"{e}; put what is meant as text in quotes") from e
 
 
 def read_options(model: type[M], options: Mapping[str, Any], *, of: str, setting: str) -> M:

@@ -55,6 +55,8 @@ class PoolSettings:
     """Labels of the hosts that its engines may be on; empty: any host that its weights can be on."""
     reads_text: bool = False
     """Whether some requests have texts with which a response ends, so that its engines need their tokenizer."""
+    unseeded: bool = False
+    """Whether ``min_p`` of some requests is why it has no seeds for any, with ``engine.seeded_sampling=auto``."""
     template_date: date | None = None
     """The date of ``data.template_date``, for the chat template of its model."""
 

@@ -32,7 +32,7 @@ _OF_ALGORITHMS = {
     "sapo_tau_negative": "tau_negative", "cispo_max_weight": "max_weight"}
 """What may be taken for a setting of the section ``algorithm``, and the option of an algorithm that is meant."""
 _OF_TOKENS = ("algorithm.clip_low", "algorithm.clip_high")
-"""Of the ratios of tokens: far too large for those of sequences, whose options have the same names."""
+"""Bounds of the ratios of tokens: they are far too large for those of sequences, whose options have the same names."""
 _MEANT = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JUDGE, "judge": _JUDGE,
           "teacher": f"a teacher is a pool: {_TEACHER}",
           **{f"algorithm.{name}": f"did you mean 'algorithm.options.{option}'?"
@@ -123,7 +123,7 @@ def _set(found: dict[str, Any], override: str) -> None:
         raise ConfigError("an override is not of the form --key.sub=value")  # not shown: it may hold secrets
     try:
         override.encode()  # arguments that are no UTF-8 have halves of surrogate pairs
-        value = yaml_text.load(text)
+        value = yaml_text.load_value(text)
     except _NOT_YAML as e:
         shown = "" if secrets.is_secret(key) else f": {_shortened(text)}"
         raise ConfigError(f"the value of --{key} is not YAML{shown} ({_fault(e)})",

@@ -9,9 +9,9 @@ from pydantic import Field, field_validator
 
 from elastic_rl.config.autoscale import AutoscaleConfig
 from elastic_rl.config.host_selector import HostSelector
+from elastic_rl.config.options import require_options
 from elastic_rl.config.sampling import SamplingOptions
 from elastic_rl.config.section import Positive, Seconds
-from elastic_rl.runtime.json_values import require_json
 
 SINGLE_TURN = "single_turn"
 ENVIRONMENT = "environment"
@@ -128,7 +128,7 @@ class RolloutConfig(SamplingOptions):
     @classmethod
     def _require_names(cls, filters: list[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
         """Raises ValueError for a filter with options, but without a name, and for what JSON does not have."""
-        for entry in require_json(filters):
+        for entry in require_options(filters):
             if isinstance(entry, dict) and not isinstance(entry.get("name"), str):
                 raise ValueError(f"a filter with options needs a name: {{name: …}}, not {entry}")
         return filters
@@ -136,7 +136,7 @@ class RolloutConfig(SamplingOptions):
     @field_validator("reward_options", "environment_options")
     @classmethod
     def _require_json(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return require_json(options)
+        return require_options(options)
 
 
 def _rewards(reward: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

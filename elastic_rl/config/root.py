@@ -150,10 +150,10 @@ class Config(Section):
         asked = [options for name, options in self.rollout.judge_options if name == pool.name]
         if pool.name == ROLLOUT_POOL:
             asked += [self.rollout.model_dump(), self.eval.model_dump()]
-        engine = pool.engine
+        engine, unseeded = pool.engine, False
         if engine.seeded_sampling == "auto" and any(options.get("min_p") for options in asked):
-            engine = engine.model_copy(update={"seeded_sampling": "off"})  # SGLang has no seeds with it
-        return replace(pool, engine=engine, reads_text=any(options.get("stop") for options in asked))
+            engine, unseeded = engine.model_copy(update={"seeded_sampling": "off"}), True  # SGLang has no seeds with it
+        return replace(pool, engine=engine, unseeded=unseeded, reads_text=any(options.get("stop") for options in asked))
 
     def role_settings(self, role: str) -> RoleConfig:
         """How a role is deployed."""

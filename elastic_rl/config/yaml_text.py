@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -109,6 +109,24 @@ def load(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+def load_value(text: str) -> Any:
+    """What a value of a command line holds, for ``resolve``: one line without quotes is text as a whole, also where
+    YAML would take the end of it, after a blank and ``#``, for a comment. Raises as ``load``, also for a comment after
+    anything else, which would be lost without a word."""
+    found, line = load(text), text.strip()
+    if "\n" in line or "#" not in line:
+        return found
+    tokens = list(yaml.scan(line))
+    if not any("#" in line[before.end_mark.index:after.start_mark.index]
+               for before, after in zip(tokens, tokens[1:], strict=False)):
+        return found
+    values = [token for token in tokens if not isinstance(token, yaml.StreamStartToken | yaml.StreamEndToken)]
+    if not values or (len(values) == 1 and isinstance(values[0], yaml.ScalarToken) and values[0].plain):
+        return line
+    raise yaml.MarkedYAMLError(problem="a comment begins with # after a blank: put text with one in quotes",
+                               problem_mark=values[-1].end_mark)
+
+
 def dump(values: Mapping[str, Any]) -> str:
     """The document of which ``load`` and ``resolve`` make the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
@@ -168,7 +186,8 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 def _is_text(kind: Any) -> bool:
     of = _alternatives(kind)
-    return any(k in (str, Path) for k in of) and not any(k in (int, float, bool) for k in of)
+    return any(k in (str, Path) or get_origin(k) is Literal and all(isinstance(word, str) for word in get_args(k))
+               for k in of) and not any(k in (int, float, bool) for k in of)
 
 
 def _inner(kind: Any, of: type) -> Any:

@@ -113,7 +113,7 @@ class ClusterReading:
     that has a driver keeps its place among those that run."""
 
     damaged_assignments: frozenset[str] = frozenset()
-    """Those of them whose assignment is the record: they may have a driver."""
+    """Untouched jobs whose assignment is the record that cannot be read: they may have a driver."""
     untouched_hosts: frozenset[str] = frozenset()
     """Hosts with a record that cannot be read: they keep what they hold, and get nothing more."""
     unix_s: float = 0.0
@@ -264,7 +264,7 @@ def _pending_events(reading: ClusterReading, name: str, share: float) -> Iterabl
 
 
 def _active_jobs(reading: ClusterReading) -> list[str]:
-    """As many jobs that run as one write may have events for."""
+    """The jobs that run, no more than one write may have events for."""
     return sorted(job for job, state in reading.job_states.items() if state.record.phase.live)[:_EVENTS]
 
 

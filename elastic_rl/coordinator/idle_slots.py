@@ -12,10 +12,10 @@ from elastic_rl.etcd.records import EngineState, GenerationCap
 
 @dataclass(frozen=True)
 class IdleSlots:
-    """Of the routable engines whose load is known."""
+    """What the routable engines whose load is known could do more while the run asks for no more samples."""
 
     cap: GenerationCap
-    """The limit that binds."""
+    """The generation cap of the run."""
     engines: int
     slots: int
     """The most requests that they process at once, above 0."""

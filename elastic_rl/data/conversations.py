@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_rl.data.values import kind_of, plain_json, text_value
+from elastic_rl.data.values import ROW_READER, kind_of, plain_json, require_readable_digits, text_value
 from elastic_rl.errors import SourceFailed
 
 _ROLE, _CONTENT = "role", "content"
@@ -50,7 +50,7 @@ def messages_of(content: Any, where: str) -> list[dict[str, Any]]:
     """The messages of a conversation, with all their keys: what they mean is the chat template's business. Keys of null
     are left out at any depth, as Arrow fills them in where other messages have them, but for the content. Raises
     SourceFailed, which begins with ``where``, for what is no conversation of text."""
-    content = _from_json(content) if isinstance(content, str) else content
+    content = _from_json(content, where) if isinstance(content, str) else content
     if not isinstance(content, list | tuple) or not content:
         raise SourceFailed(f"{where}: the messages are no list of one or more",
                            hint='a conversation is [{"role": "user", "content": "…"}]; for text use prompt_key')
@@ -63,7 +63,7 @@ def _message(given: Any, what: str, what_content: str) -> dict[str, Any]:
         renamed = isinstance(given, Mapping) and given.keys() >= _SHARE_GPT
         raise SourceFailed(f"{what} is no object with a role", hint=_FORM + (
             "; rename its keys, from and value, and the roles human and gpt, user and assistant" if renamed else ""))
-    rest = {k: _from_json(v) if k == "tool_calls" and isinstance(v, str) else v
+    rest = {k: _from_json(v, what) if k == "tool_calls" and isinstance(v, str) else v
             for k, v in given.items() if k != _CONTENT}
     message = without_nulls(plain_json(rest, what))
     content = given.get(_CONTENT)
@@ -112,19 +112,20 @@ def variable(column: str, value: Any, what: str) -> Any:
     """A value of a row as a chat template gets it; None for one that it does not get. Raises SourceFailed, which begins
     with ``what``."""
     if (name := variable_name(column)) in _LISTS:
-        value = (_from_json(value) if value.strip() else None) if isinstance(value, str) else value
+        value = (_from_json(value, what) if value.strip() else None) if isinstance(value, str) else value
         if value is not None and not isinstance(value, list | tuple):
             raise SourceFailed(f"{what} is {kind_of(value)}, not a list",
                                hint=f"{name} are a list, or its JSON as text")
     return without_nulls(plain_json(value, what))
 
 
-def _from_json(text: str) -> Any:
-    """What a text of JSON holds; the text if it is none. Columns of objects of different kinds are text: Arrow has none
-    of objects."""
+def _from_json(text: str, what: str) -> Any:
+    """What a text of JSON holds, with the digits of its numbers, as a row has them; the text if it is none. Columns of
+    objects of different kinds are text: Arrow has none of objects. Raises SourceFailed, which begins with ``what``."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return ROW_READER.decode(text)
+    except (ValueError, RecursionError) as e:
+        require_readable_digits(e, what)
         return text
 
 

@@ -17,7 +17,7 @@ from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import describe, did_you_mean
 
 _FORMAT = 2
-"""Of the copies: those of another one are made again."""
+"""Format of the copies: those of another one are made again."""
 _BATCH = 512
 """Rows of one record batch of a copy; what is decoded for one row is one row of it."""
 _MAPPED = 64

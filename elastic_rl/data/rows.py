@@ -19,8 +19,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from elastic_rl.data import derived
-from elastic_rl.data.numbers import WrittenFloat
-from elastic_rl.data.values import kind_of
+from elastic_rl.data.values import ROW_READER, kind_of, require_readable_digits
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins.user_code import did_you_mean
 
@@ -40,9 +39,6 @@ _PARQUET = b"PAR1"
 _MAGIC_BYTES = 6
 _WHITESPACE = b" \t\r\n"
 """The blanks that JSON allows between values."""
-_READER = json.JSONDecoder(parse_float=WrittenFloat)
-_DIGITS = "integer string conversion"
-"""In the error of an integer that Python reads no digits of."""
 
 
 class Rows(Protocol):
@@ -166,7 +162,7 @@ class JsonlRows:
 
     def _parsed(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = _READER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
+            row = ROW_READER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         except UnicodeDecodeError as e:
             raise SourceFailed(f"{self.where(number)} is not UTF-8: {e.reason} at byte {e.start} of the line",
                                hint="write the file as UTF-8, for instance with iconv") from e
@@ -174,9 +170,7 @@ class JsonlRows:
             raise SourceFailed(f"{self.where(number)} is nested too deeply",
                                hint="write what is nested as text, of JSON for instance") from e
         except ValueError as e:
-            if _DIGITS in str(e):  # Python's limit: reading more takes time that grows with their square
-                raise SourceFailed(f"{self.where(number)} has a number of thousands of digits",
-                                   hint="write it as text") from e
+            require_readable_digits(e, self.where(number))
             what = "is empty, with rows after it" if not line.strip() else f"is not JSON: {e}"
             raise SourceFailed(f"{self.where(number)} {what}", hint="write one JSON object a line") from e
         if not isinstance(row, dict):

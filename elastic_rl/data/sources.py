@@ -226,8 +226,14 @@ def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: st
             raise SourceFailed(f"data.source={named} failed for prompt {i}: {describe(e)}") from e
         if fault:
             raise SourceFailed(f"data.source={named} gives prompt {i} {fault}")
-        read.append(replace(prompt, metadata=plain_json(
-            prompt.metadata, f"data.source={named} gives prompt {i} with metadata that are not passed on")))
+        odd = f"data.source={named} gives prompt {i} with metadata that are not passed on"
+        try:
+            metadata = plain_json(prompt.metadata, odd)
+        except SourceFailed:
+            raise
+        except BaseException as e:  # they may be a mapping, or hold values, of the user's own kinds
+            raise SourceFailed(f"{odd}: {describe(e)}") from e
+        read.append(replace(prompt, metadata=metadata))
     return read
 
 

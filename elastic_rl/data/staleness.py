@@ -31,7 +31,7 @@ class StalenessRule:
     same weights once more at any time."""
 
     def refused(self, versions: Iterable[int]) -> tuple[int, ...]:
-        """Those of the versions that no sample of the step may have a token of, ascending: older than the bound, of
+        """The versions that no sample of the step may have a token of, ascending: older than the bound, of
         weights that the trainer went back from, not published yet, or none at all (0)."""
         return tuple(sorted({version for version in versions if version < max(1, self.version - self.max_staleness)
                              or self.branch.abandoned((version,))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from elastic_rl.data.numbers import number_text
+from elastic_rl.data.numbers import WrittenFloat, number_text
 from elastic_rl.errors import SourceFailed
 from elastic_rl.runtime.json_values import as_json, is_unicode, json_fault, written
 
+ROW_READER = json.JSONDecoder(parse_float=WrittenFloat)
+"""Reads JSON that a row is, or that a column of one holds."""
+_DIGITS = "integer string conversion"
+"""This is in the error of an integer that Python reads no digits of."""
 _AS_JSON = "write null for what is missing, and as text what JSON does not have"
 _AS_TEXT = {
     bool: "write the text that the model is to read or to write, such as yes or true",
@@ -18,6 +23,13 @@ _AS_TEXT = {
     float: "leave out rows without a number, or write the text that is meant",
     str: "half of an emoji, for instance, is left where a text was cut; write it again without: text.encode('utf-8', "
          "'ignore').decode()"}
+
+
+def require_readable_digits(error: Exception, what: str) -> None:
+    """Raises SourceFailed, which begins with ``what``, for an error of ``ROW_READER`` about a number of thousands of
+    digits: reading these takes time that grows with their square."""
+    if _DIGITS in str(error):
+        raise SourceFailed(f"{what} has a number of thousands of digits", hint="write it as text") from error
 
 
 def plain_json(value: Any, what: str) -> Any:

@@ -44,7 +44,7 @@ from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.service_access import ServiceAccess
 from elastic_rl.dcs.versions import names
 from elastic_rl.dcs.versions.service import ChunkFinding, VersionService
-from elastic_rl.errors import ConfigError, ElasticRLError, TensorMismatch
+from elastic_rl.errors import ChunkMissing, ConfigError, ElasticRLError, Fenced, TensorMismatch
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.record import require_plain_numbers
 from elastic_rl.etcd.records import Version, VersionState
@@ -56,6 +56,10 @@ __all__ = ["CheckpointService", "ChunkFinding", "ListedVersion", "OpenVersion", 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Named tensors of any shape, any device, and any dtype that torch has names for (``manifest.DTYPES``)."""
 
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+_WEIGHTS = (Stream.POLICY, Stream.CRITIC)
+"""Streams whose versions are all of one model, which their readers have loaded."""
 _TRACE = "trace"
 _MAX_META_BYTES = 16 << 10
 """Largest size of the JSON of ``meta``: it is part of a record that every follower watches."""
@@ -109,7 +113,7 @@ class ListedVersion:
 class PulledTensors:
     version: VersionInfo
     tensors: Mapping[str, torch.Tensor]
-    """By name, in the order of publication: those of ``into``, or new ones on the CPU."""
+    """The tensors by name, in the order of publication: those of ``into``, or new ones on the CPU."""
 
 
 class OpenVersion:
@@ -189,25 +193,32 @@ class CheckpointService:
                               security=self._security)
         self._lock = threading.Lock()
         self._publishers: dict[str, Publisher] = {}
+        self._layouts: dict[str, tuple[int, Mapping[str, Kind]]] = {}
+        """Number and tensors of the head that a stream of weights had last."""
 
     # -- publish -----------------------------------------------------------------------------------------------------
-    def publish(self, stream: str, tensors: Tensors, *, meta: Mapping[str, Any] | None = None) -> VersionInfo:
+    def publish(self, stream: str, tensors: Tensors, *, meta: Mapping[str, Any] | None = None,
+                other_model: bool = False) -> VersionInfo:
         """Publishes named tensors as the next version of a stream, and returns it committed: every chunk is hashed, and
         on as many nodes as ``dcs.replicas`` says.
 
         ``tensors``: read once, in order; dense, of any shape, device and dtype, and not changed until this returns.
         Tensors that share all of their memory are stored once. ``meta``: JSON of at most 16 KiB that readers get with
-        the version, such as ``{"step": 7}``.
+        the version, such as ``{"step": 7}``. ``other_model``: the tensors of a stream of weights (policy, critic) may
+        have other names, dtypes and shapes than those of its head, which engines and readers have loaded.
 
         Whatever it raises, nothing of the version is visible, and the number is not used again. Raises ConfigError (a
-        name that is there twice, a tensor that cannot be stored, a stream of the run while the job has one), ArenaFull,
-        DiskFull, Conflict (a newer version was committed meanwhile, or a node was restarted; try again), Fenced
-        (another program took over: stop) and CatalogMismatch. Only after OutcomeUnknown, when etcd went away during
-        the commit, the version may be visible: look with ``list_versions``.
+        name that is there twice, a tensor that cannot be stored, a stream of the run while the job has one),
+        TensorMismatch (another model than the head's), ArenaFull, DiskFull, Conflict (a newer version was committed
+        meanwhile, or a node was restarted; try again), Fenced (another program took over: stop; each later publish of
+        this service is refused too, until it takes over itself) and CatalogMismatch. Only after OutcomeUnknown, when
+        etcd went away during the commit, the version may be visible: look with ``list_versions``.
         """
         checked = _checked_meta(meta)
-        publisher = self._publisher(stream)
-        return VersionInfo.from_record(publisher.publish(storable(tensors), meta=checked))
+        with self._publishing(stream) as publisher:
+            given, head = storable(tensors), None if other_model else self._layout_of_head(stream)
+            return VersionInfo.from_record(publisher.publish(
+                given if head is None else same_model(*head, given), meta=checked))
 
     def write_shard(self, tensors: Tensors) -> Shard:
         """Stores the tensors of this rank on this host's node, and holds them there for ``commit``. When it returns the
@@ -230,8 +241,8 @@ class CheckpointService:
         finally:
             arena.close()
 
-    def commit(self, stream: str, shards: Sequence[Shard | Mapping[str, Any]], *, meta: Mapping[str, Any] | None = None
-               ) -> VersionInfo:
+    def commit(self, stream: str, shards: Sequence[Shard | Mapping[str, Any]], *, meta: Mapping[str, Any] | None = None,
+               other_model: bool = False) -> VersionInfo:
         """Publishes the shards of all ranks as one version of a stream: for one of the ranks. The version has the
         tensors of the first shard, then those of the next one, and so on.
 
@@ -244,9 +255,12 @@ class CheckpointService:
         if not described:
             raise ConfigError("a version of no shards cannot be committed", hint="give the shard of each rank")
         found = parts.in_order([Part.from_json(d) for d in described])
-        parts.merge(found)  # what does not fit together is found before a number is taken
-        return VersionInfo.from_record(self._publisher(stream).publish_parts(
-            found, meta=checked, deadline=time.monotonic() + self._dcs.publish_timeout_s))
+        merged, _ = parts.merge(found)  # what does not fit together is found before a number is taken
+        with self._publishing(stream) as publisher:
+            if not other_model and (head := self._layout_of_head(stream)) is not None:
+                require_same_model(*head, kinds_of(merged.tensors))
+            return VersionInfo.from_record(publisher.publish_parts(
+                found, meta=checked, deadline=time.monotonic() + self._dcs.publish_timeout_s))
 
     def take_over(self) -> int:
         """Fences all programs that have published until now: whatever they publish from now on is refused. Call it when
@@ -258,12 +272,35 @@ class CheckpointService:
         self._close_publishers()
         return number
 
+    @contextlib.contextmanager
+    def _publishing(self, stream: str) -> Iterator[Publisher]:
+        """The publisher of a stream, for one version."""
+        try:
+            yield self._publisher(stream)
+        except Fenced as e:
+            # The publisher is kept: under the new epoch, a program that hung until now would add to the stream again.
+            raise Fenced(e.message, hint=("end this program, since another one, or a run, took over; if this one is to "
+                                          "publish, it calls take_over(), which fences the other")) from e
+
+    def _layout_of_head(self, stream: str) -> tuple[str, Mapping[str, Kind]] | None:
+        """Name and tensors of the head of a stream of weights; None for another stream, or one without a version."""
+        if stream not in _WEIGHTS or (head := self._puller.head(stream)) is None:
+            return None
+        kept = self._layouts.get(stream)
+        if kept is None or kept[0] != head.number:
+            try:
+                manifest = self._versions.manifest(head)
+            except ChunkMissing:  # the head is lost: a new version is the way out
+                return None
+            kept = self._layouts[stream] = head.number, kinds_of(manifest.tensors)
+        return f"{stream}/{head.number}", kept[1]
+
     def _publisher(self, stream: str) -> Publisher:
         names.require_importable(stream)  # else the state of a trainer could be replaced by what is none
+        if stream in set(Stream):  # each time: a run may have begun since the last version
+            self._versions.require_idle(f"it publishes the stream {stream} itself", False)
         with self._lock:
             if stream not in self._publishers:
-                if stream in set(Stream):
-                    self._versions.require_idle(f"it publishes the stream {stream} itself", False)
                 dcs = self._dcs
                 self._publishers[stream] = Publisher(
                     self._etcd, self._keys, stream, epoch=self._versions.epoch_to_publish(self._me), owner=self._me,
@@ -396,19 +433,56 @@ def require_match(version: str, entries: Sequence[TensorEntry], into: Mapping[st
                   ) -> None:
     """Raises TensorMismatch, which names the first few, unless each tensor of ``into`` is in the version with its dtype
     and shape and, if ``strict``, each tensor of the version is in ``into``."""
-    theirs = {e.name: (e.dtype, tuple(e.shape)) for e in entries}
-    ours = {name: (dtype_name(t.dtype), tuple(t.shape)) for name, t in into.items()}
+    theirs = kinds_of(entries)
+    ours = {name: _kind_of(tensor) for name, tensor in into.items()}
     faults = [f"{name} is not in the version" for name in ours if name not in theirs]
     faults += [f"{name} is {_kind(theirs[name])} in the version and {_kind(ours[name])} here"
                for name in ours if name in theirs and ours[name] != theirs[name]]
     faults += [f"{name} is in the version only" for name in theirs if strict and name not in ours]
     if faults:
-        more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-        raise TensorMismatch(f"{version} does not fit: {'; '.join(faults[:_NAMED])}{more}", hint=(
+        raise TensorMismatch(f"{version} does not fit: {_first_of(faults)}", hint=(
             "pull without `into`, and convert; strict=False allows for tensors that are in the version only"))
 
 
-def _kind(of: tuple[str, tuple[int, ...]]) -> str:
+def require_same_model(head: str, theirs: Mapping[str, Kind], ours: Mapping[str, Kind], *, complete: bool = True
+                       ) -> None:
+    """Raises TensorMismatch, which names the first few, unless the tensors for a new version are those of the head of
+    its stream. ``complete``: ``ours`` are all of them."""
+    faults = [f"{name} is not in it" for name in ours if name not in theirs]
+    faults += [f"{name} is {_kind(theirs[name])} in it and {_kind(ours[name])} here"
+               for name in ours if name in theirs and ours[name] != theirs[name]]
+    faults += [f"{name} is in it only" for name in theirs if complete and name not in ours]
+    if faults:
+        raise TensorMismatch(f"these are tensors of another model than {head}: {_first_of(faults)}", hint=(
+            "publish to a stream under another name; other_model=True allows for it, once all readers can take them"))
+
+
+def same_model(head: str, theirs: Mapping[str, Kind], tensors: Iterable[tuple[str, torch.Tensor]]
+               ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields named tensors as they are, and raises TensorMismatch as ``require_same_model`` does: at the first tensor
+    that the head does not have so, before it is stored, or at the end for those that are missing."""
+    ours = dict[str, Kind]()
+    for name, tensor in tensors:
+        kind = ours[name] = _kind_of(tensor)
+        require_same_model(head, theirs, {name: kind}, complete=False)
+        yield name, tensor
+    require_same_model(head, theirs, ours)
+
+
+def kinds_of(entries: Sequence[TensorEntry]) -> dict[str, Kind]:
+    """Dtype and shape of each tensor of a version."""
+    return {e.name: (e.dtype, tuple(e.shape)) for e in entries}
+
+
+def _kind_of(tensor: torch.Tensor) -> Kind:
+    return dtype_name(tensor.dtype), tuple(tensor.shape)
+
+
+def _first_of(faults: Sequence[str]) -> str:
+    return "; ".join(faults[:_NAMED]) + (f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else "")
+
+
+def _kind(of: Kind) -> str:
     dtype, shape = of
     return f"{dtype}[{', '.join(map(str, shape))}]"
 

@@ -43,7 +43,7 @@ class RouterSupervisor(ServiceSupervisor):
         self._routes, self._observed = Routes(), 0  # under the lock, as all of the following
         self._ended: set[str] = set()
         self._left: Mapping[str, float] = {}
-        """As of the last check, the part of ``Routes.behind`` that the router did not have."""
+        """The part of ``Routes.behind`` that the router did not have at the last check."""
         self._engines: set[str] = set()
         """URLs of all engines that there have been."""
         self._foreign: list[str] = []

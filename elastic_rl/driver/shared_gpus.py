@@ -258,7 +258,7 @@ class SharedGpus:
         self._unplaced: list[str] = []
         """Hosts whose GPUs are recorded, and of which none holds them now."""
         self._budget = StartBudget()
-        """Of plans that were dropped."""
+        """Bounds how often plans are made that are dropped."""
         self._full: dict[str, float] = {}
         """Hosts that are left out: until when."""
         self._changed_at = float("-inf")
@@ -268,7 +268,7 @@ class SharedGpus:
 
     @classmethod
     def of(cls, ctx: RunContext, etcd: EtcdClient) -> Self:
-        """Those of a run on GPUs."""
+        """The shared GPUs of a run."""
         return cls(ctx.config.trainer, host_name(ctx.config), RayHolding(ctx, etcd),
                    may_spread=ctx.config.ranks_may_spread,
                    per_engine=gpus_per_engine(ctx.config.device, ctx.pool(ROLLOUT_POOL).engine))

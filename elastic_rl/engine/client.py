@@ -15,9 +15,10 @@ import hashlib
 import resource
 import ssl
 from array import array
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
 import orjson
@@ -91,6 +92,7 @@ class Sampling:
 
 
 T = TypeVar("T")
+G = TypeVar("G", bound=tuple[Any, ...])
 _ANSWER_BYTES, _TOKEN_BYTES, _TOP_BYTES = 1 << 16, 1024, 128
 """The most that an answer has beside its tokens, for each of them (id, log-prob, text, and the version that made it),
 and for each of the most probable ones beside a token: several times what engines send."""
@@ -107,8 +109,52 @@ _CONNECTIONS = 4096
 that waits for one waits here: in httpx it would fail after a while, as if an engine had."""
 _ROUTE = "X-SMG-Routing-Key"
 """Header by which the router, with the policy ``manual``, sends requests to one engine for as long as that serves."""
-_Pending = tuple[Sequence[int], int, "asyncio.Future[list[Sample]]"]
-"""Prompt, number of samples, and the result."""
+
+
+class Caller:
+    """Who asks for samples: one request of many groups, for instance."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that it has asked for waits for a free connection."""
+        return self._waiting > 0
+
+    @contextlib.contextmanager
+    def asks(self) -> Iterator[None]:
+        """What is asked for in the block, also by tasks that it begins, is this caller's."""
+        token = _CALLER.set(self)
+        try:
+            yield
+        finally:
+            _CALLER.reset(token)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def waits(callers: Collection[Caller]) -> Iterator[None]:
+        """A request with what these callers have asked for waits for a connection."""
+        for caller in callers:
+            caller._waiting += 1
+        try:
+            yield
+        finally:
+            for caller in callers:
+                caller._waiting -= 1
+
+
+_CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+class _Pending(NamedTuple):
+    """A group that is to be sent."""
+
+    prompt: Sequence[int]
+    n: int
+    """Number of its samples."""
+    result: asyncio.Future[list[Sample]]
+    caller: Caller | None
 
 
 class GenerateClient:
@@ -149,7 +195,7 @@ class GenerateClient:
         result: asyncio.Future[list[Sample]] = loop.create_future()
         if not self._pending:
             loop.call_soon(self._flush)
-        self._pending.setdefault((sampling, route), []).append((token_ids, n, result))
+        self._pending.setdefault((sampling, route), []).append(_Pending(token_ids, n, result, _CALLER.get()))
         return await result
 
     async def score(self, sequences: Sequence[ScoreRequest], top: int = 0) -> list[TokenScores | None]:
@@ -166,11 +212,6 @@ class GenerateClient:
             return [next(found) if self._has(one.token_ids) else None for one in sequences]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
             raise EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}") from e
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all its connections are in use, so that further requests wait for one."""
-        return self._turns.locked()
 
     async def close(self) -> None:
         """Cancels the requests in flight and closes the connections."""
@@ -197,26 +238,27 @@ class GenerateClient:
         task.add_done_callback(self._sending.discard)
 
         def cancel_unwanted(_: object) -> None:
-            if all(result.cancelled() for _, _, result in groups):  # nobody waits; the engine ends it too
+            if all(group.result.cancelled() for group in groups):  # nobody waits; the engine ends it too
                 task.cancel()
 
-        for _, _, result in groups:
-            result.add_done_callback(cancel_unwanted)
+        for group in groups:
+            group.result.add_done_callback(cancel_unwanted)
 
     async def _send(self, sampling: Sampling, route: str, groups: list[_Pending]) -> None:
-        body = _generate_body([ids for prompt, n, _ in groups for ids in [list(prompt)] * n], sampling.params())
+        body = _generate_body([ids for group in groups for ids in [list(group.prompt)] * group.n], sampling.params())
+        callers = {group.caller for group in groups if group.caller is not None}
         try:
-            answers = await self._attempts(body, route, unfinished=sampling.resume)
-            given = [(prompt, number) for prompt, n, _ in groups for number in range(n)]
+            answers = await self._attempts(body, route, unfinished=sampling.resume, callers=callers)
+            given = [(group.prompt, number, group.caller) for group in groups for number in range(group.n)]
             found = [parse_sample(answer) for answer in answers]
             if any(sample.finish_reason == "abort" for sample in found):
-                found = await _all_or_none([self._finished(prompt, sampling.of_rest(number), route, sample)
-                                            for (prompt, number), sample in zip(given, found, strict=True)])
+                found = await _all_or_none([self._finished(prompt, sampling.of_rest(number), route, sample, caller)
+                                            for (prompt, number, caller), sample in zip(given, found, strict=True)])
             samples = iter(found)
-            for _, n, result in groups:
-                own = [next(samples) for _ in range(n)]
-                if not result.done():
-                    result.set_result(own)
+            for group in groups:
+                own = [next(samples) for _ in range(group.n)]
+                if not group.result.done():
+                    group.result.set_result(own)
         except RequestRefused as e:
             if len(groups) == 1:
                 self._fail(groups, e)
@@ -225,13 +267,14 @@ class GenerateClient:
         except EngineFailed as e:
             self._fail(groups, e)
         except asyncio.CancelledError:
-            for _, _, result in groups:
-                result.cancel()
+            for group in groups:
+                group.result.cancel()
             raise
         except Exception as e:  # of whatever an answer has: the task ends here, and somebody waits for its results
             self._fail(groups, Unanswered(f"an engine's answer cannot be read: {type(e).__name__}: {e}"))
 
-    async def _finished(self, prompt: Sequence[int], sampling: Sampling, route: str, sample: Sample) -> Sample:
+    async def _finished(self, prompt: Sequence[int], sampling: Sampling, route: str, sample: Sample,
+                        caller: Caller | None) -> Sample:
         """The sample, continued for as long as engines give it back unfinished. Raises EngineFailed once as many
         attempts, one after the other, have added no token."""
         vain, ends = 0, self._end_ids.union(sampling.stop_token_ids)
@@ -252,20 +295,20 @@ class GenerateClient:
                 await asyncio.sleep(backoff_s(vain, *_RETRY_S))
             [answer] = await self._attempts(_generate_body(
                 [[*prompt, *sample.response_ids]], {**sampling.params(), "max_new_tokens": left}), route,
-                unfinished=True)
+                unfinished=True, callers=() if caller is None else (caller,))
             more = parse_sample(answer)
             vain = 0 if more.response_ids else vain + 1
             sample = replace(more, segments=(*sample.segments, *(s for s in more.segments if s.size)))
         return sample
 
     def _fail(self, groups: list[_Pending], error: EngineFailed) -> None:
-        for _, _, result in groups:
-            if not result.done():
-                result.set_exception(error)
+        for group in groups:
+            if not group.result.done():
+                group.result.set_exception(error)
 
-    async def _attempts(self, body: dict[str, Any], route: str = "", *, unfinished: bool = False
-                        ) -> list[dict[str, Any]]:
-        """``unfinished``: answers are taken of samples that the engine has aborted."""
+    async def _attempts(self, body: dict[str, Any], route: str = "", *, unfinished: bool = False,
+                        callers: Collection[Caller] = ()) -> list[dict[str, Any]]:
+        """``unfinished``: answers are taken of samples that the engine has aborted. ``callers``: who asks for them."""
         if self._http is None:
             # Without an authority the router serves without TLS: one context, which trusts nobody, for all connections.
             verify = self._access.options.get("verify") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -276,7 +319,7 @@ class GenerateClient:
             if attempt:
                 await asyncio.sleep(backoff_s(attempt, *_RETRY_S))
             try:
-                async with self._turns, asyncio.timeout(self._timeout_s):
+                async with self._turn(callers), asyncio.timeout(self._timeout_s):
                     # After a failure by any engine: the router may not know yet that the one of the route is gone.
                     status, kind, content = await self._post(self._http, body, "" if attempt else route)
             except TimeoutError:
@@ -305,6 +348,16 @@ class GenerateClient:
                 last = f"HTTP {status}: {_text(content, 300)}"
                 hint = OTHER_KEY if status == httpx.codes.UNAUTHORIZED else _READY
         raise Unanswered(f"no engine answered in {self._retries} attempts; the last one: {last}", hint=hint)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, callers: Collection[Caller]) -> AsyncIterator[None]:
+        """One of the connections, once one is free."""
+        with Caller.waits(callers):
+            await self._turns.acquire()
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     async def _post(self, http: httpx.AsyncBaseTransport, body: dict[str, Any], route: str) -> tuple[int, str, bytes]:
         """Status, media type and content of an answer, of no more bytes than one to this request has. Raises
@@ -366,12 +419,11 @@ def sequences_of_request(max_new_tokens: int, batch: int = BATCH) -> int:
     return max(1, min(batch, _REQUEST_TOKENS // max_new_tokens))
 
 
-def share_requests(groups: Sequence[tuple[Sequence[int], int, T]], sequences: int, *, apart: bool
-                   ) -> Iterator[list[tuple[Sequence[int], int, T]]]:
-    """Groups (prompt, number of samples, anything) that share a request, of at most ``sequences`` sequences if it has
-    more than one group. ``apart``: no prompt is in a request twice; the seeds of a group would depend on which others
-    came before it."""
-    batch: list[tuple[Sequence[int], int, T]] = []
+def share_requests(groups: Sequence[G], sequences: int, *, apart: bool) -> Iterator[list[G]]:
+    """Groups (prompt, number of samples, anything more) that share a request, of at most ``sequences`` sequences if it
+    has more than one group. ``apart``: no prompt is in a request twice; the seeds of a group would depend on which
+    others came before it."""
+    batch: list[G] = []
     prompts: set[tuple[int, ...]] = set()
     for group in groups:
         prompt = tuple(group[0])

@@ -34,7 +34,7 @@ FETCH_ERRORS = (AccessDenied, ArenaFull, CatalogMismatch, ChunkCorrupt, ChunkMis
                 EtcdUnavailable, NodeUnavailable, RecordUnreadable, StagingFailed, VersionNotFound)
 """A fetch that fails with one of these changed nothing in the engine, which serves on and tries again."""
 NO_EVIDENCE = (CatalogMismatch, EtcdUnavailable, RecordUnreadable, VersionNotFound)
-"""Those of ``FETCH_ERRORS`` that say nothing about this engine: etcd is away, the catalog is suspended, the version is
+"""Errors of a fetch that say nothing about this engine: etcd is away, the catalog is suspended, the version is
 released."""
 _MAX_PEERS = 32
 """Engines that are asked about: the next ones in the order of the random ids. A pool of 10,000 in which all fail must

@@ -332,7 +332,7 @@ class EngineRunner:
         """See ``_sync``."""
         began = time.monotonic()
         try:
-            with traces.span("engine.sync", parent=traces.extract(target.meta.get("trace", {})), engine=self._id,
+            with traces.span("engine.sync", parent=traces.extract(target.meta.get("trace")), engine=self._id,
                              version=target.number), contextlib.ExitStack() as held:
                 with traces.span("engine.pull", engine=self._id, version=target.number):
                     update, pulled = held.enter_context(self._staged(puller, target))

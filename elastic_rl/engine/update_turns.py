@@ -93,7 +93,8 @@ class PoolSlots:
         self._holder, self._lease = holder.encode(), lease
 
     def count(self) -> int:
-        """By the number of engines that the pool is to have, and of the external ones. Raises EtcdUnavailable."""
+        """How many may update at once, by the engines that the pool is to have and the external ones. Raises
+        EtcdUnavailable."""
         spec = readable_one(self._etcd.get(self._keys.pool_spec(self._pool)), PoolSpec)
         status = readable_one(self._etcd.get(self._keys.pool_status(self._pool)), PoolStatus)
         return slots_of(self._limit, (spec.desired if spec else 1) + (status.external if status else 0))

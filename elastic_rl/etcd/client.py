@@ -300,8 +300,8 @@ class EtcdClient:
 
     def update_from(self, current: KeyValue | None, key: str, change: Callable[[bytes | None], bytes | None], *,
                     lease: int = 0, guards: Sequence[Compare] = ()) -> KeyValue | None:
-        """As ``update``, without reading the key first: ``current`` is the key as the caller has seen it last, which
-        may be outdated. Returns the key as it is now."""
+        """Changes a key as ``update`` does, without reading it first: ``current`` is the key as the caller has seen it
+        last, which may be outdated. Returns the key as it is now."""
         for _ in range(_MAX_UPDATES):
             new = change(current.value if current else None)
             if current is None and new is None and not guards:

@@ -115,7 +115,7 @@ class HostStatus(Record):
     observed_revision: int = 0
     """Revision of etcd at which the assignments were read that the services below follow."""
     services: dict[str, ServiceStatus] = {}
-    """By name: all that run, and what is to be running. A singleton's name is that of its assignment."""
+    """All services that run, or are to be running, by name. A singleton's name is that of its assignment."""
     not_ready: str = ""
     """Why the host can take no singleton now, such as a process of an older generation that still ends; else empty."""
     preemption: PreemptionNotice | None = None

@@ -77,7 +77,7 @@ class RangeDecoder(Generic[R]):
 
     def decode_with_keys(self, kvs: Iterable[KeyValue], unreadable: MutableMapping[str, str]
                          ) -> list[tuple[R, KeyValue]]:
-        """As ``decode``, with the key of each record."""
+        """Decodes as ``decode`` does, and gives the key of each record too."""
         known: dict[str, tuple[int, R | None, str]] = {}
         found: list[tuple[R, KeyValue]] = []
         for kv in kvs:

@@ -126,6 +126,17 @@ def raise_epoch(etcd: EtcdClient, keys: Keys, holder: str, token: Sequence[Compa
     raise Conflict(f"{key} was raised concurrently in each of {_TRIES} tries")
 
 
+def ensure_epoch(etcd: EtcdClient, keys: Keys, holder: str) -> int:
+    """Number of the epoch that may write; begins the first one for ``holder`` where there is none. Callers that do so
+    at once get the same one: none of them is fenced by another."""
+    if not (number := current_epoch(etcd, keys)):
+        guard, put = next_epoch(keys, 0, holder)
+        outcome = etcd.txn([guard], [put], [Op.get(keys.epoch())])
+        found = outcome.get(keys.epoch()) if not outcome.succeeded else None
+        number = found.version if found else 1
+    return number
+
+
 def next_epoch(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
     """Condition and write that end epoch ``number`` and begin the next one, for a transaction of the caller's."""
     epoch = Epoch(number=number + 1, holder=holder, started_at=time.time())

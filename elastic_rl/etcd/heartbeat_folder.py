@@ -167,7 +167,7 @@ class HeartbeatFolder:
 @dataclass(frozen=True)
 class FolderContents:
     files: list[HeartbeatFile]
-    """Those of processes of this machine."""
+    """The files of this machine's processes."""
     unreadable: dict[str, str]
     """Why a file cannot be read, by its name."""
     others: list[str]

@@ -43,7 +43,7 @@ class HeartbeatIndex:
     def __init__(self, hosts: Iterable[HostHeartbeats] = ()) -> None:
         self._hosts: dict[str, tuple[HostHeartbeats, Mapping[str, Heartbeat]]] = {}
         self._merged: dict[str, tuple[Member, Heartbeat | None, Member]] = {}
-        """By incarnation: the record, the heartbeat, and what they make together."""
+        """The record, the heartbeat and what they make together, by incarnation."""
         self.update(hosts)
 
     def update(self, hosts: Iterable[HostHeartbeats]) -> None:

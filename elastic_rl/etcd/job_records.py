@@ -13,7 +13,7 @@ ENDED_PHASES = ("finished", "failed", "stopped")
 
 
 class GenerationCap(OpenEnum):
-    """Limits that keep a run from asking its engines for more samples, although there are further prompts."""
+    """The limit that keeps a run from asking its engines for more samples, although there are further prompts."""
 
     NONE = ""
     POOL = "pool"
@@ -95,7 +95,7 @@ class JobStatus(Record):
     """Which part of the system it waits for: engines, router, trainer, etcd, reward, rollout, advantages, dcs, source,
     disk and others; empty while it works. Alerts and metrics go by it: one of a few short words."""
     generation_cap: GenerationCap = GenerationCap.NONE
-    """Which limit has kept it for a while from asking its engines for more samples; empty while none does, and where
+    """The limit that has kept it for a while from asking its engines for more samples; empty while none does, and where
     there is nothing more to ask for."""
 
 

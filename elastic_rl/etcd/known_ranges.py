@@ -35,7 +35,7 @@ class KnownRanges:
         self.revision = 0
         """Revision of etcd at the last reading."""
         self.ranges: dict[str, Mapping[str, KeyValue]] = {prefix: {} for prefix in prefixes}
-        """By prefix, the keys as they were then, in key order; the same object as long as nothing has changed."""
+        """The keys of each prefix as they were then, in key order; the same object as long as nothing has changed."""
         self.keys: dict[str, KeyValue] = {}
         """The single keys that there were, by key."""
 

@@ -50,7 +50,7 @@ class Watch:
         self._answered_at = time.monotonic()
         self._stopping = threading.Event()
         self._answers: queue.Queue[Any] = queue.Queue()
-        """Of the stream that is open."""
+        """The answers of the stream that is open."""
         self._events: queue.Queue[WatchEvent | ElasticRLError | None] = queue.Queue()
         self._error: ElasticRLError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch-{prefix}", daemon=True)

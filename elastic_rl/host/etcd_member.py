@@ -43,7 +43,7 @@ class EtcdMember(Record):
     """``host:port`` for clients; empty before its first start."""
     peer_port: int = 0
     id: int = 0
-    """In etcd's list; 0 while this host does not know it."""
+    """The member's id in etcd's list; 0 while this host does not know it."""
     initial_cluster: str = ""
     """The members that it was admitted by, as etcd takes them; empty for the one that began the cluster."""
     admitted_at: float = 0.0

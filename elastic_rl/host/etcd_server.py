@@ -21,7 +21,7 @@ from elastic_rl.net.addresses import host_port
 from elastic_rl.net.tls import TlsFolder
 
 PREFIX = "etcd-"
-"""Of the names of members, as services too."""
+"""Begin of the names of members, as services too."""
 FIRST = f"{PREFIX}0"
 """Name of the member that a cluster begins with."""
 _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"

@@ -1416,9 +1416,9 @@ class Cluster:
         return self._take_down(purge=purge)
 
     def suspend(self) -> list[str]:
-        """As ``down``, but stops no run: each goes on from its newest committed state with the next ``up``, as after a
-        reboot, or on another host of the cluster once this one is lost. Where the cluster is down already, its runs
-        stay as they are."""
+        """Takes the cluster down as ``down`` does, but stops no run: each goes on from its newest committed state with
+        the next ``up``, as after a reboot, or on another host of the cluster once this one is lost. Where the cluster
+        is down already, its runs stay as they are."""
         return self._take_down(suspends=True)
 
     def _take_down(self, *, purge: bool = False, suspends: bool = False) -> list[str]:

@@ -74,14 +74,14 @@ class LogFolders:
         return [found[part] for part in sorted(found)]
 
     def before_last_lines(self, part: str, lines: int) -> LogPosition:
-        """As of ``log_files``. Raises FileNotFoundError where there is no such log, and OSError."""
+        """See ``log_files``. Raises FileNotFoundError where there is no such log, and OSError."""
         with self._folder_of(part) as folder:
             if not log_files.between_rotations(folder):
                 raise OSError(errno.EBUSY, "another process rotates the logs")
             return log_files.before_last_lines(partial(_open_part, folder, part), lines)
 
     def read_from(self, part: str, at: LogPosition, most_bytes: int) -> tuple[bytes, LogPosition]:
-        """As of ``log_files``. Raises FileNotFoundError where there is no such log, and OSError."""
+        """See ``log_files``. Raises FileNotFoundError where there is no such log, and OSError."""
         with self._folder_of(part) as folder:
             if not log_files.between_rotations(folder):
                 return b"", at

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -55,7 +56,10 @@ def fingerprint(folder: Path) -> str:
     try:
         found = hashlib.blake2b(read_limited(folder / "config.json", MAX_CONFIG_BYTES), digest_size=16)
         for path in sorted(folder.glob("*.safetensors")):
-            size = path.stat().st_size
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):  # a FIFO would be waited for without end
+                raise ConfigError(f"{path} is no regular file", hint="move it out of the model folder")
+            size = about.st_size
             found.update(os.fsencode(f"{path.name} {size} "))
             with path.open("rb") as file:
                 for at in [*(size * i // _SAMPLES for i in range(_SAMPLES)), max(0, size - _SAMPLE_BYTES)]:

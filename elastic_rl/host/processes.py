@@ -176,7 +176,7 @@ def kill(family: Iterable[psutil.Process], *, grace_s: float = 5.0) -> None:
 
 
 def _not_ended(family: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those of the processes that have not ended after ``timeout_s`` seconds. One that has is known for as long as its
+    """The processes that have not ended after ``timeout_s`` seconds. One that has is known for as long as its
     parent has not asked for its exit code, which may be for ever; psutil waits for that."""
     found, until = [], time.monotonic() + timeout_s
     for process in family:

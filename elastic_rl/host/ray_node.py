@@ -36,7 +36,7 @@ HOST_LABEL = "host"
 """Ray's label with the name of a node's host (``label_of``)."""
 _MAX_LABEL = 63
 _UNBOUNDED = 1_000_000
-"""Of ``RUN_HOST``: more than there are parts of a run."""
+"""The amount of ``RUN_HOST`` that a host offers: more than there are parts of a run."""
 _OBJECT_STORE_BYTES = 80 << 20, 8 << 30
 """Least and most that a node's object store may have. Calls of roles pass through it: requests and their samples, of
 which there are more on larger hosts. Ray accepts no less than 75 MiB."""

@@ -91,6 +91,7 @@ def check(cfg: Config) -> Iterator[JobFinding]:
     if unread := unread_settings(cfg):
         yield JobFinding("settings", "; ".join(unread),
                          hint="without that they change nothing: leave them out, or set it")
+    yield from _of_seeds(cfg)
     for source in made:
         yield from _of_requests(cfg, source)
         yield from _of_memory(cfg, source)
@@ -347,6 +348,16 @@ def _of_defaults(cfg: Config) -> Iterator[JobFinding]:
         yield JobFinding("defaults", f"{', '.join(left)}: for the small built-in model",
                          hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual" + (
                              ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
+
+
+def _of_seeds(cfg: Config) -> Iterator[JobFinding]:
+    """Pools of which all samples lose their seeds by what some of them are sampled with."""
+    if unseeded := [name for name, pool in cfg.pool_settings("").items() if pool.unseeded]:
+        yield JobFinding(
+            "seeds", f"no sample of the pool {', '.join(unseeded)} is drawn by a seed, since some are drawn with "
+            "min_p, for which SGLang has none: a run that is repeated has other samples",
+            hint="leave min_p out of rollout, eval and the options of genrm, or set engine.seeded_sampling=off to have "
+            "it so")
 
 
 def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[JobFinding]:

@@ -19,7 +19,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from elastic_rl.net.http_connections import Acceptor, Connection, Limits
-from elastic_rl.net.problem_details import MEDIA_TYPE
 from elastic_rl.net.request_bounds import HEADER_BYTES, REQUEST_LOG, UnreadBody, header_size, refusal
 
 _UNACKNOWLEDGED_MS = 30_000
@@ -135,12 +134,7 @@ class _Protocol(H11Protocol):
             self.cycle.disconnected = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = self._parser.refusal
-            status = error.error_status_hint if error is not None else 400
-            body = refusal(status, str(error or ""))
-            headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode()),
-                       (b"connection", b"close")]
-            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self.transport.write(refusal(error.error_status_hint if error is not None else 400, str(error or "")))
             self.transport.close()
         else:
             self._abort()

@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from http import HTTPStatus
 
-from elastic_rl.net.problem_details import HEADERS_TOO_LARGE, MALFORMED, OTHER, problem_details
+from elastic_rl.net.problem_details import HEADERS_TOO_LARGE, MALFORMED, MEDIA_TYPE, OTHER, problem_details
 
 REQUEST_LOG = logging.getLogger("uvicorn.error.requests")
 """Has errors only. Uvicorn warns of each request that is no HTTP, or asks for a websocket: whoever reaches the port
@@ -57,12 +58,14 @@ class UnreadBody:
 
 
 def refusal(status: int, why: str) -> bytes:
-    """The body of the answer to what is no request: a problem (RFC 9457). ``status``: 431 for headers that are too
-    large. ``why``: as the parser says it."""
+    """The answer to what is no request, after which the connection ends: a problem (RFC 9457). ``status``: 431 for
+    headers that are too large. ``why``: as the parser says it."""
     if status == 431:
         details = problem_details(HEADERS_TOO_LARGE, status, "The headers are too large",
                                   f"headers and the first line of a request may have {HEADER_BYTES} bytes together")
     else:
         details = problem_details(MALFORMED if status == 400 else OTHER, status, "The request is not valid HTTP",
                                   why[:_SHOWN] or "it cannot be parsed")
-    return json.dumps(details).encode()
+    body = json.dumps(details).encode()
+    return (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)

@@ -274,7 +274,7 @@ class Stop:
     """→ None. The last effect of a run that its operator stops."""
 
     step: int | None
-    """That of the committed state; None where the run was stopped before it was known."""
+    """The step of the committed state; None where the run was stopped before it was known."""
     updates: Sequence[UpdateMade] = ()
     """Supervised updates since the last evaluation, which are committed and on no record yet."""
 

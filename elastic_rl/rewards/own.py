@@ -41,8 +41,8 @@ class OwnReward:
                 for value, parts, turns in await self._process.call(prompt, tuple(samples))]
 
     def least_timeout_s(self, samples: int) -> float:
-        """Of a function of one sample: its calls, one round after the other, and the start of a worker that imports the
-        module as the process has done."""
+        """What a function of one sample needs: its calls, one round after the other, and the start of a worker that
+        imports the module as the process has done."""
         if not (about := self._process.about):
             return 0.0
         call_s, at_once, made_s = about

@@ -20,7 +20,7 @@ from elastic_rl.data.queue.group_codec import decode_samples, encode_samples
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.engine import generation
-from elastic_rl.engine.client import GenerateClient
+from elastic_rl.engine.client import Caller, GenerateClient
 from elastic_rl.engine.generation import Answers, Generated, GenerateFault, GenerateFn, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
 from elastic_rl.errors import ElasticRLError, EngineFailed, EtcdUnavailable, PluginAway, PluginFailed, Unanswered
@@ -104,10 +104,13 @@ class RolloutRole(EngineRole):
     async def generate(self, request: GenerationRequest, term: int) -> AsyncIterator[EncodedAnswers]:
         """Yields the samples of each prompt as it has them, or why there are none: the user's function failed, or no
         engine answered. ``term``: the term of the actor. Raises Fenced when it is over."""
-        async for answers in self.requests.stream(term, partial(self._generated, request), lambda: self.client.is_full):
+        caller = Caller()
+        async for answers in self.requests.stream(term, partial(self._generated, request, caller),
+                                                  lambda: caller.is_waiting):
             yield answers
 
-    async def _generated(self, request: GenerationRequest, give: Callable[[tuple[int, Encoded]], None]) -> None:
+    async def _generated(self, request: GenerationRequest, caller: Caller,
+                         give: Callable[[tuple[int, Encoded]], None]) -> None:
         async def answer(place: int, prompt: PromptRequest) -> None:
             with self.working():
                 try:
@@ -118,7 +121,8 @@ class RolloutRole(EngineRole):
                 give((place, encoded(found)))
 
         # Each to its end, whatever one raises: what still ran would go on, beside the repeated request, and call tools.
-        ended = await asyncio.gather(*(answer(*one) for one in enumerate(request.prompts)), return_exceptions=True)
+        with caller.asks():
+            ended = await asyncio.gather(*(answer(*one) for one in enumerate(request.prompts)), return_exceptions=True)
         for error in ended:
             if error is not None:
                 raise error
@@ -290,4 +294,4 @@ class FirstSampleTrace:
             return
         if found is not None:
             traces.record("rollout.first_token", requested_at, answered_at, version=version,
-                          parent=traces.extract(found.meta.get("trace", {})))
+                          parent=traces.extract(found.meta.get("trace")))

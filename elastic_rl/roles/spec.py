@@ -18,7 +18,7 @@ class RoleSpec:
     is_wanted: Callable[[Config], bool] = lambda cfg: True
     """Whether a job of these settings needs the role."""
     max_ongoing_requests: int = 8
-    """Of one replica."""
+    """Requests that one replica has at once, at most."""
     finishes_calls: bool = True
     """Whether a replica that ends finishes the calls that it has first. The actor has none that does not go on where
     another replica takes the job over."""

@@ -8,24 +8,25 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
-_Options = TypeVar("_Options", dict[str, Any], list[str | dict[str, Any]])
+_Value = TypeVar("_Value", dict[str, Any], list[str | dict[str, Any]])
 MAX_DEPTH = 100
 """Depth of nesting: readers and writers of JSON have limits of a few hundred, or end the process."""
 _MAX_OPTIONS = 100_000
-"""Values of options, which travel with the settings of a job."""
+"""Values of what ``require_json`` takes."""
 _MAX_VALUES = 1_000_000
 _MAX_CHARACTERS = 1 << 24
-"""Of all texts together, as many as the longest line of a JSON Lines file has bytes."""
+"""The most that all texts have together: as many as the longest line of a JSON Lines file has bytes."""
 _MAX_BITS = 4096
-"""Of an integer. Python writes no more than 14,284 bits as decimal digits."""
+"""The most that an integer has. Python writes no more than 14,284 bits as decimal digits."""
 _MISSING = ", which JSON does not have"
 
 
-def require_json(options: _Options) -> _Options:
-    """Raises ValueError for what the other processes of the run, which get the settings as JSON, would not get."""
-    if fault := json_fault(options, max_values=_MAX_OPTIONS):
-        raise ValueError(f"{fault}; put what is meant as text in quotes")
-    return options
+def require_json(value: _Value) -> _Value:
+    """The value, if it travels with the settings of a job or the record of a version: raises ValueError, which says
+    why, for what other processes, which get it as JSON, would not get."""
+    if fault := json_fault(value, max_values=_MAX_OPTIONS):
+        raise ValueError(fault)
+    return value
 
 
 def json_fault(value: object, *, max_values: int = _MAX_VALUES) -> str:
@@ -38,9 +39,9 @@ def json_fault(value: object, *, max_values: int = _MAX_VALUES) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON has it: dates as ISO 8601 text, decimals as text with all their digits, scalars, arrays and
-    tensors as numbers and lists, tuples as lists, sets sorted. Raises ValueError, which says why, for what has no such
-    form or cannot be passed on (``json_fault``)."""
+    """A value as JSON has it: dates as ISO 8601 text, to the microsecond, decimals as text with all their digits,
+    scalars, arrays and tensors as numbers and lists, tuples as lists, sets sorted. Raises ValueError, which says why,
+    for what has no such form or cannot be passed on (``json_fault``)."""
     return _Reader(_MAX_VALUES, converts=True).read(value, 0)
 
 
@@ -113,9 +114,23 @@ class _Reader:
             raise ValueError("two keys of a mapping are the same as text")
         return made
 
+    def _array(self, value: Any, depth: int) -> Any:
+        """A scalar, array or tensor of NumPy or torch."""
+        kind = getattr(getattr(value, "dtype", None), "kind", "")
+        if kind == "m":
+            raise ValueError(f"a value is a time span{_MISSING}")
+        if kind == "f" and value.dtype.itemsize > 8:
+            value = value.astype(float)  # a longdouble stays one
+        plain = value.tolist()
+        if kind == "M" and _has_int(plain):  # its unit is finer than that of Python's dates
+            plain = value.astype("datetime64[us]").tolist()
+        if type(plain) is type(value) or (kind == "M" and _has_int(plain)):
+            raise ValueError(f"a value is a {getattr(value, 'dtype', type(value).__name__)}{_MISSING}")
+        return self.read(plain, depth + 1)
+
     def _other(self, value: Any, depth: int) -> Any:
         if self._converts and hasattr(value, "tolist"):  # first: numpy.float64 is a float too
-            return self.read(value.tolist(), depth)
+            return self._array(value, depth)
         for kind in (int, float, str):
             if isinstance(value, kind):
                 return self.read(kind(value), depth)
@@ -124,3 +139,8 @@ class _Reader:
         if self._converts and (text := written(value)) is not None:
             return self._text(text)
         raise ValueError(f"a value is a {type(value).__name__}{_MISSING}")
+
+
+def _has_int(plain: Any) -> bool:
+    """Whether what NumPy makes of dates holds one that Python's type does not have, such as of the year 10,000."""
+    return any(map(_has_int, plain)) if isinstance(plain, list) else isinstance(plain, int)

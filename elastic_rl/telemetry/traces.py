@@ -93,12 +93,16 @@ def inject() -> dict[str, str]:
     return carrier
 
 
-def extract(carrier: Mapping[str, str]) -> Context:
-    """The context of a carrier from ``inject`` in another process, for ``span(parent=…)``."""
-    return _PROPAGATOR.extract(dict(carrier), context=otel_context.get_current())
+def extract(carrier: object) -> Context:
+    """The context of a carrier from ``inject`` in another process, for ``span(parent=…)``. A carrier comes from a
+    request or a record that anybody may have written: what is no mapping of texts counts as none, and raises nothing.
+    """
+    texts = ({name: value for name, value in carrier.items() if isinstance(name, str) and isinstance(value, str)}
+             if isinstance(carrier, Mapping) else {})
+    return _PROPAGATOR.extract(texts, context=otel_context.get_current())
 
 
-def current_or(carrier: Mapping[str, str]) -> Context | None:
+def current_or(carrier: object) -> Context | None:
     """The parent of a span about something that has a carrier: None for the current span, else the carrier's
     context."""
     return None if trace.get_current_span().get_span_context().is_valid else extract(carrier)

@@ -29,6 +29,7 @@ from elastic_rl.trainer.service.commands import (
     BatchCommand,
     Command,
     ForwardCommand,
+    ForwardLogprobs,
     ForwardVersion,
     NextStepCommand,
     TrainCommand,
@@ -117,7 +118,8 @@ class GroupWorker(ABC):
             if self.par.rank == 0:
                 self.board.refused(command, refusal.error if isinstance(refusal, Refused) else refusal)
         except (RuntimeError, MemoryError) as e:
-            if is_out_of_memory(e) and isinstance(command, NextStepCommand | ForwardVersion):  # of a step that is made
+            # Of a step that is made, or of an evaluation.
+            if is_out_of_memory(e) and isinstance(command, NextStepCommand | ForwardVersion | ForwardLogprobs):
                 self._leave_refusal(command, e)
             raise
         else:

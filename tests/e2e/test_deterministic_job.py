@@ -97,7 +97,7 @@ def outcome(job: Job) -> dict[str, Any]:
 
 
 def digests(job: Job, etcd: EtcdClient) -> dict[str, str]:
-    """Of each tensor of the last policy."""
+    """The digest of each tensor of the last policy."""
     keys, dcs = Keys(job.cfg.job), job.cluster.cfg.dcs
     number = reads.head(etcd, keys, Stream.POLICY).number
     security = dcs_security(job.cluster.cfg)

@@ -170,7 +170,7 @@ def _moved_out_of_the_way(fd: int) -> int:
 
 
 def _fork_sibling() -> int:
-    """As ``os.fork``, but the new process is a child of this process's parent, which can wait for it."""
+    """Forks as ``os.fork`` does, but the new process is a child of this process's parent, which can wait for it."""
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = ctypes.PyDLL(None).syscall(_SYS_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:

@@ -34,9 +34,9 @@ class Host:
 
     name: str
     address: str
-    """In the network of the clients."""
+    """The host's address in the network of the clients."""
     address_to_etcd: str
-    """In the other one, whose link can be cut."""
+    """The host's address in the other network, whose link can be cut."""
 
     @property
     def inside(self) -> list[str]:

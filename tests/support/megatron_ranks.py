@@ -278,12 +278,12 @@ def with_trainer(cfg: Config, **trainer: Any) -> Config:
 
 
 def share_of(batch: Batch, train_step: TrainStep) -> Batch:
-    """As the actor sends it."""
+    """The share of this rank's replica, as the actor sends it."""
     return batch.shares(train_step.par.dp)[train_step.par.dp_rank]
 
 
 def restore(policy: Policy, adam: Adam, kept: Reference, state_file: str, updates: int) -> None:
-    """Of a state that another group saved."""
+    """Restores the state that another group saved."""
     loader = StateLoader(policy, adam, kept)
     with safe_open(state_file, framework="pt") as opened:
         for name in filter(loader.select, opened.keys()):

@@ -23,7 +23,7 @@ def full(*, proved_in: str, why: str) -> pytest.MarkDecorator:
 
 def parametrize(names: str | tuple[str, ...], cases: Iterable[Any], *, by_default: int = 1, proved_in: str, why: str,
                 ids: Any = None) -> pytest.MarkDecorator:
-    """Like pytest's, but cases after the first ``by_default`` ones run with ``--all`` only."""
+    """Parametrizes as pytest does, but cases after the first ``by_default`` ones run with ``--all`` only."""
     mark = full(proved_in=proved_in, why=why)
     return pytest.mark.parametrize(names, [
         case if n < by_default else pytest.param(*(case if isinstance(names, tuple) else [case]), marks=mark)

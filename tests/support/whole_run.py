@@ -44,12 +44,12 @@ class Job:
         return json.loads(JobPaths.of(self.cluster.cfg).report.read_text())
 
     def step_records(self) -> list[Record]:
-        """Of each step as often as it was done."""
+        """The records of each step, as often as it was done."""
         records = read_records(JobPaths.of(self.cluster.cfg).steps)
         return [record for record in records if record["kind"] == "step"]
 
     def step_metrics(self) -> list[StepMetrics]:
-        """As etcd has them, of the cluster that is up."""
+        """The records that etcd has, of the cluster that is up."""
         with EtcdClient(ClusterInfo.load(self.cluster.paths.info).etcd_endpoints, call_timeout_s=2.0) as etcd:
             return [StepMetrics.decode(kv.value) for kv in etcd.range(Keys(self.cfg.job).steps_prefix())[0]]
 

@@ -41,13 +41,13 @@ class Cost:
     follower: float
     etcd: float
     p99_ms: float
-    """Of the API of the leader."""
+    """The 99th percentile of the leader's API."""
     late: float
     """Heartbeats a second that were written later than a whole period after they were due."""
     memory_mib: float
-    """Of the leader."""
+    """Memory of the leader."""
     p99_of_path_ms: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the path (``PATHS``)."""
+    """The same for each path, by its name (``PATHS``)."""
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:

@@ -78,7 +78,7 @@ class SimulatedHosts:
             return [revision for batch in revisions for revision in batch]
 
     def begin(self, who: str) -> dict[str, Any]:
-        """From now on these write heartbeats: ``agents``, or ``members``."""
+        """Has these write heartbeats from now on: ``agents``, or ``members``."""
         self._done.set()
         for thread in self._threads:
             thread.join()

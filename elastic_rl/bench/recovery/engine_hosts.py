@@ -24,7 +24,7 @@ _FEW, _MANY = 2, 3
 """Engines without the host that joins, and with it."""
 _WITHIN_S = 600.0
 _AGENT = "elastic_rl.trainer.group.agent"
-"""In the command lines of the trainer's agent and its ranks."""
+"""This is in the command lines of the trainer's agent and its ranks."""
 _KILLED_EVERY_S = 0.2
 _READY, _RAY, _ENGINE = "the host is ready", "its worker of Ray runs", "an engine of it is routable"
 _LOST, _ALL = "the host is lost", "as many engines as before are routable"

@@ -66,7 +66,7 @@ class RunRecords:
         return members(self._etcd, self._keys, role)
 
     def ranks(self) -> list[Member]:
-        """Those of the trainer group."""
+        """The ranks of the trainer group."""
         return self.members(ACTOR.name)
 
     def trainer_step(self) -> int:

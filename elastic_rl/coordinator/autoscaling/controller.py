@@ -40,7 +40,8 @@ class _Known:
     """What this leader knows of a pool beyond what it has written."""
 
     stored: AutoscalerState
-    """As it is in etcd: with another one there, another leader has decided meanwhile, and ``current`` is void."""
+    """The state that etcd had: with another one there, another leader has decided meanwhile, and ``current`` is
+    void."""
     current: AutoscalerState
     written_s: float
     """Seconds of the leader clock."""

@@ -1,4 +1,4 @@
-"""From what is observed of a pool to its desired number of engines. Pure: no I/O; time is an argument.
+"""Makes the desired number of engines from what is observed of a pool. Pure: no I/O; time is an argument.
 
 A change needs a load that has been high, or low, for long enough (``high_s``, ``low_s``), a pool that has settled, and
 a cooldown since the last change, whoever made it. The load is high above one threshold and low below another one, and

@@ -57,7 +57,8 @@ class LeaderHealth:
 
     # -- reported by the loops; each has a name ---------------------------------------------------------------------
     def expect(self, loop: str, *, essential: bool = False) -> None:
-        """From now on a loop makes passes, if it did not before. ``essential``: a leader is of no use without it."""
+        """Says that a loop makes passes from now on, if it did not before. ``essential``: a leader is of no use without
+        it."""
         with self._lock:
             self._loops.setdefault(loop, _Loop(self._clock(), self._deadline_s, essential))
 

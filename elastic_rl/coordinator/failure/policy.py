@@ -32,7 +32,7 @@ class Fault(StrEnum):
     DEAD = "dead"
     HUNG = "hung"
     BEHIND = "behind"
-    """Of an engine alone, which lacks the version that the others serve (``coordinator.stragglers``)."""
+    """An engine lacks the version that the others serve (``coordinator.stragglers``). No other part has this fault."""
 
 
 @dataclass(frozen=True)

@@ -219,10 +219,10 @@ def _waiting(snapshot: ClusterSnapshot) -> list[Metric]:
                {kind: 1} if waits else {}),
         _gauge("run_waiting_seconds", "For how long the run has been waiting for it", "kind",
                {kind: max(0.0, snapshot.now - since)} if waits and since > 0 else {}),
-        _gauge("generation_capped", "1 for the limit that has kept the run for a while from asking its engines for "
+        _gauge("generation_cap", "1 for the limit that has kept the run for a while from asking its engines for "
                "more samples", "cap", {cap: 1} if cap and not snapshot.run_ended else {}),
         _gauge("engine_slots_idle_ratio", "Share, 0 to 1, of the requests that the routable engines of the policy's "
-               "pool can process at once and do not, while such a limit binds", "cap",
+               "pool can process at once and do not, while there is a generation cap", "cap",
                {cap: idle.share} if idle is not None else {}),
         _gauge("groups_dropped", "Prompt groups dropped on the record instead of being trained on, without those of "
                "steps that were undone", "reason", _named(s.dropped_groups) if s is not None else {})]

@@ -49,7 +49,7 @@ _REPLACE_S = 600.0
 """After so long in which calls that were given up held all threads, the next calls get other threads: those may never
 end, and the end of the process would cost its trainer group more than they do."""
 _MAX_REPLACED = 8
-"""Such sets of threads at once, all of which are still held."""
+"""The most sets of threads at once that are all still held."""
 _CANCEL_S = 5.0
 """Time within which the calls of a client that is closed must have ended."""
 

@@ -41,7 +41,8 @@ class UnderReplication:
 
 
 def described(versions: Sequence[ShortVersion], most: int = 3) -> str:
-    """Such as ``policy/12, policy/11 and 4 more have 1 of 2 copies``; the fewest, where they differ."""
+    """The versions in words, such as ``policy/12, policy/11 and 4 more have 1 of 2 copies``: the fewest, where they
+    differ."""
     names = [f"{v.stream}/{v.number}" for v in sorted(versions, key=lambda v: (v.copies, v.stream, -v.number))]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     worst = min(versions, key=lambda v: v.copies)

@@ -14,11 +14,11 @@ from elastic_rl.dcs.catalog.reads import decode, decode_identity, read_identity
 from elastic_rl.dcs.catalog.transitions import transition
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT, read_nodes, registration_guards
 from elastic_rl.errors import CatalogMismatch, Conflict, Fenced
-from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import CatalogIdentity, ReplicaSets, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, Epoch, ReplicaSets, Version, VersionState
 
 _TRIES = 16
 
@@ -105,9 +105,13 @@ class StreamWriter:
 
     def require_token(self, what: str) -> None:
         """Raises Fenced when the token no longer holds."""
-        now = fencing.current_epoch(self.etcd, self.keys)
+        key = self.keys.epoch()
+        kv = self.etcd.get(key)
+        now = kv.version if kv else 0
         if now != self.epoch:
-            raise Fenced(f"{what} of a {self.stream} version refused: epoch {self.epoch} is over, the run is in {now}")
+            by = readable_one(kv, Epoch) if kv else None
+            raise Fenced(f"{what} of a {self.stream} version refused: epoch {self.epoch} is over, the job is in {now}"
+                         + (f" ({by.holder})" if by is not None else ""))
         self._token.require()
 
     # -- what was last seen ------------------------------------------------------------------------------------------

@@ -169,13 +169,13 @@ class Puller:
                       else self._in_parts(node, request, on_progress, on_part))
             reach("pull.opened")
             version = Version.decode(answer["version"].encode())
+            traces.record("dcs.pull", began_at, time.time(), parent=traces.current_or(version.meta.get("trace")),
+                          stream=stream, version=version.number, nbytes=version.nbytes, holder=token)
+            return Pulled(self, version, node, token, answer["map"])
         except BaseException:
             if node is not None:
                 self.release(node, token)
             raise
-        traces.record("dcs.pull", began_at, time.time(), parent=traces.current_or(version.meta.get("trace", {})),
-                      stream=stream, version=version.number, nbytes=version.nbytes, holder=token)
-        return Pulled(self, version, node, token, answer["map"])
 
     @staticmethod
     def _call(node: NodeConnection, request: dict[str, Any], on_progress: Progress | None,

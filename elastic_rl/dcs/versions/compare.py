@@ -53,7 +53,7 @@ def differing(old: Manifest, new: Manifest) -> tuple[list[Change], list[str]]:
 
 
 def fault_of_layout(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> str:
-    """In what the tensors of a model, with their shapes, are not those of another; empty where they are the same.
+    """Says in what a model's tensors, with their shapes, are not those of another; empty where they are the same.
     ``tied``: the output layer is the embedding, so that it may be left out."""
     names = found.keys() | wanted.keys()
     odd = sorted(name for name in names if found.get(name) != wanted.get(name) and not (

@@ -97,6 +97,7 @@ def _config(like: Path, written: Mapping[str, _Kind]) -> str:
     - the dtype. Transformers loads all weights of a folder in one: of several it is one that holds the values of each,
       so loading changes none;
     - whether the output layer is the embedding: else transformers takes one for the other;
+    - that they are not quantized, where all of them are floats of 16 bits or more;
     - the class of a model with a value head, which has one label.
 
     Raises ConfigError for a config.json that is no JSON object, and for one of a model of another size.
@@ -110,10 +111,13 @@ def _config(like: Path, written: Mapping[str, _Kind]) -> str:
         raise ConfigError(f"{path} cannot be read: {e.strerror}", hint="name another model folder with --like") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is no JSON object", hint="name another model folder with --like")
-    floats = [kind.dtype for kind in written.values() if kind.dtype.is_floating_point]
+    dtypes = [kind.dtype for kind in written.values()]
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize >= 2]  # of fewer bits: quantized
     if floats:
         widest = str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")
         raw |= dict.fromkeys([key for key in _DTYPE_KEYS if key in raw] or _DTYPE_KEYS[:1], widest)
+    if len(floats) == len(dtypes):
+        raw.pop("quantization_config", None)
     if HF_EMBEDDING in written:
         for key, size in zip(("vocab_size", "hidden_size"), written[HF_EMBEDDING].shape, strict=False):
             if raw.get(key, size) != size:
@@ -122,8 +126,9 @@ def _config(like: Path, written: Mapping[str, _Kind]) -> str:
         if VALUE_HEAD not in written:
             raw["tie_word_embeddings"] = HF_OUTPUT not in written
     if VALUE_HEAD in written:
+        named = raw.get("architectures") or ()
         raw |= {"architectures": [re.sub("For[A-Z]\\w*$", _WITH_VALUE_HEAD, str(name))
-                                  for name in raw.get("architectures") or ()],
+                                  for name in ([named] if isinstance(named, str) else named)],
                 "id2label": {"0": "value"}, "label2id": {"value": 0}}
     return json.dumps(raw, indent=2) + "\n"
 
@@ -221,13 +226,18 @@ def _shards(tensors: Tensors, shard_bytes: int) -> Iterator[dict[str, torch.Tens
 
 def files_of(folder: Path) -> list[Path]:
     """The safetensors files of a model folder. Raises ConfigError."""
-    return sorted(set(_tensors_of(folder).values()))
+    return sorted({stored.file for stored in _tensors_of(folder).values()})
 
 
-def _tensors_of(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a model folder: that which the index names, where there is one; else the only file
-    that has it. Raises ConfigError for a missing or invalid file, and without an index for a tensor in several files.
-    """
+class _Stored(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+
+
+def _tensors_of(folder: Path) -> dict[str, _Stored]:
+    """File and shape of each tensor of a model folder: the file that the index names, where there is one; else the only
+    file that has it. Raises ConfigError for a missing or invalid file, and without an index for a tensor that several
+    files have."""
     index = folder / INDEX
     try:
         listed = json.loads(read_limited(index, _MAX_INDEX_BYTES))["weight_map"] if index.exists() else None
@@ -239,38 +249,35 @@ def _tensors_of(folder: Path) -> dict[str, Path]:
     if missing or not files:
         raise ConfigError(f"{folder} has no {', '.join(missing) or 'safetensors files'}",
                           hint="name an HF model folder with safetensors weights")
-    found = dict[str, Path]()
+    found = dict[str, _Stored]()
     for file in files:
-        for name in _names_in(file):
+        for name, shape in _shapes_in(file).items():
             if wanted is None and name in found:
-                raise ConfigError(f"{folder} has the tensor {name} in {found[name].name} and in {file.name}, and no "
-                                  f"{INDEX} that says which of them counts",
+                raise ConfigError(f"{folder} has the tensor {name} in {found[name].file.name} and in {file.name}, and "
+                                  f"no {INDEX} that says which of them counts",
                                   hint="move the file that is not the model's out of the folder")
             if wanted is None or wanted.get(name) == file:
-                found[name] = file
+                found[name] = _Stored(file, shape)
     if lacking := sorted((wanted or {}).keys() - found.keys()):
         raise ConfigError(f"{wanted[lacking[0]] if wanted else folder} has no tensor {lacking[0]}, which {INDEX} says "
                           "it has", hint="download the model again")
     return found
 
 
-def _names_in(file: Path) -> list[str]:
+def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of a safetensors file. Raises ConfigError for an invalid one."""
     try:
         with safe_open(file, framework="pt") as f:
-            return list(f.keys())
+            return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118 - it is no mapping
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {e.strerror or e}") from e
     except SafetensorError as e:
         raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
 
 
 def layout(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a model folder. Raises ConfigError as ``files_of``."""
-    where, found = _tensors_of(folder), dict[str, tuple[int, ...]]()
-    for file in sorted(set(where.values())):
-        with safe_open(file, framework="pt") as f:
-            found |= {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()  # noqa: SIM118 - it is no mapping
-                      if where.get(name) == file}
-    return found
+    return {name: stored.shape for name, stored in _tensors_of(folder).items()}
 
 
 def is_tied(folder: Path) -> bool:
@@ -284,7 +291,7 @@ def is_tied(folder: Path) -> bool:
 
 def read(folder: Path, progress: Progress = lambda n: None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a model folder once, one at a time. Raises ConfigError as ``files_of``, before the first one."""
-    where = _tensors_of(folder)
+    where = {name: stored.file for name, stored in _tensors_of(folder).items()}
     for file in sorted(set(where.values())):
         try:
             with safe_open(file, framework="pt") as f:

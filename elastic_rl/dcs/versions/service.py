@@ -260,7 +260,7 @@ class VersionService:
 
     def epoch_to_publish(self, holder: str) -> int:
         """The present epoch, under which anybody may publish; begins the first one for ``holder``."""
-        return fencing.current_epoch(self.etcd, self.keys) or fencing.raise_epoch(self.etcd, self.keys, holder).number
+        return fencing.ensure_epoch(self.etcd, self.keys, holder)
 
     def require_idle(self, otherwise: str, yes: bool) -> None:
         """Raises ConfigError unless ``yes`` while a trainer of the job is running. ``otherwise``: what would happen."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from uvicorn.protocols.http import auto
 
-from elastic_rl.net.problem_details import MEDIA_TYPE
 from elastic_rl.net.request_bounds import HEADER_BYTES, REQUEST_LOG, header_size, refusal
 
 HEADERS_S = 10.0
@@ -90,10 +89,7 @@ def install() -> None:
             if self.transport.is_closing() or self.cycle is not None and not self.cycle.response_complete:
                 self.transport.abort()
                 return
-            status, reason = (431, "Request Header Fields Too Large") if self._too_large else (400, "Bad Request")
-            body = refusal(status, msg)
-            self.transport.write(f"HTTP/1.1 {status} {reason}\r\ncontent-type: {MEDIA_TYPE}\r\n"
-                                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+            self.transport.write(refusal(431 if self._too_large else 400, msg))
             self.transport.close()
 
         def _start_deadline(self) -> None:

@@ -57,7 +57,8 @@ class JobServices:
         """What has been followed, by job: the revision at which its state was created, and the submission."""
         self._is_registered = is_registered
         self._ill: dict[str, tuple[tuple[int, str], float]] = {}
-        """By job, the pid of its worker of Ray, what that lacks, and the monotonic seconds at which this was seen."""
+        """For each job the pid of its worker of Ray, what that lacks, and the monotonic seconds at which this was
+        seen."""
         self._overdue: tuple[float, float] | None = None
         """The drain whose time is over, and the monotonic seconds at which this was seen."""
         self._stopping = threading.Event()

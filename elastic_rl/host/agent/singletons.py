@@ -66,7 +66,7 @@ class Singletons:
         self._left_nothing: set[tuple[str, bool]] = set()
         """Singletons that do not run and of which nothing is left; and whether that is so after their release."""
         self._released: set[str] = set()
-        """Those that no host is to run, or another one, and of which this host has run an older generation."""
+        """Singletons that no host is to run, or another one, and of which this host has run an older generation."""
         self._executor = ThreadPoolExecutor(_MAX_ENDED_AT_ONCE, thread_name_prefix="end-singleton")
 
     def look(self, view: HostView) -> HostStatus:

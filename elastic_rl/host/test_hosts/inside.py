@@ -22,7 +22,8 @@ class Request(Record):
 
     action: Literal["up", "join", "submit", "down"]
     settings: dict[str, Any]
-    """Of the cluster, or of the job to submit; for ``join`` the ``run_dir`` alone: the others are in the join file."""
+    """The settings of the cluster, or of the job to submit; for ``join`` the ``run_dir`` alone: the others are in the
+    join file."""
     name: str = ""
     address: str = ""
     join_file: JoinFile | None = None

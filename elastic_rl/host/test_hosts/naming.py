@@ -17,7 +17,7 @@ from typing import Self
 from elastic_rl.errors import ConfigError, PreflightFailed
 
 MOST_HOSTS = 200
-"""Of one cluster: the network has 253 addresses for hosts."""
+"""The most hosts of one cluster: the network has 253 addresses for hosts."""
 _POOL = IPv4Network("198.18.0.0/15")
 """Addresses for tests of networks (RFC 2544), which no network of an organisation has."""
 _MACHINE = 254

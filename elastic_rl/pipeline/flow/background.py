@@ -160,12 +160,12 @@ class Producer:
     def _produce(self, rollouts: Rollouts) -> None:
         self.waits.stage("generate")
         for group, reason in rollouts.sampler.training_stream(lambda wait_s: self._more(rollouts, wait_s),
-                                                                  self._held_back_by):
+                                                                  self._generation_cap):
             self._flow.finished(group, reason, self.waits)
 
-    def _held_back_by(self) -> GenerationCap:
+    def _generation_cap(self) -> GenerationCap:
         """The limit that leaves no further groups to be generated; none while it is engines that lack a version."""
-        return self._flow.held_back_by if self._grant is None else GenerationCap.NONE
+        return self._flow.generation_cap if self._grant is None else GenerationCap.NONE
 
     def _more(self, rollouts: Rollouts, wait_s: float) -> tuple[Sequence[tuple[int, Prompt]], int]:
         if self._grant is None:

@@ -220,7 +220,7 @@ class GroupFlow:
         return Grant(tuple(self._ledger.lease(room, min_version)), min_version)
 
     @property
-    def held_back_by(self) -> GenerationCap:
+    def generation_cap(self) -> GenerationCap:
         """The limit that leaves no room for groups of further steps; none without such steps, which is so where each
         step is to be trained on samples of the newest weights."""
         limits, ahead = self.limits, self._ledger.count(*GroupState)

@@ -100,10 +100,10 @@ class SharedFlow:
         return None if self._dropping else self._flow.lease()
 
     @property
-    def held_back_by(self) -> GenerationCap:
-        """The limit that leaves no room for groups of further steps (``GroupFlow.held_back_by``)."""
+    def generation_cap(self) -> GenerationCap:
+        """The limit that leaves no room for groups of further steps (``GroupFlow.generation_cap``)."""
         with self._changed:
-            return self._flow.held_back_by
+            return self._flow.generation_cap
 
     def give_back(self, grant: Grant) -> None:
         """Groups of this grant that have not finished are not being generated any more."""

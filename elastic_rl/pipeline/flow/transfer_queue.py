@@ -5,8 +5,10 @@ what an actor held is gone with it, and a client that asks a dead one waits for 
 here, a failed one asks Ray whether all actors live, and if one does not, all are replaced, with an empty queue: groups
 are lost, which the flow has generated again. While they live, only the client is made again, and whoever called tries
 again: that is safe, since each attempt writes and drops rows of its own (``row_attempts``). The rows that a failed call
-leaves behind, whenever it writes them, are dropped with those of the next groups that are not needed. The package's own
-``init`` is not used, since it names the actors for the whole cluster and keeps one queue in each process.
+leaves behind, whenever it writes them, are dropped with those of the next groups that are not needed. A clean-up that
+fails is tried again, from the second time on after a pause, in which it keeps no group out; where as many groups as the
+queue may hold cannot be dropped, the actors are replaced. The package's own ``init`` is not used, since it names the
+actors for the whole cluster and keeps one queue in each process.
 
 Trust: its sockets take pickles from whoever connects, without a password. They are bound to the loopback address of the
 host of the run; where its ranks may be on others (``coordinator.insecure_network``), to the host's address in the
@@ -44,6 +46,7 @@ from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueU
 from elastic_rl.pipeline.flow.group_queue import QueueLoss
 from elastic_rl.pipeline.flow.row_attempts import RowAttempts
 from elastic_rl.runtime.abandonable import AbandonableCall, AbandonableCalls, CallRefused
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.runtime.process import SOME_CPU
 
 log = logging.getLogger(__name__)
@@ -64,6 +67,11 @@ _LOOK_EVERY_S = 2.0
 _MAX_TIMEOUTS = 3
 """Calls in a row that took too long, although all actors live by what Ray says: they are replaced then, since what they
 hold cannot be reached."""
+
+
+_CLEAN_AGAIN_S = (1.0, 60.0)
+"""First and longest pause after a clean-up that failed once more. Whoever puts a group waits for one that takes long.
+"""
 
 
 class TransferQueueQueue:
@@ -87,8 +95,13 @@ class TransferQueueQueue:
         self._loss: QueueLoss | None = None
         self._timeouts = 0
         """Calls that took too long since one succeeded."""
-        self._has_dead = False
-        """Whether the storage units may have rows that are of no use."""
+        self._dead = 0
+        """Number of attempts of whose rows, which are of no use, the storage units may have some."""
+        self._put_failed = False
+        """Whether a put has failed since the last clean-up."""
+        self._clean_again = RetryBackoff(*_CLEAN_AGAIN_S)
+        self._cleans_failed = 0
+        """Clean-ups in a row that failed."""
         self._cleaning = False
         """Whether a thread drops such rows. Two would be in each other's way: the package drops by numbers, which it
         gives to other rows afterwards."""
@@ -101,22 +114,27 @@ class TransferQueueQueue:
             held = self._attempts.held
             if len(held) >= self._capacity and group.ordinal not in held:
                 raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
-            attempt = self._attempts.begin()
+            attempt, was_sent = self._attempts.begin(), False
         try:
             rows = encode_rows(group, attempt)  # here, since what is wrong with a group is no fault of the actors
             generation, actors = self._started()
-            self._clean()  # of what failed attempts have left: tries of one group must not add up
+            # Of what failed attempts have left: tries of one group must not add up.
+            if self._put_failed and (failure := self._clean()):
+                raise QueueUnavailable(failure)
+            was_sent = True
             self._call(generation, actors, lambda client: client.put(rows))
             with self._lock:
                 if generation != self._generation:
                     raise QueueUnavailable("the queue was replaced while a group was put into it")
-                self._has_dead |= group.ordinal in self._attempts.held
+                self._dead += group.ordinal in self._attempts.held
                 self._attempts.arrived(GroupSummary.from_group(group, attempt))
         except BaseException:
             with self._lock:
                 self._attempts.end(attempt)
-                self._has_dead = True
+                self._dead += was_sent
+                self._put_failed |= was_sent
             raise
+        self._clean()  # last: after a call that fails the connection pauses
 
     def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
         with self._lock:
@@ -145,7 +163,7 @@ class TransferQueueQueue:
             log.warning("although the actors of TransferQueue live, %s", e)
             with self._lock:
                 self._attempts.lose(name for name in names if name not in found)
-                self._has_dead = True
+                self._dead += 1
             raise
         return [found[name] for name in names]
 
@@ -160,32 +178,62 @@ class TransferQueueQueue:
 
     def drop(self, ordinals: Collection[int]) -> None:
         with self._lock:
-            self._has_dead |= not self._attempts.held.keys().isdisjoint(ordinals)
+            self._dead += len(self._attempts.held.keys() & set(ordinals))
             self._attempts.drop(ordinals)
-        with contextlib.suppress(QueueUnavailable):
-            self._clean()
+        self._clean()
 
-    def _clean(self) -> None:
-        """Drops the rows that are of no use, if there may be any; a thread that is at it does so for others too. Raises
-        QueueUnavailable: they are dropped later then."""
+    def _clean(self) -> str:
+        """Drops the rows that are of no use, if there may be any and this is not in the pause after failures; a thread
+        that is at it does so for others too. Returns why it failed, "" if it did not: they are dropped later then."""
         while (found := self._begin_clean()) is not None:
-            is_clean = False
+            generation, actors, dead = found
+            failure, asked = "it was interrupted", threading.Event()
             try:
-                self._call(*found, self._drop_dead)
-                is_clean = True
+                self._call(generation, actors, partial(self._drop_dead, asked))
+                failure = ""
+            except QueueUnavailable as e:
+                failure = str(e)
             finally:
-                with self._lock:
-                    self._cleaning = False
-                    self._has_dead |= not is_clean
+                self._end_clean(generation, dead, failure, was_asked=asked.is_set())
+            if failure:
+                return failure
+        return ""
 
-    def _begin_clean(self) -> tuple[int, _Actors] | None:
+    def _begin_clean(self) -> tuple[int, _Actors, int] | None:
+        """The generation and its actors, and of how many attempts rows are dropped."""
         with self._lock:
-            if self._cleaning or not self._has_dead or self._actors is None:
+            if (self._cleaning or not self._dead or self._actors is None
+                    or not self._clean_again.is_due(time.monotonic())):
                 return None
-            self._cleaning, self._has_dead = True, False
-            return self._generation, self._actors
+            self._cleaning, dead, self._dead = True, self._dead, 0
+            return self._generation, self._actors, dead
 
-    def _drop_dead(self, client: RowClient) -> None:
+    def _end_clean(self, generation: int, dead: int, failure: str, *, was_asked: bool) -> None:
+        """``was_asked``: whether the actors were; not in the pause of the connection after a call that failed."""
+        with self._lock:
+            self._cleaning = False
+            if not failure:
+                self._put_failed = False
+                self._cleans_failed = 0
+                self._clean_again.reset()
+                return
+            if generation != self._generation:  # they are gone with their actors
+                return
+            self._dead += dead
+            if not was_asked:
+                return
+            self._clean_again.failed(time.monotonic())
+            self._cleans_failed += 1
+            if self._cleans_failed == 1:  # which may have been chance
+                self._clean_again.try_now()
+            log.warning("rows of %d groups that are of no use could not be dropped yet: %s", self._dead, failure)
+            if self._dead <= self._capacity:
+                return
+            why = f"{self._dead} groups that are of no use cannot be dropped: {failure}"
+        self._replace(generation, why)
+
+    def _drop_dead(self, asked: threading.Event, client: RowClient) -> None:
+        asked.set()
         names = client.names()
         with self._lock:  # afterwards: what is listed and dead now stays so
             dead = self._attempts.dead(names)
@@ -295,7 +343,8 @@ class TransferQueueQueue:
                 return
             actors, lost = self._actors, self._attempts.lose_all()
             self._actors = None
-            self._timeouts = 0
+            self._timeouts, self._dead, self._put_failed, self._cleans_failed = 0, 0, False, 0
+            self._clean_again.reset()
             self._generation += 1
             self._loss = QueueLoss((*(self._loss.groups if self._loss else ()), *lost), why)
         log.warning("TransferQueue is replaced, and %d groups are lost with it: %s", len(lost), why)

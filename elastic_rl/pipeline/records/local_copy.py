@@ -40,7 +40,7 @@ class SealedHistory(Protocol):
     """The sealed part of the history. Both raise ElasticRLError."""
 
     def segments(self) -> Sequence[Segment]:
-        """From 0 to where it is sealed, in order and without holes."""
+        """The segments from 0 to where the log is sealed, in order and without holes."""
 
     def read(self, segment: Segment) -> bytes: ...
 

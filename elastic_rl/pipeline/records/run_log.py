@@ -36,7 +36,7 @@ _WAITING_FOR = 4000
 _PROGRESS_EVERY_S = 1.0
 _PIECES_EVERY_S = 10.0
 _CAP_AGAIN_S = 10.0
-"""Pause before it is written again which limit holds requests back, where that failed."""
+"""Pause before the generation cap is written again, where that failed."""
 _STEP_S_KEPT = 0.8
 """Fraction of the usual time of a step that is kept at each new one."""
 
@@ -167,7 +167,7 @@ class JobStatusWriter:
                 self._try_write()
 
     def generation_cap(self, cap: GenerationCap) -> None:
-        """Says which limit holds requests for samples back (``CapWatch``), and writes it if it is another one. May be
+        """Reports the generation cap (``CapWatch``), and writes it if it is another one. May be
         called as often, and where etcd is away, as ``activity``. Raises Fenced."""
         now = self._clock()
         # Without the lock, which another thread may hold for as long as etcd does not answer.

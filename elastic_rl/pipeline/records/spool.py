@@ -54,7 +54,7 @@ class SealedSegments:
         self._segments: list[Segment] = []
 
     def segments(self) -> list[Segment]:
-        """From 0 to where the history is sealed."""
+        """The segments from 0 to where the history is sealed."""
         if not self._segments or self._segments[-1].end != self._history.sealed:
             self._segments = self.of(self.head())
         return self._segments

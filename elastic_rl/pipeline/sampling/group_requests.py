@@ -89,7 +89,7 @@ class GroupRequests:
         self._lock = threading.Lock()
         """Guards ``_news`` and what the threads write of each request."""
         self._show_at, self._quiet, self._min_version = 0.0, False, 0
-        self.held_back_by = GenerationCap.NONE
+        self.generation_cap = GenerationCap.NONE
         """The limit for which groups were not sent at the last ``poll``, although they were due."""
         self.begin()
 
@@ -164,9 +164,9 @@ class GroupRequests:
         for trials in due.values():
             for some in batches(trials, size):
                 self._submit(_Sent(lane, [trial.groups[0] for trial in some], dict(enumerate(some)), is_probe=False))
-        self.held_back_by = GenerationCap.NONE
+        self.generation_cap = GenerationCap.NONE
         if self._isolation.is_due(lane, now):
-            self.held_back_by = GenerationCap.POOL if of_pool <= of_requests else GenerationCap.REQUESTS
+            self.generation_cap = GenerationCap.POOL if of_pool <= of_requests else GenerationCap.REQUESTS
 
     def _submit(self, sent: _Sent) -> None:
         self._running[sent.lane][sent] = None

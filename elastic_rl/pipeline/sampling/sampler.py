@@ -97,15 +97,15 @@ class Sampler:
         return judged
 
     def training_stream(self, more: More[tuple[int, Prompt]],
-                        held_back_by: Callable[[], GenerationCap] = lambda: GenerationCap.NONE
+                        generation_cap: Callable[[], GenerationCap] = lambda: GenerationCap.NONE
                         ) -> Iterator[tuple[Group, str]]:
         """Yields what ``training_groups`` returns, of the prompts that ``more`` gives again and again, each group as it
-        finishes. Ends with them. ``held_back_by``: the limit for which ``more`` gives none."""
+        finishes. Ends with them. ``generation_cap``: the limit for which ``more`` gives none."""
         def requests(wait_s: float) -> tuple[Sequence[PromptRequest], int] | None:
             given = more(wait_s)
             return None if given is None else (self._prompt_requests(given[0]), given[1])
 
-        return self._stream(requests, self._filters.drop_reason, held_back_by)
+        return self._stream(requests, self._filters.drop_reason, generation_cap)
 
     def _prompt_requests(self, prompts: Sequence[tuple[int, Prompt]]) -> list[PromptRequest]:
         if not prompts:
@@ -166,7 +166,7 @@ class Sampler:
         return [done[request.ordinal] for request in requests]
 
     def _stream(self, more: More[PromptRequest], judged: Callable[[Group], str],
-                held_back_by: Callable[[], GenerationCap] = lambda: GenerationCap.NONE) -> Iterator[Judged]:
+                generation_cap: Callable[[], GenerationCap] = lambda: GenerationCap.NONE) -> Iterator[Judged]:
         """The groups that ``more`` gives, each as it is rewarded, with what ``judged`` says of it in the thread of the
         rewards. One that could not be generated or rewarded says so itself."""
         requests = self._requests
@@ -185,7 +185,7 @@ class Sampler:
                 return
             began, only_rewards = time.perf_counter(), not requests.pending
             found, failed = requests.poll(_POLL_S if ended else _FEED_S, rewards.news, quiet=self._side.show())
-            self._on_cap(caps.seen(time.monotonic(), requests.held_back_by or held_back_by()))
+            self._on_cap(caps.seen(time.monotonic(), requests.generation_cap or generation_cap()))
             self.reward_s += time.perf_counter() - began if only_rewards else 0.0
             yield from ((group, "") for group in failed)
             rewards.add(found)

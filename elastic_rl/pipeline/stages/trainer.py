@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from elastic_rl.data.batch import collate_answers
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.etcd import event_kinds
 from elastic_rl.pipeline import schedule
@@ -21,6 +20,7 @@ from elastic_rl.pipeline.stages.term import ActorTerm
 from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.training.device_phases import make_device_phases
 from elastic_rl.pipeline.training.group_trials import GroupTrials
+from elastic_rl.pipeline.training.supervised_evaluation import SupervisedEvaluation
 from elastic_rl.pipeline.training.supervised_steps import SupervisedSteps
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.telemetry import training_metrics
@@ -72,6 +72,7 @@ class TrainerStages(Stages):
         self._trainer, self._source, self._prompts = trainer, source, prompts
         self._supervised = SupervisedSteps(trainer.groups, self._waits, GroupTrials(term.cfg, self._waits, "sft"),
                                            partial(term.events.groups_failed, "sft"))
+        self._evaluation = SupervisedEvaluation(trainer.groups.forward_logprobs)
 
     def _perform(self, effect: schedule.Effect) -> Any:
         match effect:
@@ -125,15 +126,12 @@ class TrainerStages(Stages):
         self._waits.stage("evaluate")
         n = len(self._source.eval)
         picks = random.Random(f"sft-eval-{cfg.seed}").sample(range(n), min(cfg.sft.eval_problems, n))
-        batch = collate_answers(self._prompts.read(self._source.eval, picks, answers=True))
-        outputs = self._trainer.groups.forward_logprobs(batch)
-        # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
-        missed = batch.sequence_sum((~outputs["greedy"]).long())
-        accuracy = float((missed == 0).float().mean())
-        eval_loss = -float(outputs["logprobs"].double().mean())
-        self._log_sft(effect.step, effect.updates, eval_accuracy=accuracy, eval_loss=eval_loss)
-        term.write(**self._sft_totals(effect.step, effect.updates), eval_accuracy=accuracy, eval_measure="exact_match")
-        return accuracy
+        found = self._evaluation.of(self._prompts.read(self._source.eval, picks, answers=True))
+        left_out = {"eval_left_out": found.left_out} if found.left_out else {}
+        self._log_sft(effect.step, effect.updates, eval_accuracy=found.exact_match, eval_loss=found.loss, **left_out)
+        term.write(**self._sft_totals(effect.step, effect.updates), eval_accuracy=found.exact_match,
+                   eval_measure="exact_match")
+        return found.exact_match
 
     def _log_sft(self, step: int, updates: Sequence[UpdateMade], **evaluation: float) -> None:
         """The record of the updates up to a step, with the evaluation after it, if there was one."""

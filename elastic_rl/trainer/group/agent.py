@@ -30,6 +30,7 @@ from elastic_rl.host.leftovers import TAG_ENV
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs
+from elastic_rl.trainer.group.refused_commands import RefusedCommands
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.megatron.policy import ModelArch
 
@@ -103,7 +104,7 @@ def _run(ctx: RunContext, etcd: EtcdClient, args: argparse.Namespace) -> int:
 
     # Each formation has a run id of its own, so that no agent waits for one of an earlier formation that was killed.
     run_id = f"{ctx.group.name}-{ctx.epoch}-{ctx.formation or secrets.token_hex(4)}"
-    agent = _make_agent(ctx, run_id, args)
+    agent = _make_agent(ctx, run_id, args, RefusedCommands(etcd, ctx.keys, ctx.group.name))
     try:
         result = agent.run()
         if not result.is_failed():
@@ -129,9 +130,10 @@ def _run(ctx: RunContext, etcd: EtcdClient, args: argparse.Namespace) -> int:
             etcd.delete_prefix(f"{ctx.keys.rendezvous_prefix()}{run_id}/")
 
 
-def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace) -> Any:
+def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace, refused: RefusedCommands) -> Any:
+    """``refused``: ranks that have ended for one use up none of ``trainer.max_restarts``."""
     import torch
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -148,7 +150,11 @@ def _make_agent(ctx: RunContext, run_id: str, args: argparse.Namespace) -> Any:
         def _monitor_workers(self, worker_group: Any) -> Any:
             if self._pcontext is not None:
                 watch.look(self._pcontext.pids())
-            return super()._monitor_workers(worker_group)
+            found = super()._monitor_workers(worker_group)
+            # Who sent the command tries its samples one after the other, which ends the ranks many times.
+            if found.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and refused.take():
+                self._remaining_restarts += 1
+            return found
 
         def _stop_workers(self, worker_group: Any) -> None:
             self._shutdown(timeout=_RANK_GRACE_S)

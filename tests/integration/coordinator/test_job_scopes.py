@@ -93,7 +93,7 @@ def test_leader_writes_what_keeps_it_from_deciding_about_each_job(etcd: EtcdClie
     cluster = Cluster(etcd, keys)
 
     def health(job: str) -> tuple[str, str]:
-        """As another replica shows it."""
+        """Health and message of a job, as another replica shows them."""
         shown = job_view.read(etcd, Keys(job), "b")
         return shown.health, shown.message
 

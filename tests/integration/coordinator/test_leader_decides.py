@@ -103,7 +103,7 @@ def plane(etcd: EtcdClient, keys: Keys) -> Iterator[Plane]:
 
 
 def end_heartbeats(member: Membership) -> None:
-    """As if its process hung; ``close`` still ends the lease."""
+    """Ends a member's heartbeats as if its process hung; ``close`` still ends the lease."""
     member._stopping.set()
     member._changed.set()
     member._thread.join(20)

@@ -50,7 +50,7 @@ class Fleet:
     links: Links
     epoch: int
     bytes_per_s: float = 8 * MIB
-    """Of the links of nodes that are started from now on."""
+    """Rate of the links of nodes that are started from now on."""
     link: dict[str, Link] = field(default_factory=dict)
     port: dict[str, int] = field(default_factory=dict)
     process: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from elastic_rl.dcs.codecs.tensors import checksum
 from elastic_rl.errors import ConfigError, Fenced, TensorMismatch, VersionNotFound
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Version
 
 
 class Service(DcsCluster):
@@ -137,9 +140,63 @@ def test_program_that_was_taken_over_can_no_longer_publish(dcs: Service) -> None
     old.publish("policy", model(1))
     assert new.take_over() == dcs.epoch == 2
     new.publish("policy", model(2))
-    with pytest.raises(Fenced):
-        old.publish("policy", model(3))
+    for _ in range(2):  # it is over for good: its next try is no program that begins
+        with pytest.raises(Fenced, match=r"taken over by .*take_over\(\)"):
+            old.publish("policy", model(3))
     assert_equal(old.pull("policy"), model(2))
+    old.take_over()
+    assert old.publish("policy", model(3)).number == new.list_versions("policy")[-1].version.number
+
+
+def test_programs_that_publish_first_at_once_share_the_first_epoch(dcs: Service) -> None:
+    services, met = [dcs.connect("a"), dcs.connect("b")], threading.Barrier(2)
+
+    class Together(EtcdClient):
+        """Lets both programs see that there is no epoch before either begins one."""
+
+        def get(self, key: str, **kwargs: Any) -> Any:
+            found = EtcdClient.get(self, key, **kwargs)
+            if key == dcs.keys.epoch() and found is None:
+                met.wait(60)
+            return found
+
+    for service in services:
+        service._etcd.__class__ = Together
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(s.publish, f"mine_{i}", model(i)) for i, s in enumerate(services)]
+        assert [d.result(120).number for d in done] == [1, 1]
+    assert dcs.epoch == 1
+
+
+def test_weights_of_another_model_are_refused_after_a_version_unless_asked_for(dcs: Service) -> None:
+    first, second, other = dcs.connect("a"), dcs.connect("b"), {"w": torch.ones(3), "b": torch.ones(2)}
+    first.publish("policy", {"w": torch.ones(3), "b": torch.ones(3)})
+    with pytest.raises(TensorMismatch, match=r"than policy/1: b is float32\[3\] in it and float32\[2\] here"):
+        second.publish("policy", other)
+    with second.write_shard(other) as shard, pytest.raises(TensorMismatch, match="than policy/1"):
+        second.commit("policy", [shard])
+    with pytest.raises(TensorMismatch, match="b is in it only"):
+        second.publish("policy", {"w": torch.ones(3)})
+    assert [v.version.number for v in second.list_versions("policy")] == [1]
+    second.publish("mine", {"w": torch.ones(3)})
+    second.publish("mine", other)
+    changed = second.publish("policy", other, other_model=True)
+    assert_equal(first.pull(changed), other)
+    with pytest.raises(TensorMismatch, match=f"than {changed.name}"):  # of a program that saw the version before
+        first.publish("policy", {"w": torch.ones(3), "b": torch.ones(3)})
+    first.publish("policy", other)
+
+
+def test_version_with_a_trace_of_another_form_is_pulled(dcs: Service) -> None:
+    service = dcs.connect()
+    version = service.publish("policy", model(1))
+    key = dcs.keys.version("policy", version.number)
+    for odd in ("x", 3, ["a"], {"traceparent": 3}):
+        found = dcs.etcd.get(key)
+        assert found is not None
+        record = Version.decode(found.value)
+        dcs.etcd.put(key, record.replace(meta={**record.meta, "trace": odd}).encode())
+        assert_equal(service.pull(version), model(1))
 
 
 def test_streams_of_a_run_are_refused_while_its_trainer_lives(dcs: Service) -> None:
@@ -151,6 +208,9 @@ def test_streams_of_a_run_are_refused_while_its_trainer_lives(dcs: Service) -> N
     assert service.publish("mine", model(1)).number == 1
     dcs.etcd.delete(member)
     assert service.publish("policy", model(1)).number == 1
+    dcs.etcd.put(member, b"{}")  # a run that begins later, under the same epoch
+    with pytest.raises(ConfigError, match="trainer of job"):
+        service.publish("policy", model(1))
 
 
 def test_stream_that_no_command_could_name_is_refused(dcs: Service) -> None:

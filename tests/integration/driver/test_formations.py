@@ -40,7 +40,7 @@ class Driver:
 
     @property
     def number(self) -> int:
-        """Of the newest version of the state."""
+        """Number of the newest version of the state."""
         return self.saved
 
     def have(self, open_: str, *, lost: str = "", drains: str = "", **gpus: int) -> None:

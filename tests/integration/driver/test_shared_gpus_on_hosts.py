@@ -42,7 +42,7 @@ class Plane:
 
     @property
     def number(self) -> int:
-        """Of the newest version of the state."""
+        """Number of the newest version of the state."""
         return self.saved
 
     def next_driver(self) -> None:

@@ -118,7 +118,7 @@ class SupervisedJob:
         self.etcd.put(self.keys.restart(DRIVER), RestartRequest(target=DRIVER, generation=1).encode())
 
     def request_restart(self) -> None:
-        """As the leader does it: the request, and the end of the epoch, in one transaction."""
+        """Asks for a restart as the leader does: the request and the end of the epoch are in one transaction."""
         epoch = fencing.current_epoch(self.etcd, self.keys)
         found = self.etcd.get(self.keys.restart(JOB))
         before = RestartRequest.decode(found.value) if found else RestartRequest(target=JOB, generation=0)

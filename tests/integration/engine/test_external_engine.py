@@ -49,7 +49,7 @@ def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable
         return made[-1]
 
     def unroute(url: str) -> None:
-        """As the driver's supervisor of the router does it, in its own time."""
+        """Takes the server out of the router, as the driver's supervisor of it does in its own time."""
         router = RouterClient(testbed.ctx.router_urls["rollout"], access=testbed.access)
         router.request_remove(router.worker_ids().get(url, []))
 
@@ -61,7 +61,7 @@ def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable
 
 
 def detach(driver: ExternalEngines) -> None:
-    """As the end of the driver does it."""
+    """Ends what the driver has placed, as the end of the driver does."""
     stop_all(driver.placed, timeout_s=10.0)
     driver.forget()
 

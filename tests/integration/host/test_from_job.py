@@ -42,7 +42,7 @@ class Jobs:
     info: ClusterInfo
     run_dir: Path
     weights: dict[str, torch.Tensor]
-    """Of the newest version of the old job."""
+    """The tensors of the newest version of the old job."""
     etcd: EtcdClient
 
     @property

@@ -70,7 +70,7 @@ class Up:
             return dict(pulled.tensors())["w"].clone()
 
     def pid(self, name: str) -> int:
-        """Of the process that runs; 0 where none does."""
+        """The pid of the process that runs; 0 where none does."""
         return self.pids().get(name, 0)
 
     def pids(self) -> dict[str, int]:

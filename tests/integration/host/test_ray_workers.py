@@ -68,7 +68,7 @@ def test_engines_and_roles_are_on_hosts_with_their_labels_and_wait_where_none_ha
 
 
 def replicas(machine: Machine) -> list[psutil.Process]:
-    """Of the role with hosts of its own."""
+    """Replicas of the role with hosts of its own."""
     return [p for p in machine.computes() if "ServeReplica:advantages" in " ".join(p.cmdline())]
 
 

@@ -241,7 +241,7 @@ def _hold_puts(actors: Any) -> Callable[[], object]:
 
 
 def test_another_process_reads_samples_by_the_address_of_the_queue(queue: TransferQueueQueue) -> None:
-    """As a rank does, which is no process of Ray."""
+    """Reads as a rank does, which is no process of Ray."""
     queue.put(_group(0))
     queue.put(_group(1))
     program = ("import json, sys; from elastic_rl.data.queue.row_client import RemoteSamples; import ray; "

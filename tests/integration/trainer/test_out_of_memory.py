@@ -32,7 +32,7 @@ POISON = 10
 @pytest.fixture(scope="module")
 def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     with elastic_group(etcd_servers.endpoints, tmp_path_factory.mktemp("group"), {
-            "sft": {"max_steps": 0}, "trainer": {"tensor_parallel": 2, "data_parallel": 1, "max_restarts": 50},
+            "sft": {"max_steps": 0}, "trainer": {"tensor_parallel": 2, "data_parallel": 1, "max_restarts": 1},
             "algorithm": {"name": "support.no_memory_algorithm:spec"},
             "train": {"updates_per_step": 1, "prompts_per_step": 8, "state_every_steps": 1}}) as made:
         yield made
@@ -72,7 +72,7 @@ def test_group_for_which_a_rank_lacks_memory_in_a_collective_is_found_and_droppe
     maker = StepMaker(batches, client, waits, GroupTrials(group.ctx.config, waits), in_parts=False)
 
     def make(ordinals: Sequence[int], dropped: Sequence[int] = ()) -> dict[str, object]:
-        """As the loop does, which resumes first."""
+        """Makes a step as the loop does, which resumes first."""
         assert client.wait_ready().step == 0
         [version] = group.newest_version()
         return maker.make(taken(version, ordinals, dropped), 1, StepTimer(), {})[0]
@@ -92,3 +92,4 @@ def test_group_for_which_a_rank_lacks_memory_in_a_collective_is_found_and_droppe
     refused = [e for e in events.recent(group.etcd, group.keys) if e.kind == "trainer.refused"]
     assert len(refused) == sum(POISON in ordinals for ordinals in batches.made) > 1
     assert refused[0].data["groups"]["trained"] and all(e.data["rank"] == 1 for e in refused)
+    assert len(refused) > group.ctx.config.trainer.max_restarts, "they have used up none of the restarts"

@@ -20,16 +20,17 @@ OPTIONS = {"-o": True, "--output": True, "--wait": False, "-c": True, "--help": 
 
 
 @pytest.mark.parametrize(("line", "own", "found"), [
-    ("--job=b", "", "--job=b"), ("--job b", "", "--job b"), ("4 --job=b --wait", "4 --wait", "--job=b"),
-    ("--job b 4", "4", "--job b"), ("-o json --job=b", "-o json", "--job=b"),
+    ("--job=b", "", "--job=b"), ("--job b", "", "--job=b"), ("4 --job=b --wait", "4 --wait", "--job=b"),
+    ("--job b 4", "4", "--job=b"), ("--lr -1", "", "--lr=-1"), ("-o json --job=b", "-o json", "--job=b"),
     ("--output=json x", "--output=json x", ""),
-    ("--output json --train.lr 1", "--output json", "--train.lr 1"), ("--train.lr --job=b", "", "--train.lr --job=b"),
+    ("--output json --train.lr 1", "--output json", "--train.lr=1"),
     ("x -- --job=b", "x -- --job=b", ""), ("policy/-1 -ojson", "policy/-1 -ojson", "")])
 def test_settings_are_told_from_options_and_arguments(line: str, own: str, found: str) -> None:
     assert split_settings(line.split(), OPTIONS) == (own.split(), found.split())
 
 
-@pytest.mark.parametrize("line", ["-c --job=b", "--output --job=b", "-o", "x --output"])
+@pytest.mark.parametrize("line", ["-c --job=b", "--output --job=b", "-o", "x --output", "-c -o json",
+                                  "--output -c f", "--job -o json", "--train.lr --job=b", "--train.lr"])
 def test_option_takes_no_other_option_for_its_value(line: str) -> None:
     with pytest.raises(ConfigError, match="has no value"):
         split_settings(line.split(), OPTIONS)
@@ -40,7 +41,8 @@ def test_option_takes_no_other_option_for_its_value(line: str) -> None:
 @given(st.lists(st.sampled_from(["x", "4", "--job=b", "--job", "--wait", "-o", "--output=json", "-c", "--a.b=1"])))
 def test_no_word_is_lost_and_no_setting_is_an_argument(words: list[str]) -> None:
     own, found = split_settings(words, OPTIONS, strict=False)
-    assert sorted(own + found) == sorted(words)
+    for written in (words, own + found):
+        assert sorted("=".join(own + found).split("=")) == sorted("=".join(written).split("="))
     assert not any(word.startswith(("--job", "--a.b")) for word in own)
 
 
@@ -69,3 +71,19 @@ def test_all_commands_that_take_settings_tell_them_from_arguments() -> None:
     unparsed = {path for path, command in COMMANDS.items()
                 if command.context_settings.get("ignore_unknown_options") and not isinstance(command, SettingsCommand)}
     assert unparsed == {("test-hosts", "run")}, "it runs a command, which has options of its own"
+
+
+GROUPS = sorted({path[:n] for path in COMMANDS for n in range(len(path))})
+
+
+@pytest.mark.parametrize("path", [*COMMANDS, *GROUPS], ids=lambda path: " ".join(path) or "elastic-rl")
+def test_every_command_says_what_it_does_and_takes(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main.main([*path, "--help"])
+    assert not e.value.code
+    said = capsys.readouterr().out
+    assert "Usage: elastic-rl" in said
+    if path in COMMANDS:
+        assert COMMANDS[path].help, "it says nothing of itself"
+        assert all(option in said for p in COMMANDS[path].params if not getattr(p, "hidden", False)
+                   for option in p.opts if option.startswith("--"))

@@ -33,15 +33,28 @@ def test_override_changes_one_of_two_sections_that_an_anchor_made_equal(tmp_path
     assert (pools["a"].model, pools["b"].model) == ("/other", "/judge")
 
 
-def test_command_line_accepts_settings_apart_from_their_values() -> None:
-    assert overrides(["--train.steps", "7", "--job=a"]) == ["--train.steps=7", "--job=a"]
-    assert config.load(None, overrides(["--coordinator.ports", "[1, 2]"])).coordinator.ports == [1, 2]
+def test_argument_that_is_no_setting_is_refused() -> None:
+    assert config.load(None, overrides(["--coordinator.ports=[1, 2]"])).coordinator.ports == [1, 2]
+    for args in (["stray"], ["--train.steps=7", "stray"]):
+        with pytest.raises(ConfigError, match="unexpected argument 'stray'"):
+            overrides(args)
 
 
-@pytest.mark.parametrize("args", [["stray"], ["--train.steps"], ["--train.steps", "--job=a"]])
-def test_setting_without_a_value_is_refused(args: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        overrides(args)
+@pytest.mark.parametrize(("written", "read"), [
+    ("Is it #1?", "Is it #1?"), ("# alone", "# alone"), ("a#b", "a#b"), ("'a #b'", "a #b"), ("x  #y z", "x  #y z")])
+def test_text_of_the_command_line_is_not_cut_where_yaml_has_comments(written: str, read: str) -> None:
+    found = config.load(None, [f"--data.options.system_prompt={written}"])
+    assert found.data.options == {"system_prompt": read}
+
+
+@pytest.mark.parametrize("written", ["[1, 2] # ports", "{a: b} # x", "'a' # b", "a: b # c"])
+def test_comment_after_a_value_that_is_no_plain_text_is_refused(written: str) -> None:
+    with pytest.raises(ConfigError, match="put text with one in quotes"):
+        config.load(None, [f"--data.options.x={written}"])
+
+
+def test_comments_in_several_lines_of_the_command_line_are_left_out() -> None:
+    assert config.load(None, ["--data.options=a: 1 # one\nb: 2"]).data.options == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(("key", "near"), [
@@ -117,6 +130,9 @@ def test_pool_has_what_those_need_who_sample_from_it() -> None:
     for settings in ({"deterministic": True}, {"engine": {"seeded_sampling": "on"}}):
         with pytest.raises(ConfigError, match="SGLang has no seeds"):
             config.parse({"eval": {"min_p": 0.1}, **settings})
+        with pytest.raises(ConfigError, match="min_p in the options of genrm"):
+            config.parse({"model": {"path": "/m"}, "rollout": judges, "pools": {
+                name: {"model": "/j"} for name in ("strict", "other")}, **settings})
 
 
 def test_missing_file_is_refused_by_name() -> None:
@@ -362,3 +378,9 @@ def test_more_storage_actors_than_a_queue_can_use_are_refused() -> None:
     assert config.parse({"train": {"queue_units": 256}}).train.queue_units == 256
     with pytest.raises(ConfigError, match="queue_units"):
         config.parse({"train": {"queue_units": 257}})
+
+
+def test_word_of_a_choice_is_what_is_written_where_yaml_has_a_truth_value() -> None:
+    for word in ("on", "off", "auto"):
+        assert config.load(None, [f"--engine.seeded_sampling={word}"]).engine.seeded_sampling == word
+    assert config.load(None, ["--deterministic=on"]).deterministic is True

@@ -125,11 +125,11 @@ def test_free_slots_of_engines_are_shown_while_a_limit_binds() -> None:
 
     def found(status: JobStatus) -> dict[str, float]:
         shown = samples(ClusterSnapshot(job="j", now=10.0, status=status, members=members, engines=engines))
-        return {k: v for k, v in shown.items() if k.startswith(("generation_capped", "engine_slots_idle"))}
+        return {k: v for k, v in shown.items() if k.startswith(("generation_cap", "engine_slots_idle"))}
 
     cap = "{cap=train.max_staleness}"
-    assert found(status) == {f"generation_capped{cap}": 1.0, f"engine_slots_idle_ratio{cap}": 6 / 16}
-    assert found(status.replace(waiting_kind="trainer")) == {f"generation_capped{cap}": 1.0}
+    assert found(status) == {f"generation_cap{cap}": 1.0, f"engine_slots_idle_ratio{cap}": 6 / 16}
+    assert found(status.replace(waiting_kind="trainer")) == {f"generation_cap{cap}": 1.0}
     assert not found(status.replace(generation_cap=GenerationCap.NONE)) and not found(status.replace(phase="finished"))
 
 

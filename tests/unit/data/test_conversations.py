@@ -187,3 +187,13 @@ def test_wrong_variables_and_options_are_named(tmp_path: Path, model: Path) -> N
             _source(tmp_path, model, path, chat_template_keys=keys)
     with pytest.raises(ConfigError, match="chat_template_options has 'tokenize'"):
         _source(tmp_path, model, path, chat_template_options={"tokenize": True})
+
+
+def test_json_in_a_column_keeps_the_digits_of_its_numbers_as_a_row_does() -> None:
+    assert messages_of('[{"role": "user", "content": 18.90}]', "x:1")[0]["content"] == "18.90"
+    many = "9" * 5000
+    for read in (lambda: messages_of(f'[{{"role": "user", "content": {many}}}]', "x:1"),
+                 lambda: messages_of([{"role": "assistant", "tool_calls": f"[{many}]"}], "x:1"),
+                 lambda: variable("tools", f"[{many}]", "x:1")):
+        with pytest.raises(SourceFailed, match="x:1.* has a number of thousands of digits"):
+            read()

@@ -241,7 +241,26 @@ def test_metadata_of_a_users_source_follow_the_same_rule() -> None:
         [found] = read_prompts([Prompt((1,), **about)], [0], named="own:source", answers=False)
         return dict(found.metadata)
 
+    class Odd(dict[str, Any]):
+        def items(self) -> Any:
+            raise SystemExit("gone")
+
+    class Endless:
+        def tolist(self) -> Any:
+            return [Endless()]
+
     assert read(metadata={"ok": np.bool_(True), "t": (1, 2)}) == {"ok": True, "t": [1, 2]}
+    at = np.datetime64("2026-01-02T03:04:05.123456789", "ns")
+    assert read(metadata={"x": np.longdouble("1.5"), "y": np.ones(2, np.longdouble), "at": at,
+                          "all": np.array([at] * 2), "day": np.datetime64("2026-01-02"),
+                          "none": np.datetime64("NaT", "ns")}) == {
+        "x": 1.5, "y": [1.0, 1.0], "at": "2026-01-02T03:04:05.123456", "all": ["2026-01-02T03:04:05.123456"] * 2,
+        "day": "2026-01-02", "none": None}
+    for odd, said in ((Odd(a=1), "SystemExit"), ({"x": Odd(a=1)}, "SystemExit"), ({"x": Endless()}, "100 deep"),
+                      ({"x": np.timedelta64(5, "ns")}, "time span"), ({"x": np.clongdouble(1)}, "complex256"),
+                      ({"x": np.datetime64("20000-01-01")}, "datetime64")):
+        with pytest.raises(SourceFailed, match=f"own:source gives prompt 0 with metadata.*{said}"):
+            read(metadata=odd)
     for about, said in (({"metadata": {"x": float("nan")}}, "a number is nan"), ({"text": "\ud83d"}, "surrogate"),
                         ({"metadata": {"x": object()}}, "a value is a object"), ({"question": 1}, "question")):
         with pytest.raises(SourceFailed, match=f"own:source gives prompt 0 with .*{said}"):

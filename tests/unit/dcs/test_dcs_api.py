@@ -48,7 +48,7 @@ def test_plain_tensors_are_storable_as_mapping_and_as_pairs(of: dict[str, tuple[
 
 
 class Sharded(torch.Tensor):
-    """As torch's DTensor has it."""
+    """A tensor with the method that torch's DTensor has."""
 
     def to_local(self) -> torch.Tensor:
         return self
@@ -69,8 +69,9 @@ def test_tensor_that_cannot_be_stored_is_refused_with_its_reason(odd: api.Tensor
     ({"lr": math.nan}, "JSON"), ({"config": object()}, "JSON"), ({"weights": torch.ones(1)}, "JSON"),
     ({"text": "x" * 20_000}, "16384 are allowed"), ({"half": "\ud800"}, "surrogate")])
 def test_meta_that_readers_could_not_get_is_refused(meta: dict[str, object], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as caught:
         api._checked_meta(meta)
+    assert "quotes" not in str(caught.value), "the caller writes no YAML"
 
 
 # -- what is pulled into -----------------------------------------------------------------------------------------------
@@ -90,6 +91,22 @@ def test_tensors_match_a_version_exactly_when_each_has_its_dtype_and_shape(
             assert any(name in e.message for name in odd)
         else:
             assert fits
+
+
+@settings(max_examples=seeds(100))
+@given(TENSORS, TENSORS)
+def test_tensors_follow_a_version_exactly_when_they_are_the_same_model_s(
+        theirs: dict[str, tuple[str, tuple[int, ...]]], ours: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    for here in (ours, {**ours, **theirs}, dict(list(theirs.items())[1:]), theirs):
+        passed = list[str]()
+        try:
+            for name, _ in api.same_model("policy/3", theirs, made(here).items()):
+                passed.append(name)
+        except TensorMismatch:
+            assert here != theirs
+        else:
+            assert here == theirs
+        assert all(theirs.get(name) == here[name] for name in passed), "a tensor of another model was stored"
 
 
 # -- the order of shards -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from support.shared_fixtures import small_disk
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
@@ -259,10 +260,12 @@ def test_export_says_whether_its_output_layer_is_its_embedding(tmp_path: Path, l
     assert torch.equal(loaded["lm_head.weight"], weights["model.embed_tokens.weight"]) is tied
 
 
-def test_export_of_a_critic_is_loaded_by_transformers_with_its_value_head(tmp_path: Path, like: Path) -> None:
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], "LlamaForCausalLM"])
+def test_export_of_a_critic_is_loaded_by_transformers_with_its_value_head(tmp_path: Path, like: Path,
+                                                                          architectures: object) -> None:
     (like / "tokenizer.json").unlink()
     model = AutoModelForCausalLM.from_config(_tiny())
-    (like / "config.json").write_text(json.dumps(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    (like / "config.json").write_text(json.dumps(model.config.to_dict() | {"architectures": architectures}))
     weights = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()
                if name != "lm_head.weight"} | {"score.weight": torch.randn(1, 8)}
     _export(tmp_path / "out", like, weights.items())
@@ -270,6 +273,14 @@ def test_export_of_a_critic_is_loaded_by_transformers_with_its_value_head(tmp_pa
     found = loaded.state_dict()
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     assert loaded.config.architectures == ["LlamaForSequenceClassification"] and loaded.config.num_labels == 1
+
+
+def test_export_says_that_its_weights_are_quantized_only_where_they_are(tmp_path: Path, like: Path) -> None:
+    (like / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}), encoding="utf-8")
+    for name, dtype in (("plain", torch.bfloat16), ("packed", torch.float8_e4m3fn)):
+        _export(tmp_path / name, like, [("w", torch.ones(2, dtype=dtype)), ("b", torch.ones(2))])
+        said = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
+        assert ("quantization_config" in said) is (name == "packed")
 
 
 def test_export_like_a_model_of_another_size_is_refused(tmp_path: Path, like: Path) -> None:
@@ -330,6 +341,22 @@ def test_invalid_safetensors_file_is_a_usage_error(tmp_path: Path, content: byte
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="safetensors"):
         list(hf_folder.read(tmp_path))
+
+
+def test_shapes_of_a_folder_are_read_with_one_look_at_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                ) -> None:
+    opened = list[Path]()
+
+    def open_once(file: Path, framework: str) -> Any:
+        opened.append(file)
+        if opened.count(file) > 1:
+            raise SafetensorError("it was replaced meanwhile")
+        return safe_open(file, framework=framework)
+
+    monkeypatch.setattr(hf_folder, "safe_open", open_once)
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(())}, tmp_path / "two.safetensors")
+    assert hf_folder.layout(tmp_path) == {"a": (2, 3), "b": ()}
 
 
 def test_folder_with_missing_weights_is_a_usage_error(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Serve:
         self.ended.set()
 
     def close(self) -> None:
-        """As the driver does, once Serve was looked at."""
+        """Closes the roles as the driver does, once Serve was looked at."""
         self.roles.start()
         assert self.looks.wait(60)
         self.roles.close()

@@ -14,6 +14,7 @@ import pytest
 from elastic_rl.engine import packed_answers
 from elastic_rl.engine.client import (
     BATCH,
+    Caller,
     GenerateClient,
     Sampling,
     answer_limit,
@@ -403,7 +404,7 @@ def test_wrong_key_is_told_from_engines_that_are_away():
 def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
     """As hundreds of conversations are: each of their turns is a request."""
     monkeypatch.setattr("elastic_rl.engine.client._CONNECTIONS", 3)
-    now, most, asked, seen_full, client = 0, 0, 0, [], None
+    now, most, asked, seen, first, last = 0, 0, 0, [], Caller(), Caller()
 
     async def handle(reader, writer):
         nonlocal now, most, asked
@@ -414,7 +415,7 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
                 body = json.loads(await reader.readexactly(size))
                 now, asked = now + 1, asked + 1
                 most = max(most, now)
-                seen_full.append(client.is_full)
+                seen.append((first.is_waiting, last.is_waiting))
                 await asyncio.sleep(0.7)  # all of them in turn take longer than timeout_s
                 now -= 1
                 out = json.dumps([answer([1]) for _ in body["input_ids"]]).encode()
@@ -423,16 +424,20 @@ def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
         writer.close()
 
     async def run():
-        nonlocal client
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=2.0, retries=1)
-        assert not client.is_full
-        await asyncio.gather(*(client.generate([i], Sampling(4 + i, seed=i), 1) for i in range(12)))
-        assert not client.is_full
+
+        async def asked_by(caller, numbers):
+            with caller.asks():
+                await asyncio.gather(*(client.generate([i], Sampling(4 + i, seed=i), 1) for i in numbers))
+
+        await asyncio.gather(asked_by(first, range(3)), asked_by(last, range(3, 12)))
         await client.close()
         server.close()
     asyncio.run(run())
-    assert (most, asked) == (3, 12) and any(seen_full)
+    assert (most, asked) == (3, 12)
+    assert not any(waits for waits, _ in seen), "all that it has asked for is with engines"
+    assert any(waits for _, waits in seen) and not last.is_waiting
 
 
 @pytest.mark.parametrize("meta", [

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.local_plugin import runs_locally
 
 from elastic_rl import config
@@ -33,7 +35,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-make_assets, run_examples = _load("make_assets"), _load("run_examples")
+make_assets, run_examples, dcs_sglang = _load("make_assets"), _load("run_examples"), _load("dcs_sglang")
 
 
 @pytest.fixture(scope="module")
@@ -292,3 +294,18 @@ def test_wrong_arguments_end_before_anything_is_run(arguments: list[str]) -> Non
     ended = subprocess.run([sys.executable, str(EXAMPLES / "run_examples.py"), *arguments], capture_output=True,
                            text=True, check=False)
     assert ended.returncode == 2 and arguments[-1] in ended.stderr
+
+
+def test_example_of_sglang_takes_only_a_version_of_the_model_that_the_server_has(tmp_path: Path) -> None:
+    wanted = {"a": torch.ones(2, 3), "lm_head.weight": torch.ones(4)}
+    save_file(wanted, tmp_path / "model.safetensors")
+    shapes = dcs_sglang.shapes_of(tmp_path)
+    assert shapes == {"a": (2, 3), "lm_head.weight": (4,)}
+    dcs_sglang.require_same("policy/1", shapes, shapes)
+    dcs_sglang.require_same("policy/1", {"a": (2, 3)}, shapes)  # it is tied to the embedding
+    for odd in ({}, {"a": (3, 2)}, {**shapes, "b": (1,)}, {**shapes, "lm_head.weight": (5,)}):
+        with pytest.raises(RuntimeError, match="policy/1 has tensors of another model"):
+            dcs_sglang.require_same("policy/1", odd, shapes)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(SystemExit, match="no \\*.safetensors"):
+        dcs_sglang.shapes_of(tmp_path)

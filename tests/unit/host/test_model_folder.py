@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,6 @@ def test_fingerprint_is_of_config_and_all_of_the_weights_and_of_nothing_else(tmp
     (tmp_path / "a" / "config.json").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         model_folder.fingerprint(tmp_path / "a")
+    os.mkfifo(tmp_path / "b" / "more.safetensors")
+    with pytest.raises(ConfigError, match="more.safetensors is no regular file"):
+        model_folder.fingerprint(tmp_path / "b")

@@ -320,6 +320,15 @@ def test_settings_that_a_job_uses_are_not_named() -> None:
     assert unread_settings(own) == []
 
 
+@pytest.mark.parametrize(("given", "pool"), [
+    (["--eval.min_p=0.1"], "rollout"), (["--rollout.min_p=0.1"], "rollout"),
+    (["--rollout.reward=genrm", "--rollout.reward_options={min_p: 0.1}", "--pools.genrm.model=/judge"], "genrm"),
+    (["--eval.min_p=0.1", "--engine.seeded_sampling=off"], ""), ([], "")])
+def test_pool_that_loses_its_seeds_by_min_p_is_named(given: list[str], pool: str) -> None:
+    found = [finding.detail for finding in job_check._of_seeds(config.load(overrides=given))]
+    assert [f"of the pool {pool} is" in detail for detail in found] == ([True] if pool else [])
+
+
 def test_supervised_job_needs_no_reward() -> None:
     found = by_part(config.load(overrides=["--mode=sft"]))
     assert "reward of the answers" not in found and not any(f.fault for f in found.values())

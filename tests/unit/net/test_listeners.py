@@ -87,7 +87,7 @@ def _belongs_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def foreign(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> Listener:
-    """As if another user had started it."""
+    """A listener that another user seems to have started."""
     _belongs_to_another(monkeypatch)
     return listener
 

@@ -118,7 +118,7 @@ def test_simulated_run_loses_no_common_state_and_never_mixes_updates(seed: int) 
 
 
 def release(policy: Group, critic: Group, keep: int) -> None:
-    """As the leader does."""
+    """Releases versions as the leader does."""
     pair = newest_pair(policy.available().committed, critic.available().committed)
     assert pair is not None
     for group, needed in zip((policy, critic), pair, strict=True):

@@ -183,17 +183,17 @@ def test_later_groups_ask_for_versions_that_will_be_out_then() -> None:
 def test_no_more_groups_are_leased_than_the_last_steps_take() -> None:
     flow = _flow(step=9)
     assert flow.lease() is not None and flow.lease() is None
-    assert flow.held_back_by is GenerationCap.NONE, "nothing is left to ask for"
+    assert flow.generation_cap is GenerationCap.NONE, "nothing is left to ask for"
 
 
 def test_flow_says_which_limit_leaves_no_room() -> None:
     flow = _flow(max_in_flight=3)
-    assert flow.held_back_by is GenerationCap.NONE
+    assert flow.generation_cap is GenerationCap.NONE
     while flow.lease() is not None:
         pass
-    assert flow.held_back_by is GenerationCap.GROUPS_IN_FLIGHT
+    assert flow.generation_cap is GenerationCap.GROUPS_IN_FLIGHT
     _queue(flow, 0, version=1)
-    assert flow.lease() is not None and flow.held_back_by is GenerationCap.STALENESS
+    assert flow.lease() is not None and flow.generation_cap is GenerationCap.STALENESS
 
 
 def test_group_that_was_too_stale_is_leased_again_and_waited_for() -> None:
@@ -404,10 +404,10 @@ def test_open_groups_are_bounded_by_the_staleness_and_the_setting(
     flow = _flow(max_staleness=staleness, groups_per_step=size, max_in_flight=at_once, steps=100)
     version, leased = 1, []
     for _ in range(60):
-        held_back_by = flow.held_back_by
+        generation_cap = flow.generation_cap
         grant = flow.lease()
-        assert bool(held_back_by) is (grant is None and staleness > 0)
-        assert at_once is not None or held_back_by in (GenerationCap.NONE, GenerationCap.STALENESS)
+        assert bool(generation_cap) is (grant is None and staleness > 0)
+        assert at_once is not None or generation_cap in (GenerationCap.NONE, GenerationCap.STALENESS)
         if grant is not None:
             leased += grant.ordinals
             assert grant.min_version <= version

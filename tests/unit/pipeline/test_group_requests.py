@@ -259,7 +259,7 @@ def test_further_requests_are_sent_to_a_larger_pool(monkeypatch: pytest.MonkeyPa
     requests.add([_request(i) for i in range(400)], 0)
     requests.poll(0.0)
     assert len(processes._running[False]) == sent
-    assert requests.held_back_by is (GenerationCap.POOL if sent < 400 else GenerationCap.NONE)
+    assert requests.generation_cap is (GenerationCap.POOL if sent < 400 else GenerationCap.NONE)
     while requests.pending:
         processes.turn(False)
         requests.poll(0.0)
@@ -330,11 +330,11 @@ def test_more_requests_than_there_may_be_wait(monkeypatch: pytest.MonkeyPatch) -
     requests = _requests(monkeypatch, processes, 10_000)
     requests.add([_request(i) for i in range(100)], 0)
     requests.poll(0.0)
-    assert len(processes._running[False]) == 70 and requests.held_back_by is GenerationCap.REQUESTS
+    assert len(processes._running[False]) == 70 and requests.generation_cap is GenerationCap.REQUESTS
     while requests.pending:
         processes.turn(False)
         requests.poll(0.0)
-    assert requests.held_back_by is GenerationCap.NONE
+    assert requests.generation_cap is GenerationCap.NONE
 
 
 def test_replica_of_the_role_takes_all_requests_at_once() -> None:

@@ -19,6 +19,7 @@ from elastic_rl.net.addresses import LOOPBACK
 from elastic_rl.pipeline.flow import transfer_queue
 from elastic_rl.pipeline.flow.row_attempts import RowAttempts
 from elastic_rl.pipeline.flow.transfer_queue import TransferQueueQueue
+from elastic_rl.runtime.backoff import RetryBackoff
 
 _GROUPS, _SAMPLES = 3, 2
 
@@ -73,12 +74,22 @@ class Storage:
 
 
 class Actors:
+    """``pauses``: a call that follows a failed one is refused, as by a connection in its pause."""
+
     def __init__(self, units: int, call_s: float, host: str) -> None:
         self.storage = Storage()
         self.address = {"units": {}, "partition": "groups-1"}
+        self.pauses = self._is_paused = False
 
     def run(self, call: Callable[[Any], Any]) -> Any:
-        return call(self.storage)
+        if self._is_paused:
+            self._is_paused = False
+            raise QueueUnavailable("it is tried again soon")
+        try:
+            return call(self.storage)
+        except OSError:
+            self._is_paused = self.pauses
+            raise
 
     def dead(self) -> str:
         return ""
@@ -93,10 +104,12 @@ def group(ordinal: int, number: int) -> Group:
         Sample((Segment((number, index), (-0.1, -0.1), version=1),)) for index in range(_SAMPLES)))
 
 
-def queue_with(first: Group) -> tuple[TransferQueueQueue, Storage]:
+def queue_with(first: Group, capacity: int = 99) -> tuple[TransferQueueQueue, Storage]:
+    """A queue whose failed clean-ups are tried again without a pause."""
     with (patch.object(transfer_queue, "_Actors", Actors), patch.object(transfer_queue, "_SHOWN_AFTER_S", 60.0),
+          patch.object(transfer_queue, "_CLEAN_AGAIN_S", (0.0, 0.0)),
           patch.object(transfer_queue.importlib.util, "find_spec", lambda name: object())):
-        queue = TransferQueueQueue(_GROUPS, units=1, call_s=1.0, host=LOOPBACK)
+        queue = TransferQueueQueue(capacity, units=1, call_s=1.0, host=LOOPBACK)
         queue.put(first)
     assert isinstance(actors := queue._actors, Actors)
     return queue, actors.storage
@@ -148,10 +161,79 @@ def test_no_late_effect_of_an_attempt_is_read_as_another_one(
     for effect in storage.late:
         effect()
     left = queue.get(range(_GROUPS))
-    queue._has_dead = True
+    queue._dead = 1
     queue.drop([])
     assert set(storage.numbers) <= {RowName(summary.attempt, ordinal, index) for ordinal, summary in left.items()
                                     for index in range(_SAMPLES)}, "rows of dead attempts stay"
+
+
+def without_names(storage: Storage) -> Any:
+    """Meanwhile nothing can be dropped, since nobody says what there is."""
+    return patch.object(storage, "names", side_effect=OSError("no answer"))
+
+
+def test_failing_clean_up_keeps_no_group_out_and_is_done_later() -> None:
+    queue, storage = queue_with(group(0, 0))
+    assert isinstance(actors := queue._actors, Actors)
+    actors.pauses = True
+    with without_names(storage):
+        queue.drop([0])
+        actors._is_paused = False  # the pause after that is over
+        queue.put(group(1, 1))
+        actors._is_paused = False
+        queue.put(group(2, 2))
+        actors._is_paused = False
+        assert len(storage.numbers) == 3 * _SAMPLES and set(queue.get(range(3))) == {1, 2}
+    queue.put(group(3, 3))
+    assert {name.ordinal for name in storage.numbers} == {1, 2, 3} and queue.take_loss() is None
+
+
+def test_clean_up_that_fails_again_pauses() -> None:
+    queue, storage = queue_with(group(0, 0))
+    queue._clean_again = RetryBackoff(1000.0, 1000.0)
+    with without_names(storage) as names:
+        queue.drop([0])
+        for number in range(1, 9):
+            queue.put(group(number, number))
+    assert names.call_count == 2
+
+
+def test_clean_up_that_goes_on_failing_after_a_failed_put_keeps_groups_out_for_one_call_a_pause() -> None:
+    queue, storage = queue_with(group(0, 0))
+    queue._clean_again = RetryBackoff(1000.0, 1000.0)
+    with patch.object(storage, "put", side_effect=OSError("no answer")), pytest.raises(QueueUnavailable):
+        queue.put(group(1, 1))
+    with without_names(storage):
+        for _ in range(2):
+            with pytest.raises(QueueUnavailable, match="no answer"):
+                queue.put(group(1, 1))
+        queue.put(group(1, 1))
+        queue.put(group(2, 2))
+    assert set(queue.get(range(3))) == {0, 1, 2}
+
+
+def test_tries_of_a_group_that_fail_do_not_add_up() -> None:
+    queue, storage = queue_with(group(0, 0))
+
+    def written_without_an_answer(rows: Mapping[RowName, bytes]) -> None:
+        Storage.put(storage, rows)
+        raise OSError("no answer")
+
+    with patch.object(storage, "put", written_without_an_answer):
+        for _ in range(9):
+            with pytest.raises(QueueUnavailable):
+                queue.put(group(1, 1))
+    assert len(storage.numbers) == 2 * _SAMPLES, "of the group that is held, and of the last try"
+
+
+def test_actors_that_drop_nothing_are_replaced_once_they_have_as_much_of_no_use_as_groups_fit() -> None:
+    queue, storage = queue_with(group(9, 9), _GROUPS)
+    with without_names(storage):
+        for number in range(_GROUPS + 1):
+            assert queue.take_loss() is None
+            queue.put(group(number, number))
+            queue.drop([number])
+    assert (loss := queue.take_loss()) is not None and loss.groups == (9,) and "cannot be dropped" in loss.why
 
 
 def test_samples_stay_although_a_put_and_a_drop_of_an_earlier_attempt_come_late() -> None:

@@ -110,8 +110,8 @@ def test_limit_that_keeps_prompts_from_coming_is_told_until_there_will_be_none(
             return [(0, loop.prompts[0])], 0
         return None if GenerationCap.STALENESS in loop.caps else ([], 0)
 
-    held_back_by = iter([GenerationCap.NONE])
-    assert len(list(loop.sampler.training_stream(more, lambda: next(held_back_by, GenerationCap.STALENESS)))) == 1
+    generation_cap = iter([GenerationCap.NONE])
+    assert len(list(loop.sampler.training_stream(more, lambda: next(generation_cap, GenerationCap.STALENESS)))) == 1
     assert loop.caps[0] is GenerationCap.NONE and loop.caps[-1] is GenerationCap.NONE
 
 

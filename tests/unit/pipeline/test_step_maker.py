@@ -63,7 +63,7 @@ class Trainer:
     def __init__(self, poison: Collection[int] = (), ahead: int = 0) -> None:
         self.log: list[tuple[str, int]] = []
         self.versions: list[tuple[int, ...]] = []
-        """Of the samples of each command."""
+        """Versions of the samples of each command."""
         self._poison, self._ahead = {*poison}, ahead
 
     def wait_ready(self) -> Any:
@@ -103,7 +103,7 @@ class Batches:
     def __init__(self, poison: Collection[int] = (), error: type[ElasticRLError] = StepRefused) -> None:
         self._poison, self._error = {*poison}, error
         self.tried: list[bool] = []
-        """Of each batch, whether it was made for some groups that are tried."""
+        """Whether each batch was made for some groups that are tried."""
 
     def make(self, groups: StepGroups, step: int, timer: StepTimer, *, tried: bool = False) -> Any:
         self.tried.append(tried)

@@ -62,11 +62,13 @@ def test_current_span_takes_precedence_over_a_carrier(collector: Collector) -> N
 
 
 def test_corrupt_carrier_starts_a_new_trace(collector: Collector) -> None:
-    for i, carrier in enumerate(({}, {"traceparent": "rubbish"}, {"traceparent": "00-0-0-0"}, {"other": "x"})):
+    odd: tuple[object, ...] = ({}, {"traceparent": "rubbish"}, {"traceparent": "00-0-0-0"}, {"other": "x"}, None, 3,
+                               "x", ["traceparent"], [[1, 2]], {"traceparent": 7}, {3: "x"}, {"tracestate": ["a"]})
+    for i, carrier in enumerate(odd):
         with traces.span(f"s{i}", parent=traces.extract(carrier)):
             pass
     traces.shutdown()
-    assert [s.parent for s in collector.spans()] == [""] * 4
+    assert [s.parent for s in collector.spans()] == [""] * len(odd)
 
 
 def test_unavailable_collector_stops_nothing() -> None:
