@@ -358,6 +358,22 @@ class JobRun:
         with contextlib.suppress(OSError):
             replace_file(self._paths.run_status, status.encode(), private=True, durable=True)
 
+    def end_with_cluster(self, etcd: EtcdClient) -> None:
+        """Writes that the run has stopped, if its process was on this host when the cluster was taken down: what it had
+        not committed has ended with it, so that nothing is to be started for that. Raises EtcdUnavailable and Conflict.
+        """
+        before = self._copy()
+        if before is None or before.phase.ended or self.pid:
+            return
+        status = stopped(before, "stopped with its cluster")
+
+        def change(raw: bytes | None) -> bytes | None:
+            newest = decode_bytes(raw, RunStatus) if raw is not None else None
+            return status.encode() if newest == before else raw  # else another host has carried it out since
+
+        if etcd.update(self._keys.run_status(self._job), change) == status.encode():
+            self.save_copy(status)
+
     def _copy(self) -> RunStatus | None:
         """None where there is none, or a damaged one."""
         try:
@@ -366,9 +382,13 @@ class JobRun:
             return None
 
 
-def all_stopped(etcd: EtcdClient, keys: ClusterKeys) -> None:
+def all_stopped(etcd: EtcdClient, keys: ClusterKeys) -> list[str]:
     """Stops every run of a cluster that was taken down, before its coordinators are started: only ``train`` resumes
-    them. Raises EtcdUnavailable."""
+    them. Returns the jobs that were submitted. Raises EtcdUnavailable."""
+    jobs = []
     for record, kv in readable(etcd.range(keys.jobs_prefix())[0], JobRecord):
+        if record.submission:
+            jobs.append(kv.key.removeprefix(keys.jobs_prefix()))
         if record.submission and not record.stopped:
             etcd.update(kv.key, lambda raw: JobRecord.decode(raw).replace(stopped=True).encode() if raw else None)
+    return jobs

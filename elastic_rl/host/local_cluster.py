@@ -375,7 +375,9 @@ class Cluster:
             if found is None or found.value != spec:
                 etcd.put(keys.spec(), spec)
             if self.stops_runs or self.abandoned or self._owns:
-                all_stopped(etcd, keys)
+                jobs = all_stopped(etcd, keys)
+                for job in jobs if self.stops_runs else ():
+                    self.of_job(job).run.end_with_cluster(etcd)
 
     def admit(self, *, resubmit: bool = False) -> ClusterInfo:
         """Adds the job to a cluster with a name that is up, or finds that it is there: with the job's DCS node, and its

@@ -117,5 +117,6 @@ def test_run_is_resumed_by_the_next_allocation_unless_the_cluster_is_taken_down(
     assert _run(capsys, "down", *options[1:])[0] == Exit.OK
     assert first.stops_runs
     first.up()
-    wait_until(lambda: first.run.look().record is not None, what="the record of the run")
-    assert not first.run.look().wanted and not first.run.pid
+    reading = first.run.read()
+    assert reading.phase is JobPhase.STOPPED and not reading.wanted, "nothing is started for a commit"
+    wait_until(lambda: not first.run.pid, what="the end of the process that its old assignment may have started")
