@@ -501,10 +501,13 @@ class Readers:
     """The condition, in words."""
 
     def unread(self, cfg: Config) -> Iterator[str]:
-        """The settings of ``names`` that are set, in a job that does not read them, with what they are for."""
+        """The settings of ``names`` that are set, in a job that does not read them, with what they are for. One that is
+        set to its default is none: a job's stored settings name all there are."""
         if not self.when(cfg):
-            of_section = getattr(cfg, self.section).model_fields_set
-            yield from (f"{self.section}.{name} is for {self.what}" for name in self.names if name in of_section)
+            section: BaseModel = getattr(cfg, self.section)
+            yield from (f"{self.section}.{name} is for {self.what}" for name in self.names
+                        if name in section.model_fields_set and getattr(section, name) != type(section).model_fields[
+                            name].get_default(call_default_factory=True))
 
 
 def _all_but_enabled(section: type[Section]) -> tuple[str, ...]:

@@ -190,7 +190,11 @@ def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Pr
     shards: list[list[str]] = []
     total, written = 0, dict[str, _Kind]()
     for number, shard in enumerate(_shards(tensors, shard_bytes), 1):
-        save_file(shard, folder / f"part-{number}", metadata={"format": "pt"})
+        path = folder / f"part-{number}"
+        path.touch()
+        mode = path.stat().st_mode  # as the umask has it; safetensors makes files that only their owner may read
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(mode)
         nbytes = sum(t.nbytes for t in shard.values())
         total += nbytes
         written |= {name: _Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in shard.items()}

@@ -28,6 +28,11 @@ def test_groups_per_part_are_set_only_for_jobs_that_generate_beside_steps() -> N
     assert any("train.prompts_per_part is for train.schedule=fully_async" in said for said in unread_settings(sync))
 
 
+def test_stored_settings_of_a_job_name_every_setting_and_only_those_that_differ_are_said_to_be_unread() -> None:
+    stored = config.parse(job({"schedule": "sync"}).model_dump(mode="json"))
+    assert [said.split()[0] for said in unread_settings(stored)] == ["train.prompts_per_part"]
+
+
 @pytest.mark.parametrize(("train", "sections", "said"), [
     ({"prompts_per_part": 8}, {}, "a part is less than a step; set a smaller one"),
     ({"updates_per_step": 2}, {}, "set both to 1"),

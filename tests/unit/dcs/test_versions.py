@@ -150,6 +150,7 @@ def test_hf_folder_round_trips_in_one_file_or_many(tmp_path: Path, like: Path, s
     found = dict(hf_folder.read(tmp_path / "out"))
     assert found.keys() == TENSORS.keys() and all(torch.equal(found[n], t) for n, t in TENSORS.items())
     assert all(found[n].dtype == t.dtype for n, t in TENSORS.items())
+    assert len({(tmp_path / "out" / name).stat().st_mode & 0o777 for name in files}) == 1, "whoever reads one reads all"
 
 
 def test_hf_folder_has_both_of_two_tied_tensors(tmp_path: Path, like: Path) -> None:

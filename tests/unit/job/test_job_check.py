@@ -251,7 +251,7 @@ def test_tokenizer_without_tokens_for_letters_is_named(tmp_path: Path, model: Pa
 def test_start_is_refused_for_what_the_check_finds_and_says_what_it_warns_of(
         tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that raises was seen after the whole supervised phase."""
-    cfg = text_job(tmp_path, model, ROWS, "--rollout.reward=exact_match", "--train.queue=embedded")
+    cfg = text_job(tmp_path, model, ROWS, "--rollout.reward=exact_match", "--train.queue_call_timeout_s=77")
     assert "settings" in {found.part for found in job_check.require(cfg)}
     (tmp_path / "raising_reward.py").write_text(
         "async def reward(prompt, samples):\n    raise ValueError('no such key')\n")
@@ -277,11 +277,11 @@ def test_built_in_models_defaults_are_pointed_out_for_larger_models(tmp_path: Pa
 
 def test_settings_that_change_nothing_are_named_with_what_they_are_for(tmp_path: Path, model: Path) -> None:
     assert "settings" not in by_part(text_job(tmp_path, model, ROWS, "--train.steps=3"))
-    found = by_part(text_job(tmp_path, model, ROWS, "--train.queue=embedded", "--algorithm.kl_in=loss",
+    found = by_part(text_job(tmp_path, model, ROWS, "--train.max_groups_in_flight=9", "--algorithm.kl_in=reward",
                              "--critic.warmup_steps=2", "--rollout.max_turns=3",
                              "--reference.trainer={data_parallel: 2}"))["settings"]
     assert not found.fault and found.hint
-    for said in ("train.queue is for train.schedule=fully_async", "algorithm.kl_in is for algorithm.kl_coef above 0",
+    for said in ("train.max_groups_in_flight is for train.schedule", "algorithm.kl_in is for algorithm.kl_coef above 0",
                  "critic.warmup_steps is for a critic", "reference.trainer is for reference.enabled",
                  "rollout.max_turns is for rollout.environment"):
         assert said in found.detail
