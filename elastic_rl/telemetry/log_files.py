@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Protocol, Self, TypeVar
+from typing import BinaryIO, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 _CHECK_EVERY_S = 5.0
 _COPY_BYTES = 1 << 20
-_DROPPED = re.compile(rb"\[elastic-rl: ([0-9]{15}) bytes before this were dropped when this log was rotated\]\n")
+_DROPPED = re.compile(rb"\[elastic-rl: ([0-9]{15}) bytes before this were dropped when this log was rotated, "
+                      rb"after the part of ([0-9]{20}) ns\]\n")
 _LOST = b"[elastic-rl: lines may be missing here: the log was truncated, replaced, or rotated too often]\n"
 _CHECKED_BYTES = 64
 _PART = re.compile(r"(.+\.log)\.(\d+)")
@@ -167,7 +168,7 @@ class LogPosition:
 
     @classmethod
     def in_file(cls, file: FileIO, offset: int, older: int) -> Self:
-        return cls(older, offset, _check(file, offset, _dropped(file)[0]))
+        return cls(older, offset, _check(file, offset, _header(file).dropped))
 
 
 LogPosition.START = LogPosition(0, 0, 1)
@@ -184,7 +185,7 @@ def before_last_lines(open_part: OpenPart, lines: int) -> LogPosition:
                 if not lines:
                     break
             lines = _seek_last_lines(file, lines)
-            at = LogPosition.in_file(file, file.tell(), 0)
+            at = LogPosition.in_file(file, file.tell(), _header(file).older or 0)
     if at is None:
         raise FileNotFoundError(errno.ENOENT, "there is no such log")
     return at if at.offset or at.older else LogPosition.START
@@ -207,11 +208,15 @@ def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[by
             if found:
                 return b"", at  # the log of the position is gone, and there is no other one yet
             raise FileNotFoundError(errno.ENOENT, "there is no such log")
-        # The oldest one is that of the position. Where the part before it is gone it may be a newer one.
+        # The oldest one is that of the position. Where the part before it is gone it may be a newer one, as its first
+        # line says: where that is, the bytes that a position is known by may have been dropped.
+        header = _header(newer[-1])
         begin, lost = _resume(newer[-1], at) if at != LogPosition.START else (0, False)
-        older = at.older if found else 0
+        if not found and at != LogPosition.START and header.older not in (None, at.older):
+            begin, lost = 0, True
+        older = at.older if found else header.older or 0
         if found:
-            lost = lost and not _dropped(newer[-1])[0]  # else its first line says so
+            lost = lost and not header.dropped  # else its first line says so
         elif not at.offset and at != LogPosition.START:  # nothing was read that it could be known by
             lost = bool(at.older) or rotated
         data = _LOST if lost else b""
@@ -239,7 +244,7 @@ def _parts(open_part: OpenPart) -> Iterator[tuple[int, FileIO]]:
 
 def _resume(file: FileIO, at: LogPosition) -> tuple[int, bool]:
     """Where a position is in a file, and whether it is not there: then it is read from its beginning."""
-    size, (dropped, header) = os.fstat(file.fileno()).st_size, _dropped(file)
+    size, (dropped, header, _) = os.fstat(file.fileno()).st_size, _header(file)
     if at.offset <= size and _check(file, at.offset, dropped) == at.check:
         return at.offset, False
     moved = at.offset - dropped + header
@@ -255,10 +260,20 @@ def _check(file: FileIO, offset: int, dropped: int) -> int:
     return zlib.crc32(os.pread(file.fileno(), offset - begin, begin), dropped & 0xffffffff) if offset else 0
 
 
-def _dropped(file: FileIO) -> tuple[int, int]:
-    """How many bytes of the log are not in a rotated part, and the length of the line that says so."""
+class _Header(NamedTuple):
+    """The first line of a part of which something was dropped; zeros and None for any other file."""
+
+    dropped: int = 0
+    """Bytes of the log that are in no part."""
+    length: int = 0
+    """Of the line, in bytes."""
+    older: int | None = None
+    """When the part before was written, as in ``LogPosition``."""
+
+
+def _header(file: FileIO) -> _Header:
     found = _DROPPED.match(os.pread(file.fileno(), 200, 0))
-    return (int(found[1]), found.end()) if found else (0, 0)
+    return _Header(int(found[1]), found.end(), int(found[2])) if found else _Header()
 
 
 def _written_ns(file: FileIO) -> int:
@@ -374,9 +389,10 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
             older.rename(_part(path, n))
     partial = path.with_name(path.name + ".partial")
     with path.open("r+b") as source:
+        before = _part(path, 2 if backups > 1 else 1)
         try:
-            _copy_end(source, partial, 2 * max_bytes)
-            _make_later(partial, _part(path, 2 if backups > 1 else 1))
+            _copy_end(source, partial, 2 * max_bytes, before)
+            _make_later(partial, before)
             partial.rename(_part(path, 1))
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -393,13 +409,17 @@ def _make_later(path: Path, part: Path) -> None:
             os.utime(path, ns=(earlier_ns + 1, earlier_ns + 1))
 
 
-def _copy_end(source: BinaryIO, target: Path, max_bytes: int) -> None:
+def _copy_end(source: BinaryIO, target: Path, max_bytes: int, before: Path) -> None:
+    """``before``: the part before the one that is made."""
     begin = max(0, source.seek(0, os.SEEK_END) - max_bytes)
     left = max_bytes
     with open(target, "wb", opener=_private) as out:
         if begin:  # what is dropped is named; the line takes the place of as many bytes more
-            begin = min(begin + len(_dropped_line(0)), source.tell())
-            left -= out.write(_dropped_line(begin))
+            begin = min(begin + len(_dropped_line(0, 0)), source.tell())
+            older = 0
+            with contextlib.suppress(FileNotFoundError):
+                older = before.stat().st_mtime_ns
+            left -= out.write(_dropped_line(begin, older))
         source.seek(begin)
         while left > 0 and (data := source.read(min(_COPY_BYTES, left))):  # also what the writer adds meanwhile
             left -= out.write(data)
@@ -407,8 +427,9 @@ def _copy_end(source: BinaryIO, target: Path, max_bytes: int) -> None:
             out.write(f"\n[elastic-rl: {more} bytes after this were dropped when this log was rotated]\n".encode())
 
 
-def _dropped_line(nbytes: int) -> bytes:
-    return f"[elastic-rl: {nbytes:015d} bytes before this were dropped when this log was rotated]\n".encode()
+def _dropped_line(nbytes: int, older: int) -> bytes:
+    return (f"[elastic-rl: {nbytes:015d} bytes before this were dropped when this log was rotated, after the part of "
+            f"{older:020d} ns]\n").encode()
 
 
 def _delete_excess(folder: Path, limits: LogLimits) -> None:

@@ -63,8 +63,8 @@ def test_child_appends_from_the_start_of_its_log_after_a_rotation(folder: Path, 
     assert (folder / "child.log").stat().st_size == 0
     first, kept = (folder / "child.log.1").read_bytes().split(b"\n", 1)
     assert written.endswith(kept) and len(first + b"\n" + kept) == 20_000, "the end is kept, up to twice the limit"
-    assert first == b"[elastic-rl: %015d bytes before this were dropped when this log was rotated]" % (
-        len(written) - len(kept))
+    assert first == (b"[elastic-rl: %015d bytes before this were dropped when this log was rotated, after the part of "
+                     b"%020d ns]" % (len(written) - len(kept), 0))
     go.touch()
     child.wait(20)
     assert (folder / "child.log").read_bytes() == b"end\n"
