@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import save
 
 from elastic_rl.data.batch import Batch, header
 from elastic_rl.errors import ConfigError, ElasticRLError
-from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.files import delete_oldest, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +22,7 @@ MAX_FILES = 32
 MAX_BYTES = 16 << 30
 """A longer file is not read."""
 _FORM = "elastic-rl-step-1"
+_FILES = "step-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read(folder: Path, step: int, job: str) -> StepFile:
             raise ConfigError(f"{path} has more than {MAX_BYTES >> 30} GiB")
         found = StepFile.decode(path.read_bytes())
     except FileNotFoundError:
-        there = sorted(int(p.stem.removeprefix("step-")) for p in folder.glob("step-*.safetensors")
+        there = sorted(int(p.stem.removeprefix("step-")) for p in folder.glob(_FILES)
                        if p.stem.removeprefix("step-").isdecimal())
         hint = (f"kept on this host: steps {', '.join(map(str, there))}" if there else f"train with "
                 f"--train.keep_steps=[{step}] before that step, and call this on the host of the actor")
@@ -108,9 +108,7 @@ class StepKeeper:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, StepFile(self._job, step, tuple(versions), batch).encode(), private=True)
-            files = sorted(self._folder.glob("step-*.safetensors"), key=os.path.getmtime)
-            for old in files[:-MAX_FILES]:
-                old.unlink(missing_ok=True)
+            delete_oldest(self._folder, _FILES, MAX_FILES)
             log.info("the batch of step %d is in %s", step, path)
         except (OSError, ElasticRLError) as e:  # also samples that a queue has lost, which the step finds itself
             log.warning("the batch of step %d is not kept: %s", step, e)

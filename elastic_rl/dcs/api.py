@@ -435,11 +435,7 @@ def require_match(version: str, entries: Sequence[TensorEntry], into: Mapping[st
     and shape and, if ``strict``, each tensor of the version is in ``into``."""
     theirs = kinds_of(entries)
     ours = {name: _kind_of(tensor) for name, tensor in into.items()}
-    faults = [f"{name} is not in the version" for name in ours if name not in theirs]
-    faults += [f"{name} is {_kind(theirs[name])} in the version and {_kind(ours[name])} here"
-               for name in ours if name in theirs and ours[name] != theirs[name]]
-    faults += [f"{name} is in the version only" for name in theirs if strict and name not in ours]
-    if faults:
+    if faults := _differences("the version", theirs, ours, complete=strict):
         raise TensorMismatch(f"{version} does not fit: {_first_of(faults)}", hint=(
             "pull without `into`, and convert; strict=False allows for tensors that are in the version only"))
 
@@ -448,11 +444,7 @@ def require_same_model(head: str, theirs: Mapping[str, Kind], ours: Mapping[str,
                        ) -> None:
     """Raises TensorMismatch, which names the first few, unless the tensors for a new version are those of the head of
     its stream. ``complete``: ``ours`` are all of them."""
-    faults = [f"{name} is not in it" for name in ours if name not in theirs]
-    faults += [f"{name} is {_kind(theirs[name])} in it and {_kind(ours[name])} here"
-               for name in ours if name in theirs and ours[name] != theirs[name]]
-    faults += [f"{name} is in it only" for name in theirs if complete and name not in ours]
-    if faults:
+    if faults := _differences("it", theirs, ours, complete=complete):
         raise TensorMismatch(f"these are tensors of another model than {head}: {_first_of(faults)}", hint=(
             "publish to a stream under another name; other_model=True allows for it, once all readers can take them"))
 
@@ -476,6 +468,15 @@ def kinds_of(entries: Sequence[TensorEntry]) -> dict[str, Kind]:
 
 def _kind_of(tensor: torch.Tensor) -> Kind:
     return dtype_name(tensor.dtype), tuple(tensor.shape)
+
+
+def _differences(version: str, theirs: Mapping[str, Kind], ours: Mapping[str, Kind], *, complete: bool) -> list[str]:
+    """What of ``ours`` is not as in a version and, if ``complete``, what is in the version only. ``version``: what the
+    texts call it."""
+    faults = [f"{name} is not in {version}" for name in ours if name not in theirs]
+    faults += [f"{name} is {_kind(theirs[name])} in {version} and {_kind(ours[name])} here"
+               for name in ours if name in theirs and ours[name] != theirs[name]]
+    return faults + [f"{name} is in {version} only" for name in theirs if complete and name not in ours]
 
 
 def _first_of(faults: Sequence[str]) -> str:

@@ -387,8 +387,9 @@ def all_stopped(etcd: EtcdClient, keys: ClusterKeys) -> list[str]:
     them. Returns the jobs that were submitted. Raises EtcdUnavailable."""
     jobs = []
     for record, kv in readable(etcd.range(keys.jobs_prefix())[0], JobRecord):
-        if record.submission:
-            jobs.append(kv.key.removeprefix(keys.jobs_prefix()))
-        if record.submission and not record.stopped:
+        if not record.submission:
+            continue
+        jobs.append(kv.key.removeprefix(keys.jobs_prefix()))
+        if not record.stopped:
             etcd.update(kv.key, lambda raw: JobRecord.decode(raw).replace(stopped=True).encode() if raw else None)
     return jobs

@@ -35,7 +35,7 @@ from elastic_rl.host import processes
 from elastic_rl.host.here import heartbeats_here
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 from elastic_rl.host.service_files import ServiceFiles, job_of_service
-from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.files import delete_oldest, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -121,18 +121,12 @@ def _with_descendants(pids: Iterable[int]) -> set[int]:
     for pid in list(found):
         with contextlib.suppress(psutil.Error):
             found.update(child.pid for child in psutil.Process(pid).children(recursive=True))
-    for process in map(_process, found):
+    for pid in found:
         with contextlib.suppress(psutil.Error):
-            if process is not None and process.status() != psutil.STATUS_ZOMBIE and process.name() != _PY_SPY:
-                mine.add(process.pid)
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE and process.name() != _PY_SPY:
+                mine.add(pid)
     return mine
-
-
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.Error:
-        return None
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -256,8 +250,7 @@ def write_of_hang(folder: Path, part: str, pids: Iterable[int], why: str) -> Pat
         head = f"{why}\n{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))} UTC\n"
         denied = f"{HOW_TO_PERMIT}\n" if any(stacks.is_denied for stacks in found) else ""
         replace_file(path, "\n".join([head + denied, *map(shown, found)]).encode(errors="replace"), private=True)
-        for old in sorted(folder.glob("*.txt"))[:-MAX_FILES]:
-            old.unlink(missing_ok=True)
+        delete_oldest(folder, "*.txt", MAX_FILES)
         return path
     except (OSError, PreflightFailed, psutil.Error) as e:
         log.warning("the stacks of %s, which hangs, are not written: %s", part, e)

@@ -75,8 +75,8 @@ class WorkerPool:
         return values(await self.calls([job], timeout_s))[0]
 
     def call_and_wait(self, job: Any, timeout_s: float) -> Any:
-        """As ``call``, for a thread without an event loop. When all processes are busy it waits for one, which each
-        call holds for at most the time of a start and its own limit."""
+        """Does what ``call`` does, for a thread without an event loop. When all processes are busy it waits for one,
+        which each call holds for at most the time of a start and its own limit."""
         try:
             submitted = self._threads.submit(self._call, job, timeout_s)
         except RuntimeError as e:  # its threads take no more calls

@@ -39,7 +39,7 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
         with os.fdopen(fd, "wb") as file:
             if not private:
-                _let_readers(fd)
+                let_readers(fd)
             if callable(content):
                 content(file)
             else:
@@ -89,17 +89,29 @@ def open_for_readers(path: str, flags: int) -> int:
         return os.open(path, flags & ~os.O_CREAT)
     except FileNotFoundError:
         fd = os.open(path, flags, 0o666)
-        _let_readers(fd)
+        let_readers(fd)
         return fd
 
 
-def _let_readers(fd: int) -> None:
-    """Gives a file that this process has made the permissions of the user's umask. It keeps its own where the file
-    system lets nobody change them, as some of FUSE and CIFS: it may be too private then, which must not end a run."""
+def let_readers(file: int | Path) -> None:
+    """Gives a file that this process has made, by its descriptor or path, the permissions of the user's umask. It keeps
+    its own where the file system lets nobody change them, as some of FUSE and CIFS: it may be too private then, which
+    must not end a run."""
     mode = 0o666 & ~user_umask()
-    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+    if stat.S_IMODE(os.stat(file).st_mode) != mode:
         with contextlib.suppress(PermissionError):
-            os.fchmod(fd, mode)
+            os.chmod(file, mode)
+
+
+def delete_oldest(folder: Path, pattern: str, keep: int) -> None:
+    """Deletes the files of a folder that match a glob, but for the ``keep`` newest. Others may do the same meanwhile.
+    Raises OSError."""
+    found = list[tuple[float, Path]]()
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found)[:max(0, len(found) - keep)]:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -211,9 +211,12 @@ def read_from(open_part: OpenPart, at: LogPosition, most_bytes: int) -> tuple[by
         # The oldest one is that of the position. Where the part before it is gone it may be a newer one, as its first
         # line says: where that is, the bytes that a position is known by may have been dropped.
         header = _header(newer[-1])
-        begin, lost = _resume(newer[-1], at) if at != LogPosition.START else (0, False)
-        if not found and at != LogPosition.START and header.older not in (None, at.older):
+        if at == LogPosition.START:
+            begin, lost = 0, False
+        elif not found and header.older not in (None, at.older):
             begin, lost = 0, True
+        else:
+            begin, lost = _resume(newer[-1], header, at)
         older = at.older if found else header.older or 0
         if found:
             lost = lost and not header.dropped  # else its first line says so
@@ -242,9 +245,10 @@ def _parts(open_part: OpenPart) -> Iterator[tuple[int, FileIO]]:
                 return  # the log itself may be gone, and its parts not
 
 
-def _resume(file: FileIO, at: LogPosition) -> tuple[int, bool]:
-    """Where a position is in a file, and whether it is not there: then it is read from its beginning."""
-    size, (dropped, header, _) = os.fstat(file.fileno()).st_size, _header(file)
+def _resume(file: FileIO, first: _Header, at: LogPosition) -> tuple[int, bool]:
+    """Where a position is in a file, and whether it is not there: then it is read from its beginning. ``first``: the
+    header of the file."""
+    size, dropped, header = os.fstat(file.fileno()).st_size, first.dropped, first.length
     if at.offset <= size and _check(file, at.offset, dropped) == at.check:
         return at.offset, False
     moved = at.offset - dropped + header
@@ -266,7 +270,7 @@ class _Header(NamedTuple):
     dropped: int = 0
     """Bytes of the log that are in no part."""
     length: int = 0
-    """Of the line, in bytes."""
+    """Length of the line, in bytes."""
     older: int | None = None
     """When the part before was written, as in ``LogPosition``."""
 
@@ -389,10 +393,12 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
             older.rename(_part(path, n))
     partial = path.with_name(path.name + ".partial")
     with path.open("r+b") as source:
-        before = _part(path, 2 if backups > 1 else 1)
+        before_ns = _mtime_ns(_part(path, 2 if backups > 1 else 1))
         try:
-            _copy_end(source, partial, 2 * max_bytes, before)
-            _make_later(partial, before)
+            _copy_end(source, partial, 2 * max_bytes, before_ns)
+            # The clock may not say that it was written after the part before, by which positions are named.
+            if _mtime_ns(partial) <= before_ns:
+                os.utime(partial, ns=(before_ns + 1, before_ns + 1))
             partial.rename(_part(path, 1))
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -401,24 +407,13 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
         source.truncate(0)
 
 
-def _make_later(path: Path, part: Path) -> None:
-    """Has a file be written after a rotated part, by which positions are named: the clock may not say so."""
-    with contextlib.suppress(FileNotFoundError):
-        earlier_ns = part.stat().st_mtime_ns
-        if path.stat().st_mtime_ns <= earlier_ns:
-            os.utime(path, ns=(earlier_ns + 1, earlier_ns + 1))
-
-
-def _copy_end(source: BinaryIO, target: Path, max_bytes: int, before: Path) -> None:
-    """``before``: the part before the one that is made."""
+def _copy_end(source: BinaryIO, target: Path, max_bytes: int, older: int) -> None:
+    """``older``: when the part before was written, as in ``LogPosition``."""
     begin = max(0, source.seek(0, os.SEEK_END) - max_bytes)
     left = max_bytes
     with open(target, "wb", opener=_private) as out:
         if begin:  # what is dropped is named; the line takes the place of as many bytes more
             begin = min(begin + len(_dropped_line(0, 0)), source.tell())
-            older = 0
-            with contextlib.suppress(FileNotFoundError):
-                older = before.stat().st_mtime_ns
             left -= out.write(_dropped_line(begin, older))
         source.seek(begin)
         while left > 0 and (data := source.read(min(_COPY_BYTES, left))):  # also what the writer adds meanwhile
@@ -434,13 +429,13 @@ def _dropped_line(nbytes: int, older: int) -> bytes:
 
 def _delete_excess(folder: Path, limits: LogLimits) -> None:
     files = [p for p in folder.iterdir() if p.suffix == ".log" or _PART.fullmatch(p.name)]
-    kept: list[tuple[float, Path]] = []
+    kept: list[tuple[int, Path]] = []
     for path in files:
         part = _PART.fullmatch(path.name)
         if part and int(part[2]) > limits.log_backups:
             path.unlink(missing_ok=True)
         else:
-            kept.append((_written_at(path), path))
+            kept.append((_mtime_ns(path), path))
     excess = len(kept) - limits.log_files
     for _, path in sorted(kept):
         if excess <= 0:
@@ -472,8 +467,9 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _written_at(path: Path) -> float:
+def _mtime_ns(path: Path) -> int:
+    """When a file was written; 0 where there is none."""
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns
     except FileNotFoundError:
-        return 0.0
+        return 0

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elastic_rl.config.trainer import TrainerConfig
+from elastic_rl.runtime.files import delete_oldest
 from elastic_rl.trainer.progress import Phase
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ _CLOSE_S = 30.0
 
 
 class StepProfiler:
-    """Of one rank. For the rank's thread alone."""
+    """Profiles the chosen steps of one rank. For the rank's thread alone."""
 
     def __init__(self, cfg: TrainerConfig, folder: Path, group: str, rank: int, *, cuda: bool,
                  written: Callable[[Path], None] = lambda path: None) -> None:
@@ -100,7 +101,7 @@ class StepProfiler:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write(str(partial))
                 os.replace(partial, path)
-                _delete_oldest(self._folder)
+                delete_oldest(self._folder, "[!.]*.*", MAX_FILES)
             except (OSError, RuntimeError) as e:
                 log.warning("the profile %s is not written: %s", path, e)
                 with contextlib.suppress(OSError):
@@ -118,14 +119,3 @@ def _tried(what: str, call: Callable[[], object]) -> bool:
         log.warning("%s: %s: %s", what, type(e).__name__, e)
         return False
     return True
-
-
-def _delete_oldest(folder: Path) -> None:
-    """Other ranks of the host do the same."""
-    found = list[tuple[float, Path]]()
-    for path in folder.glob("*.*"):
-        with contextlib.suppress(FileNotFoundError):
-            if not path.name.startswith("."):
-                found.append((path.stat().st_mtime, path))
-    for _, path in sorted(found)[:-MAX_FILES]:
-        path.unlink(missing_ok=True)

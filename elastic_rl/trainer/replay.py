@@ -24,10 +24,11 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, TrainerFailed
 from elastic_rl.host import processes
 from elastic_rl.host.address import own_address
 from elastic_rl.net.addresses import free_port
+from elastic_rl.telemetry.log_files import tail
 
 _POLL_S = 0.1
 _TAIL = 2000
-"""So many characters of the end of a log are in an error."""
+"""So many bytes of the end of a log are in an error."""
 
 
 def require_replayable(cfg: Config, batch: Batch) -> None:
@@ -60,8 +61,7 @@ def run(cfg: Config, file: Path, step: int, model: Path, folder: Path, *, timeou
         while None in (codes := [rank.poll() for rank in ranks]) or any(codes):
             # The others would wait for it in a collective.
             if failed := [n for n, code in enumerate(codes) if code]:
-                said = logs[failed[0]].read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-                raise TrainerFailed(f"rank {failed[0]} has failed; its log ends with:\n{said}")
+                raise TrainerFailed(f"rank {failed[0]} has failed; its log ends with:\n{tail(logs[failed[0]], _TAIL)}")
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"the step was not made within {timeout_s:g} s", hint="give more with --timeout")
             time.sleep(_POLL_S)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from elastic_rl.errors import ConfigError, DiskFull
 from elastic_rl.models.arch import HF_EMBEDDING, HF_OUTPUT, MAX_CONFIG_BYTES, VALUE_HEAD
 from elastic_rl.models.chat_templates import TEMPLATES, named_templates
-from elastic_rl.runtime.files import read_limited
+from elastic_rl.runtime.files import let_readers, read_limited
 
 INDEX = "model.safetensors.index.json"
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -191,10 +191,8 @@ def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Pr
     total, written = 0, dict[str, _Kind]()
     for number, shard in enumerate(_shards(tensors, shard_bytes), 1):
         path = folder / f"part-{number}"
-        path.touch()
-        mode = path.stat().st_mode  # as the umask has it; safetensors makes files that only their owner may read
         save_file(shard, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        let_readers(path)  # safetensors makes files that only their owner may read
         nbytes = sum(t.nbytes for t in shard.values())
         total += nbytes
         written |= {name: _Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in shard.items()}

@@ -140,7 +140,7 @@ def test_damaged_file_of_the_wandb_run_begins_another_run(tmp_path: Path, damage
 
 
 def _valid(rows: Sequence[dict[str, float]], name: str) -> dict[int, float]:
-    """Of the rows of each step that have the number, the one with the highest attempt."""
+    """The number at each step: that of the row with the highest attempt, of those that have it."""
     found: dict[int, tuple[float, float]] = {}
     for row in rows:
         if name in row:
