@@ -74,9 +74,10 @@ class OneNode:
         return actor.wait(timeout=300)
 
     def publish(self, seed: int) -> int:
-        """In this process, where no point is reached: it starts faster."""
+        """In this process, where no point is reached: it starts faster. It lives until it closes, so its lease may be
+        long: no pause of a busy machine ends it."""
         with Publisher(self.etcd, self.keys, "policy", epoch=self.epoch, owner="test", chunk_bytes=CHUNK_BYTES,
-                       staging_ttl_s=2, io_timeout_s=10, node=NODE) as publisher:
+                       staging_ttl_s=30, io_timeout_s=10, node=NODE) as publisher:
             return publisher.publish(content(seed), meta={"seed": seed}).number
 
     def puller(self) -> Puller:

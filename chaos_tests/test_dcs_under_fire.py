@@ -117,7 +117,7 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
 def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:
     epoch = fencing.raise_epoch(etcd, keys, "test").number
     with Publisher(etcd, keys, "policy", epoch=epoch, owner="trainer", chunk_bytes=CHUNK_BYTES, replicas=2,
-                   staging_ttl_s=2, io_timeout_s=10, node="a") as publisher:
+                   staging_ttl_s=30, io_timeout_s=10, node="a") as publisher:
         for seed in (1, 2, 3):
             publisher.publish(content(seed), meta={"seed": seed})
     fleet.kill(lost)  # and it does not come back

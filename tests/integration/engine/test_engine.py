@@ -343,7 +343,7 @@ def test_new_prompt_takes_no_keys_and_values_of_older_weights_where_the_prefix_c
         a for a in arguments(self, cuda) if a != "--disable-radix-cache"])
     testbed.stop_engines()
     runner = testbed.start_engine("cached", pause_mode="in_place", seeded_sampling="off")
-    engine, prompt = testbed.wait_ready("cached"), PROMPT * 4
+    engine, prompt = testbed.wait_ready("cached"), PROMPT[::-1] * 4  # begins otherwise than what is asked meanwhile
 
     def ask(**fields: object) -> tuple[int, str]:
         return cached_tokens(testbed, engine.url, prompt, **fields)

@@ -458,9 +458,9 @@ def test_train_says_what_the_check_warns_of_before_anything_starts(
     monkeypatch.setattr(Cluster, "up", lambda *_, **__: pytest.fail("it starts something"))
     arguments = ["train", "--with-cluster", f"--run_dir={tmp_path}", "--job=nobody"]
     with pytest.raises(pytest.fail.Exception, match="it starts something"):
-        run(*arguments, "--train.queue=embedded")
+        run(*arguments, "--train.queue_units=3")
     said = capsys.readouterr().err
-    assert "warn  settings: train.queue is for" in said and "      → " in said
+    assert "warn  settings: train.queue_units is for" in said and "      → " in said
     (tmp_path / "raising_reward.py").write_text(
         "async def reward(prompt, samples):\n    raise ValueError('no such key')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
