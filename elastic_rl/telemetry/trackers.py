@@ -34,8 +34,9 @@ _PROJECT = "elastic-rl"
 """Project, or experiment, of the trackers' runs, if their environment variables name none."""
 _MLFLOW_BATCH = 1000
 """Metrics of one request, at most, as MLflow's servers take them."""
-_MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]", re.ASCII)
-"""What no name of a metric has there."""
+_MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]|(?<![^/])/|/$|^\.\.|(?<![^/])\.{1,2}(?=/|$)")
+"""What no name of a metric has there: signs other than these, and parts between slashes that are empty, ``.`` or ``..``
+(its ``validation.py``: a name is a path in its shortest form, which does not begin with two dots)."""
 _SECRET_NAME, _SHORTEST_SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET"), 8
 """Environment variables whose values are no text for logs, and the fewest characters of one: shorter ones are words."""
 _RUNS = {"step": "rl", "eval": "rl", "sft": "sft", "sampled": "sampled"}
@@ -122,6 +123,12 @@ class TensorBoard:
             writer.close()
 
 
+def mlflow_name(name: str) -> str:
+    """The name that a metric has in MLflow: what it refuses is written as numbers, so that names of users, which may
+    have any sign, stay apart. Pure."""
+    return _MLFLOW_REFUSES.sub(lambda found: "_" + "".join(f"{ord(c):x}" for c in found[0]) + "_", name)
+
+
 class _JobRun:
     """The one run that a job has with a tracker, however often its actor is started: a file with its id and, by run of
     ours, the number of attempts so far."""
@@ -206,7 +213,7 @@ class MLflow:
 
     def write(self, row: Row) -> None:
         at_ms = int(time.time() * 1000)
-        metrics = [self._metric(_MLFLOW_REFUSES.sub("_", name), float(value), at_ms, row.step)
+        metrics = [self._metric(mlflow_name(name), float(value), at_ms, row.step)
                    for name, value in self._known.values(row).items()]
         for part in batches(metrics, _MLFLOW_BATCH):
             self._client.log_batch(self._known.id, part)

@@ -16,6 +16,7 @@ from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.prompts import PromptMaker
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.plugins.worker_pool import CallGivenUp, WorkerPool
 
 TEXTS = ["what is 2+2?", "", "it is 4<|end|>", "a"]
 
@@ -78,6 +79,21 @@ def test_template_without_an_end_is_a_typed_error_that_names_its_file(
         tokenizer.apply_chat_template([{"role": "user", "content": "hang"}], {})
     assert "loop" in raised.value.hint
     assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {}) == "done"
+
+
+def test_process_that_dies_for_another_reason_is_not_the_fault_of_the_template(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ModelTokenizer(_folder_with(tmp_path, "done"))
+    calls, call = list[object](), WorkerPool.call_and_wait
+
+    def dies_once(pool: WorkerPool, job: object, timeout_s: float) -> object:
+        calls.append(job)
+        if len(calls) == 1:
+            raise CallGivenUp("the worker died")
+        return call(pool, job, timeout_s)
+
+    monkeypatch.setattr(WorkerPool, "call_and_wait", dies_once)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], {}) == "done" and len(calls) == 2
 
 
 def test_endless_template_names_the_row_of_a_batch_that_it_hangs_at(

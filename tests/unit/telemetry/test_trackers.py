@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import posixpath
+import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,7 @@ from support.waiting import wait_until
 
 from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report.build import read_records
-from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, scalars
+from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, mlflow_name, scalars
 
 
 def never(name: str, why: str) -> None:
@@ -147,6 +149,21 @@ def _valid(rows: Sequence[dict[str, float]], name: str) -> dict[int, float]:
             step = int(row["rl/step"])
             found[step] = max(found.get(step, (0.0, 0.0)), (row["rl/attempt"], row[name]))
     return {step: value for step, (_, value) in found.items()}
+
+
+@given(st.text(st.sampled_from("ab/._ 正(%-:"), min_size=1, max_size=8))
+def test_mlflow_takes_every_name(name: str) -> None:
+    """By its rules (``mlflow/utils/validation.py``): these signs only, and a path in its shortest form."""
+    found = mlflow_name(name)
+    assert re.fullmatch(r"[/\w.\- :]*", found)
+    assert posixpath.normpath(found) == found != "." and not found.startswith(("..", "/"))
+    if re.fullmatch(r"\w+(/\w+)*", name):
+        assert found == name
+
+
+def test_mlflow_keeps_names_apart() -> None:
+    names = ["eval/正确/accuracy", "eval/格式/accuracy", "parts/a(b", "parts/a)b", "..", ".", "/math", "math/", "a//b"]
+    assert len({mlflow_name(name) for name in names}) == len(names)
 
 
 def test_mlflow_has_one_run_of_the_job_with_the_last_attempt_valid(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ def test_chosen_steps_of_chosen_ranks_are_written_and_reported(tmp_path: Path) -
     assert [path.name for path in written] == names == sorted(p.name for p in (tmp_path / "profiles").iterdir())
     events = json.loads(gzip.decompress(written[0].read_bytes()))["traceEvents"]
     assert {"aten::mm", "aten::sum"} <= {event.get("name") for event in events}
+
+
+def test_snapshot_of_memory_is_reported_by_another_thread_than_the_ranks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report goes to etcd, which may be away. There is no GPU here, so torch's functions are stand-ins."""
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    reported = list[tuple[Path, threading.Thread]]()
+    cfg = parse({"trainer": {"profile_steps": [2], "profile": ["memory"]}}).trainer
+    found = StepProfiler(cfg, tmp_path, "trainer", 0, cuda=True,
+                         written=lambda path: reported.append((path, threading.current_thread())))
+    with found.step("rl", 2):
+        work()
+    found.close()
+    [(path, thread)] = reported
+    assert path.read_text() == "snapshot" and thread is not threading.current_thread()
 
 
 def test_parts_of_a_step_have_files_of_their_own_and_one_made_again_replaces_them(tmp_path: Path) -> None:
