@@ -65,13 +65,13 @@ def _whole(value: Any) -> int:
 
 
 def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *, together: float = 0.25,
-          before: int = 2, after: int = 6) -> Schedule:
+          before: int = 2, apart: int = 4, after: int = 6) -> Schedule:
     """A schedule with this many faults. ``catalogue``: the faults by name, each with its weight. ``together``: share of
     the strikes that have two faults. ``before``, ``after``: steps at the begin and at the end without a strike.
+    ``apart``: steps from one strike to the next one, at least: a recovery is over when further steps were done.
 
     Each fault of the catalogue comes once before any comes again, as long as there are enough. Raises ValueError for
     numbers that do not fit."""
-    room = range(1 + before, steps - after + 1)
     if not catalogue or any(weight <= 0 for weight in catalogue.values()) or faults < 1:
         raise ValueError("a schedule has faults, each with a weight above 0")
     choose = random.Random(seed)
@@ -85,9 +85,11 @@ def drawn(seed: int, steps: int, faults: int, catalogue: Mapping[str, float], *,
         if other is not None:
             order.remove(other)
         groups.append((one,) if other is None else (one, other))
-    if len(groups) > len(room):
-        raise ValueError(f"{len(groups)} strikes need as many steps, and {steps} steps leave {len(room)}")
-    at = sorted(choose.sample(room, len(groups)))
+    spare = steps - before - after - (len(groups) - 1) * (apart - 1)  # places if the steps in between took none
+    if len(groups) > spare:
+        raise ValueError(f"{len(groups)} strikes, {apart} steps apart, need more than {steps} steps")
+    places = sorted(choose.sample(range(spare), len(groups)))
+    at = [1 + before + place + i * (apart - 1) for i, place in enumerate(places)]
     return Schedule(seed, steps, tuple(Strike(step, group) for step, group in zip(at, groups, strict=True)))
 
 
