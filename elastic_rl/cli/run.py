@@ -489,7 +489,7 @@ def config_check(ctx: typer.Context, file: File = None, output: Output = Format.
 
 
 def _state(finding: JobFinding) -> str:
-    return "FAULT" if finding.fault else "warn" if finding.hint else "ok"
+    return "FAULT" if finding.fault else "warn" if finding.hint else "skip" if finding.skipped else "ok"
 
 
 @config_app.command("schema")

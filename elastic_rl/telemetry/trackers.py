@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from elastic_rl.runtime.files import replace_file
+from elastic_rl.runtime.secret_names import without_secrets_of
 from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ _MLFLOW_BATCH = 1000
 _MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]|(?<![^/])/|/$|^\.\.|(?<![^/])\.{1,2}(?=/|$)")
 """What no name of a metric has there: signs other than these, and parts between slashes that are empty, ``.`` or ``..``
 (its ``validation.py``: a name is a path in its shortest form, which does not begin with two dots)."""
-_SECRET_NAME, _SHORTEST_SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET"), 8
-"""Environment variables whose values are no text for logs, and the fewest characters of one: shorter ones are words."""
 _RUNS = {"step": "rl", "eval": "rl", "sft": "sft", "sampled": "sampled"}
 """Kind of a record → the run that it belongs to; each run counts its own steps."""
 
@@ -276,18 +275,6 @@ class ClearML:
         self._task.close()
 
 
-def _plain(error: BaseException) -> str:
-    """An error of a tracker in words, without the secrets in it: users and passwords of URLs, tokens in their queries,
-    and the values of environment variables that hold a secret by their names. Pure but for these."""
-    text = f"{type(error).__name__}: {error}"
-    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
-    text = re.sub(r"(?i)((?:token|key)=)[^&\s]+", r"\1***", text)
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, "***")
-    return text
-
-
 class _TrackerThread:
     """A tracker's thread and queue. ``failed`` is called at most once, in a thread of its own."""
 
@@ -318,7 +305,7 @@ class _TrackerThread:
                 tracker.write(row)
             tracker.close()
         except BaseException as e:  # third-party code, also its SystemExit: the training must not depend on it
-            self._report(_plain(e))
+            self._report(without_secrets_of(os.environ, f"{type(e).__name__}: {e}"))
             while self._rows.get() is not None:  # drop what is still offered
                 pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,17 @@ def test_end_token_that_tokenizer_config_asks_for_is_no_part_of_a_text(tmp_path:
                         encoding="utf-8")
     tokenizer = ModelTokenizer(folder)
     assert tokenizer.encode_batch(["a"], special_tokens=True) == tokenizer.encode_batch(["a"], special_tokens=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_folder_without_a_tokenizer_is_refused_with_how_to_write_one(tmp_path: Path, family: str) -> None:
+    """For Qwen2 transformers makes a tokenizer of one token, for which all prompts are the same."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="there is no tokenizer in .*, only config.json, tokenizer_config.json") as e:
+        ModelTokenizer(tmp_path).encode_batch(["a"], special_tokens=False)
+    assert "model.path needs" in e.value.hint and "tokenizer.save_pretrained(folder)" in e.value.hint
+    assert ModelTokenizer(make_tokenizer_folder(tmp_path / "saved")).encode_batch(["a"], special_tokens=False)
 
 
 def test_named_chat_template_is_read_and_part_of_the_identity(tmp_path: Path) -> None:

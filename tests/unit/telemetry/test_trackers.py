@@ -227,7 +227,7 @@ def test_tracker_error_is_reported_without_the_secrets_in_it(monkeypatch: pytest
     trackers = Trackers({"away": away}, lambda name, why: reported.append(why))
     wait_until(lambda: bool(reported), what="the report")
     trackers.close()
-    assert reported == ["SystemExit: https://***@host/x?write_token=***&a=1 said 401 for ***"]
+    assert reported == ["SystemExit: https://…@host/x?write_token=…&a=1 said 401 for …"]
 
 
 def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_path: Path) -> None:
