@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc import _common
 
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.access import Access, MemberChannels
@@ -31,6 +32,11 @@ _MAX_SIGN_INS = 3
 """Sign-ins of one call: members learn of an auth token, and of changed users, one after the other."""
 PAUSES_S = (0.02, 0.2)
 """First and longest pause between two attempts."""
+STREAM_WAIT_S = 5.0
+# A thread that reads a stream waits for an answer in steps of a tenth of a second, so that a main thread sees its
+# signals (grpc#19464). No main thread of ours reads one, and with a watch or two a thousand idle processes would wake
+# twenty thousand times a second. gRPC has no setting for it; an answer ends the wait at once, whatever the step.
+_common.MAXIMUM_WAIT_TIMEOUT = STREAM_WAIT_S
 
 
 @dataclass(frozen=True)
