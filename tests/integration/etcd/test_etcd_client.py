@@ -163,7 +163,7 @@ def test_closed_watch_ends_its_iteration(etcd: EtcdClient, keys: Keys) -> None:
 
 
 def test_closed_watch_ends_while_etcd_is_silent(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_LIVENESS_S", 3600.0)
+    monkeypatch.setattr(watch_module.StreamLife, "due_s", lambda life, now: 3600.0)
     watch = etcd.watch(keys.root, start_revision=etcd.put(keys.root + "a", b"1"))
     assert watch.get(30) is not None
     watch.close()
