@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl import __version__
-from elastic_rl.cli import follow, tables, test_hosts
+from elastic_rl.cli import follow, only, tables, test_hosts
 from elastic_rl.cli.common import (
     EXTRA,
     File,
@@ -268,10 +268,21 @@ def train(ctx: typer.Context, file: File = None,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
+          part: Annotated[only.Only | None, typer.Option("--only", show_default=False, help=(
+              "Debug one half of a run, and change nothing of the job. train: from steps that were kept "
+              "(`train.keep_steps`), with ranks of this host, and without a cluster and engines."))] = None,
+          from_steps: Annotated[Path | None, typer.Option("--from-steps", metavar="FOLDER", show_default=False, help=(
+              "With --only train: a folder `kept_steps` of another job; else that of this one."))] = None,
           ) -> None:
     """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes.
 
     On a cluster that is up the run goes on without its terminal: Ctrl-C asks whether to detach or to stop."""
+    only.require(part, from_steps, with_cluster=with_cluster, keep_up=keep_up, detach=detach, faults=faults,
+                 from_job=bool(from_job))
+    if part is only.Only.TRAIN:
+        with signals_interrupt():
+            only.train(named_cluster(ctx, file).cfg, from_steps)
+        return
     from elastic_rl.host import cluster_settings, inherited_model, kept_state, preflight
     from elastic_rl.host.paths import JobPaths
     from elastic_rl.job import check as job_check

@@ -67,17 +67,22 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.safetensors"
 
 
-def read(folder: Path, step: int, job: str) -> StepFile:
-    """The file of a step. ``job``: ``identity`` of the job. Raises ConfigError for one that is not there, cannot be
-    read, or is of another job or step."""
+def steps_in(folder: Path) -> list[int]:
+    """The steps that have a file in a folder, in their order; none where there is no folder."""
+    return sorted(int(number) for path in folder.glob(_FILES)
+                  if (number := path.stem.removeprefix("step-")).isdecimal())
+
+
+def read(folder: Path, step: int, job: str | None) -> StepFile:
+    """The file of a step. ``job``: ``identity`` of the job; None: of any. Raises ConfigError for one that is not there,
+    cannot be read, or is of another job or step."""
     path = path_of(folder, step)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} has more than {MAX_BYTES >> 30} GiB")
         found = StepFile.decode(path.read_bytes())
     except FileNotFoundError:
-        there = sorted(int(p.stem.removeprefix("step-")) for p in folder.glob(_FILES)
-                       if p.stem.removeprefix("step-").isdecimal())
+        there = steps_in(folder)
         hint = (f"kept on this host: steps {', '.join(map(str, there))}" if there else f"train with "
                 f"--train.keep_steps=[{step}] before that step, and call this on the host of the actor")
         raise ConfigError(f"the batch of step {step} was not kept: there is no {path}", hint=hint) from None
@@ -85,7 +90,7 @@ def read(folder: Path, step: int, job: str) -> StepFile:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
     except ConfigError as e:
         raise ConfigError(f"{path}: {e.message}", hint=e.hint) from e
-    if found.job != job:
+    if job is not None and found.job != job:
         raise ConfigError(f"{path} is of job {found.job.partition(' ')[0]!r}, or of an earlier one of this name",
                           hint="use the file of this job, or name the other job with --job and its --run_dir")
     if found.step != step:
