@@ -38,6 +38,8 @@ _MLFLOW_BATCH = 1000
 _MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]|(?<![^/])/|/$|^\.\.|(?<![^/])\.{1,2}(?=/|$)")
 """What no name of a metric has there: signs other than these, and parts between slashes that are empty, ``.`` or ``..``
 (its ``validation.py``: a name is a path in its shortest form, which does not begin with two dots)."""
+_MAX_ERROR, _MAX_READ = 2000, 64_000
+"""Characters of an error that are reported, and that are looked at: some errors have a server's whole page in them."""
 _RUNS = {"step": "rl", "eval": "rl", "sft": "sft", "sampled": "sampled"}
 """Kind of a record → the run that it belongs to; each run counts its own steps."""
 
@@ -305,7 +307,7 @@ class _TrackerThread:
                 tracker.write(row)
             tracker.close()
         except BaseException as e:  # third-party code, also its SystemExit: the training must not depend on it
-            self._report(without_secrets_of(os.environ, f"{type(e).__name__}: {e}"))
+            self._report(without_secrets_of(os.environ, f"{type(e).__name__}: {e}"[:_MAX_READ])[:_MAX_ERROR])
             while self._rows.get() is not None:  # drop what is still offered
                 pass
 

@@ -15,7 +15,7 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource, make_source
 from elastic_rl.dcs import model_files
 from elastic_rl.dcs.publish.growing_stream import GrowingStream
-from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.event_kinds import EventKind
@@ -142,7 +142,7 @@ class ActorTerm:
         try:
             self.writer.emit(event_kinds.TRACKER_FAILED, name, f"{name} gets no more metrics of the training: {reason}",
                              severity=Severity.WARNING)
-        except EtcdUnavailable:
+        except ElasticRLError:  # this is the tracker's thread: whatever it is, the loop meets it too
             log.warning("tracker %s failed: %s", name, reason)
 
     # -- what is written ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from elastic_rl.runtime.secret_names import is_secret_name, without_secrets_of
 
 ENVIRONMENT = {"WANDB_API_KEY": "k" * 12, "MLFLOW_TRACKING_PASSWORD": "hunter2hunter2", "HF_TOKEN": "word",
-               "HOME": "/home/someone", "AWS_SESSION_TOKEN": "s3ss10n-t0k3n"}
+               "HOME": "/home/someone", "AWS_SESSION_TOKEN": "s3ss10n-t0k3n", "DB_PASSWORD": "pa/55"}
 
 
 @pytest.mark.parametrize(("text", "shown"), [
@@ -15,6 +15,11 @@ ENVIRONMENT = {"WANDB_API_KEY": "k" * 12, "MLFLOW_TRACKING_PASSWORD": "hunter2hu
     ("GET /x?key=abc&apiKey=def said 401", "GET /x?key=…&apiKey=… said 401"),
     (f"the key {'k' * 12} is wrong", "the key … is wrong"),
     ("hunter2hunter2 and s3ss10n-t0k3n in /home/someone", "… and … in /home/someone"),
+    ("?password=abc&secret=d; {'api_key': 'x y', \"token\": 7}",
+     "?password=…&secret=…; {'api_key': …, \"token\": …}"),
+    ("Authorization: Bearer abc.def-1 refused", "Authorization: … refused"),
+    ("authorization=Basic YWJj, Host: h", "authorization=…, Host: h"),
+    ("at pa/55 or pa%2F55", "at … or …"), ("ValueError: no token: here", "ValueError: no token: …"),
     ("a word of max_tokens=5", "a word of max_tokens=5"), ("", "")])
 def test_text_is_shown_without_secrets(text: str, shown: str) -> None:
     assert without_secrets_of(ENVIRONMENT, text) == shown

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -228,6 +228,18 @@ def test_tracker_error_is_reported_without_the_secrets_in_it(monkeypatch: pytest
     wait_until(lambda: bool(reported), what="the report")
     trackers.close()
     assert reported == ["SystemExit: https://…@host/x?write_token=…&a=1 said 401 for …"]
+
+
+def test_error_with_a_whole_page_is_reported_short(tmp_path: Path) -> None:
+    reported: list[str] = []
+
+    def away() -> NoReturn:
+        raise ValueError("<html>" * 1_000_000)
+
+    trackers = Trackers({"away": away}, lambda name, why: reported.append(why))
+    wait_until(lambda: reported, what="the report")
+    trackers.close()
+    assert reported[0].startswith("ValueError: <html>") and len(reported[0]) <= 2000
 
 
 def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_path: Path) -> None:
