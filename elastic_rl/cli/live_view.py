@@ -80,7 +80,7 @@ def plain_line(record: Record, steps: int) -> str:
             return (f"step {record['step']}{f'/{steps}' if steps else ''}: {record.get('samples', '–')} samples of "
                     f"{len(record.get('groups') or [])} prompts, reward {_f(record.get('reward_mean'))}, "
                     f"{record.get('lines', '–')} written, version {record.get('policy_version')}, "
-                    f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
+                    f"{_responses(record)}{_f((record.get('seconds') or {}).get('total'), 2)} s")
         case "output":
             return ", ".join(f"{name} {value}" for name, value in _of_output(record["result"]))
         case "rewind":
@@ -93,6 +93,15 @@ def plain_line(record: Record, steps: int) -> str:
             return "records are missing here" + (f": {reason}" if (reason := record.get("reason")) else "")
         case other:
             return f"{other}: {record}"
+
+
+def _responses(record: Record) -> str:
+    """How long the responses of a step are, and how fast they came; "" where that is not known."""
+    lengths, generate_s = record.get("response_tokens") or {}, (record.get("seconds") or {}).get("generate") or 0.0
+    if lengths.get("mean") is None:
+        return ""
+    rate = f", {record.get('samples', 0) * lengths['mean'] / generate_s:,.0f} tokens/s" if generate_s > 0 else ""
+    return f"responses of {_f(lengths['mean'], 1)} tokens, at most {_f(lengths.get('max'), 0)}{rate}, "
 
 
 def _f(value: Any, digits: int = 3) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 _STEP_LIMIT_S = 3600.0
 """Longest time for a step. A collective whose rank is gone ends by ``trainer.collective_timeout_s``."""
 _LOCK = "lock"
+_NAME_CHARS = 40
+"""Longest name of a job (``config.root.JOB_NAME``)."""
 
 
 class Only(StrEnum):
+    ROLLOUT = "rollout"
     TRAIN = "train"
 
 
@@ -34,6 +38,50 @@ def require(part: Only | None, from_steps: Path | None, **options: bool) -> None
     if part is Only.TRAIN and given:
         raise ConfigError(f"--only train starts no cluster, and no run that has {', '.join(given)}",
                           hint=f"leave {', '.join(given)} out")
+    if part is Only.ROLLOUT and options["faults"]:
+        raise ConfigError("--faults are for whole runs", hint="leave --faults or --only out")
+
+
+def rollout(cfg: Config, *, with_cluster: bool) -> Config:
+    """The settings of the job that generates the steps of another one, of ``cfg``, and trains nothing. It has a name of
+    its own, which no job under this ``run_dir`` has had. ``with_cluster``: it gets a cluster for this run only. Raises
+    ConfigError."""
+    from elastic_rl import config
+    from elastic_rl.data.step_file import MAX_FILES
+    _require_rl(cfg, Only.ROLLOUT)
+    if not (with_cluster or cfg.cluster):
+        raise ConfigError("--only rollout runs as a job of its own, for which there is no cluster",
+                          hint="add --with-cluster, or --cluster=NAME of one that is up")
+    steps = min(cfg.train.steps, MAX_FILES)
+    values = cfg.model_dump(mode="json")
+    values |= {"job": _free_name(cfg), "mode": "rejection_sampling", "placement": "disaggregated"}
+    values["rejection"]["prompts"] = steps * cfg.train.prompts_per_step
+    values["train"]["keep_steps"] = list(range(1, steps + 1))
+    for group in cfg.forward_groups:
+        values[group]["enabled"] = False
+    return config.parse(values)
+
+
+def say_rollout(cfg: Config, of: str) -> None:
+    """Says what the job of these settings is; ``of``: name of the job that it was made from."""
+    from elastic_rl.host.paths import JobPaths
+    say(f"debugging run: job {cfg.job} generates {len(cfg.train.keep_steps)} steps of job {of} and trains nothing; "
+        f"their groups are kept in {JobPaths.of(cfg).kept_steps} on the host of its actor, for `train --only train "
+        f"--from-steps=FOLDER`; versions and records of job {of} stay as they are")
+
+
+def _free_name(cfg: Config) -> str:
+    """JOB-rollout-N, with the least N that is free; JOB is cut where the name would be too long for a job's."""
+    from elastic_rl.host.paths import JobPaths
+    ends = (f"-rollout-{number}" for number in count(1))
+    names = (cfg.job[:_NAME_CHARS - len(end)].rstrip("-") + end for end in ends)
+    return next(name for name in names if not JobPaths.of(cfg.model_copy(update={"job": name})).folder.exists())
+
+
+def _require_rl(cfg: Config, part: Only) -> None:
+    if cfg.mode != "rl":
+        raise ConfigError(f"--only {part} is about RL steps, and job {cfg.job} has mode={cfg.mode}",
+                          hint="give --mode=rl, with the other settings of an RL job")
 
 
 def train(cfg: Config, from_steps: Path | None) -> None:
@@ -43,9 +91,7 @@ def train(cfg: Config, from_steps: Path | None) -> None:
     from elastic_rl.data import step_file
     from elastic_rl.host.paths import JobPaths
     from elastic_rl.trainer import replay
-    if cfg.mode != "rl":
-        raise ConfigError(f"--only train makes RL steps, and job {cfg.job} has mode={cfg.mode}",
-                          hint="give --mode=rl, with the other settings of the run that kept the steps")
+    _require_rl(cfg, Only.TRAIN)
     paths = JobPaths.of(cfg)
     files = _kept(cfg, from_steps or paths.kept_steps,
                   None if from_steps else step_file.identity(cfg.job, paths.job_id))

@@ -269,7 +269,8 @@ def train(ctx: typer.Context, file: File = None,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
           part: Annotated[only.Only | None, typer.Option("--only", show_default=False, help=(
-              "Debug one half of a run, and change nothing of the job. train: from steps that were kept "
+              "Debug one half of a run, and change nothing of the job. rollout: generate and reward its steps and keep "
+              "their groups, without a trainer, as a job JOB-rollout-N. train: from steps that were kept "
               "(`train.keep_steps`), with ranks of this host, and without a cluster and engines."))] = None,
           from_steps: Annotated[Path | None, typer.Option("--from-steps", metavar="FOLDER", show_default=False, help=(
               "With --only train: a folder `kept_steps` of another job; else that of this one."))] = None,
@@ -284,12 +285,16 @@ def train(ctx: typer.Context, file: File = None,
             only.train(named_cluster(ctx, file).cfg, from_steps)
         return
     from elastic_rl.host import cluster_settings, inherited_model, kept_state, preflight
+    from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.host.paths import JobPaths
     from elastic_rl.job import check as job_check
     if detach and with_cluster and not keep_up:
         raise ConfigError("a run that is detached needs a cluster that stays up",
                           hint="add --keep-up; or `elastic-rl up`, then `elastic-rl train --detach`")
     cluster = named_cluster(ctx, file, say=_say)
+    if part is only.Only.ROLLOUT:
+        job, cluster = cluster.cfg.job, Cluster(only.rollout(cluster.cfg, with_cluster=with_cluster), say=_say)
+        only.say_rollout(cluster.cfg, job)
     if test_hosts.hosts_of(cluster).are_beside and not with_cluster:
         raise typer.Exit(_train_on_hosts(cluster, faults=faults, from_job=from_job, detach=detach))
     if with_cluster and cluster.named:

@@ -103,11 +103,11 @@ class StepKeeper:
 
     def __init__(self, steps: Sequence[int], folder: Path, job: str) -> None:
         """``job``: as of ``read``."""
-        self._steps, self._folder, self._job = frozenset(steps), folder, job
+        self.steps, self._folder, self._job = frozenset(steps), folder, job
 
     def keep(self, step: int, batch: Batch, versions: Sequence[int]) -> None:
         """Called before the step is made, which may fail because of this very batch."""
-        if step not in self._steps:
+        if step not in self.steps:
             return
         path = path_of(self._folder, step)
         try:

@@ -116,7 +116,7 @@ def _plug_ins(cfg: Config) -> Iterator[JobFinding]:
 
     def algorithm() -> str:
         algorithm_of(cfg)
-        return cfg.algorithm.name if cfg.mode == "rl" else "not used"
+        return cfg.algorithm.name if cfg.makes_batches else "not used"
 
     def filters() -> str:
         names = []

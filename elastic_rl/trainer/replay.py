@@ -49,12 +49,12 @@ def run(cfg: Config, files: Mapping[int, Path], model: Path, folder: Path, *, ti
         on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None) -> list[dict[str, float]]:
     """Makes the steps of these files, in this order, with all ranks of ``cfg.trainer``; returns the metrics of each.
 
-    ``folder``: one for the plan, the ranks' logs and the metrics (``steps.jsonl``), without any of these.
+    ``folder``: one for the plan, the ranks' logs and the metrics (``metrics.jsonl``), without any of these.
     ``timeout_s``: longest time until the first step is made, with the start of the ranks, and between two.
     ``on_step``: called with each step and its metrics when it is made. Raises TrainerFailed with the end of the log of
     a rank that failed, and DeadlineExceeded.
     """
-    plan, result = folder / "plan.json", folder / "steps.jsonl"
+    plan, result = folder / "plan.json", folder / "metrics.jsonl"
     replace_file(plan, json.dumps({"config": cfg.model_dump(mode="json"), "model": str(model), "result": str(result),
                                    "files": [[step, str(file)] for step, file in files.items()]}), private=True)
     result.touch()
