@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +45,8 @@ def step(ctx: typer.Context,
     recorded = _recorded(cfg, number)
     if output is Format.JSON:
         tables.write_json({"step": number, "samples": kept.batch.samples, "versions": kept.versions,
-                           "weights": str(weights), "metrics": found, "recorded": recorded})
+                           "weights": str(weights), "recorded": recorded,
+                           "metrics": {name: value if math.isfinite(value) else None for name, value in found.items()}})
         return
     rows = [{"metric": name, "now": f"{found[name]:.8g}", "run": _text(recorded.get(name))}
             for name in _SHOWN if name in found]

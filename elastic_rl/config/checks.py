@@ -536,6 +536,7 @@ READERS = (
             "train.schedule=fully_async"),
     Readers("train", ("queue_units", "queue_call_timeout_s"), lambda c: c.uses_transfer_queue,
             "train.schedule=fully_async with train.queue=transfer_queue"),
+    Readers("trainer", ("profile", "profile_ranks"), lambda c: c.trainer.profile_steps, "trainer.profile_steps"),
     Readers("trainer", ("min_data_parallel", "ranks_per_host"), lambda c: c.ranks_may_spread,
             "a cluster with a name (--cluster), and with train.queue=transfer_queue only where the operator has said "
             "`up --insecure-network`"),

@@ -49,17 +49,19 @@ class StepProfiler:
             yield
             return
         name = f"{phase}-step-{step:06d}{f'-{piece}' if piece else ''}-{self._part_of}"
-        with contextlib.ExitStack() as stack:
-            writes, written = list[tuple[Path, Callable[[str], object]]](), list[Path]()
-            if "memory" in self._kinds and self._cuda:
-                stack.enter_context(self._memory(self._folder / f"{name}.memory.pickle", written))
-            if "trace" in self._kinds:
-                stack.enter_context(self._trace(self._folder / f"{name}.trace.json.gz", writes))
-            yield
-        if writes or written:
-            self._writer = threading.Thread(target=self._finish, args=(writes, written), name="profile-writer",
-                                            daemon=True)
-            self._writer.start()
+        writes, written = list[tuple[Path, Callable[[str], object]]](), list[Path]()
+        try:
+            with contextlib.ExitStack() as stack:
+                if "memory" in self._kinds and self._cuda:
+                    stack.enter_context(self._memory(self._folder / f"{name}.memory.pickle", written))
+                if "trace" in self._kinds:
+                    stack.enter_context(self._trace(self._folder / f"{name}.trace.json.gz", writes))
+                yield
+        finally:  # also of a step that fails, such as one that needs too much memory
+            if writes or written:
+                self._writer = threading.Thread(target=self._finish, args=(writes, written), name="profile-writer",
+                                                daemon=True)
+                self._writer.start()
 
     def close(self) -> None:
         """Waits, for a while, until the last file is written."""

@@ -51,8 +51,8 @@ def run(cfg: Config, files: Mapping[int, Path], model: Path, folder: Path, *, ti
 
     ``folder``: one for the plan, the ranks' logs and the metrics (``metrics.jsonl``), without any of these.
     ``timeout_s``: longest time until the first step is made, with the start of the ranks, and between two.
-    ``on_step``: called with each step and its metrics when it is made. Raises TrainerFailed with the end of the log of
-    a rank that failed, and DeadlineExceeded.
+    ``on_step``: called with each step and its metrics when it is made; those that are not finite are NaN. Raises
+    TrainerFailed with the end of the log of a rank that failed, and DeadlineExceeded.
     """
     plan, result = folder / "plan.json", folder / "metrics.jsonl"
     replace_file(plan, json.dumps({"config": cfg.model_dump(mode="json"), "model": str(model), "result": str(result),
@@ -72,7 +72,7 @@ def run(cfg: Config, files: Mapping[int, Path], model: Path, folder: Path, *, ti
             while True:
                 codes = [rank.poll() for rank in ranks]  # first: what a rank that has ended wrote is read below
                 for line in iter(partial(_complete_line, lines), ""):
-                    metrics = dict(json.loads(line))
+                    metrics = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
                     on_step(int(metrics.pop("step")), metrics)
                     made.append(metrics)
                     end = time.monotonic() + timeout_s
@@ -86,7 +86,8 @@ def run(cfg: Config, files: Mapping[int, Path], model: Path, folder: Path, *, ti
                 if time.monotonic() > end:
                     waits_for = f"step {steps[len(made)]} was not made" if len(made) < len(steps) else \
                         "the ranks have not ended"
-                    raise DeadlineExceeded(f"{waits_for} within {timeout_s:g} s", hint="give more with --timeout")
+                    raise DeadlineExceeded(f"{waits_for} within {timeout_s:g} s",
+                                           hint="`debug step` takes a longer --timeout")
                 time.sleep(_POLL_S)
     finally:
         processes.stop_all([rank.pid for rank in ranks], grace_s=0.0)
@@ -123,9 +124,9 @@ def main(plan: Mapping[str, Any]) -> None:
         share = batch.rows(batch.share_rows(par.dp, cfg.train.minibatches)[par.dp_rank])
         metrics = steps.train(share, "rl", step)
         if par.rank == 0:
-            finite = {"step": step, **{name: value for name, value in metrics.items() if math.isfinite(value)}}
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             with Path(plan["result"]).open("a", encoding="utf-8") as result:
-                result.write(json.dumps(finite) + "\n")
+                result.write(json.dumps({"step": step, **finite}) + "\n")
     parallel.barrier(par)
 
 

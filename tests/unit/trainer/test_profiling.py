@@ -51,8 +51,8 @@ def test_snapshot_of_memory_is_reported_by_another_thread_than_the_ranks(
     cfg = parse({"trainer": {"profile_steps": [2], "profile": ["memory"]}}).trainer
     found = StepProfiler(cfg, tmp_path, "trainer", 0, cuda=True,
                          written=lambda path: reported.append((path, threading.current_thread())))
-    with found.step("rl", 2):
-        work()
+    with pytest.raises(StepRefused), found.step("rl", 2):
+        raise StepRefused("it does not fit")
     found.close()
     [(path, thread)] = reported
     assert path.read_text() == "snapshot" and thread is not threading.current_thread()
@@ -84,8 +84,11 @@ def test_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("error")
 def test_step_is_made_where_the_profiler_fails_and_its_own_error_is_raised(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StepRefused), profiler(tmp_path).step("rl", 2):
+    failing = profiler(tmp_path / "failing")
+    with pytest.raises(StepRefused), failing.step("rl", 2):
         raise StepRefused("it does not fit")
+    failing.close()
+    assert len(list((tmp_path / "failing").iterdir())) == 1, "what one wants to see of a step that fails"
     (tmp_path / "file").touch()
     found, done = profiler(tmp_path / "file"), []
     with found.step("rl", 2):
@@ -98,7 +101,7 @@ def test_step_is_made_where_the_profiler_fails_and_its_own_error_is_raised(
     monkeypatch.setattr(torch.profiler.profile, "start", no_driver)
     with profiler(tmp_path).step("rl", 2):
         done.append("the profiler does not start")
-    assert len(done) == 2 and [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert len(done) == 2 and {p.name for p in tmp_path.iterdir()} == {"file", "failing"}
 
 
 def test_cpu_has_no_snapshot_of_memory(tmp_path: Path) -> None:
