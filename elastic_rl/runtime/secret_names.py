@@ -1,4 +1,4 @@
-"""Which names are of secrets, and text without them: one rule for settings that are shown and for errors of libraries."""
+"""Names of secrets, and text without them: one rule for settings that are shown and for errors of libraries."""
 
 from __future__ import annotations
 
