@@ -115,7 +115,7 @@ def of_job(cfg: Config, job: str) -> list[Named]:
     roots = {*names, *(process.pid for process in processes.marked(str(paths.private.resolve())))} - {0}
     names |= agents  # without what descends from them, which are the parts of all jobs
     found = [Named(pid, names.get(pid, "")) for pid in _with_descendants(roots) | (agents.keys() - {0})]
-    return sorted(found, key=lambda process: (not process.name, process.name, process.pid))[:MAX_PROCESSES]
+    return sorted(found, key=lambda process: (not process.name, process.name, process.pid))
 
 
 def tree(pids: Iterable[int], name: str) -> list[Named]:
@@ -160,15 +160,18 @@ _PY_SPY = "py-spy"
 
 def read_all(found: Sequence[Named], *, limit_s: float = ALL_S) -> list[ProcessStacks]:
     """The stacks of processes, in their order, within about ``limit_s`` + ``PROCESS_S`` seconds; of those that have
-    ended meanwhile there are none. Raises PreflightFailed where py-spy is not installed."""
+    ended meanwhile there are none. One entry stands for all beyond ``MAX_PROCESSES``. Raises PreflightFailed where
+    py-spy is not installed."""
     program, end = _py_spy(), time.monotonic() + limit_s
 
     def read(process: Named) -> ProcessStacks | None:
         left_s = end - time.monotonic()
         return _read(program, process, min(left_s, PROCESS_S) if left_s > 0 else 0.0)
 
+    left = len(found) - MAX_PROCESSES
+    more = [ProcessStacks(pid=0, name="", program="further processes", error=f"{left} are not read")] if left > 0 else []
     with ThreadPoolExecutor(_AT_ONCE, "stacks") as pool:
-        return [stacks for stacks in pool.map(read, found) if stacks is not None]
+        return [*(stacks for stacks in pool.map(read, found[:MAX_PROCESSES]) if stacks is not None), *more]
 
 
 def _py_spy() -> str:

@@ -76,6 +76,13 @@ def test_once_the_time_is_over_no_further_process_is_read(sleeper: subprocess.Po
     assert found.text == "" and "too long" in found.error
 
 
+def test_processes_beyond_the_most_are_counted(
+        sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MAX_PROCESSES", 1)
+    first, more = read_all([Named(sleeper.pid), Named(sleeper.pid), Named(sleeper.pid)])
+    assert first.text and (more.pid, more.error) == (0, "2 are not read")
+
+
 def test_job_has_its_marked_processes_and_their_children(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
     cfg = config.parse({"job": "other", "run_dir": str(tmp_path / "runs")})
     assert [process.pid for process in stacks.of_job(cfg, "j")] == [sleeper.pid]
