@@ -208,7 +208,7 @@ def _read(file: IO[bytes]) -> ServiceRecord:
         values = json.loads(first)
         generation = int(values["generation"])
         return ServiceRecord("", str(values["url"]), int(values["pid"]), generation=generation,
-                             completed=_completed(generation) in added)
+                             completed=bool(added) and _completed(generation) in added)
     except (ValueError, TypeError, KeyError):
         return ServiceRecord("")
 
