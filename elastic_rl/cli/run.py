@@ -261,8 +261,7 @@ def _print_kept(cluster: Cluster) -> None:
 @app.command(**EXTRA)
 def train(ctx: typer.Context, file: File = None,
           with_cluster: Annotated[bool, typer.Option("--with-cluster", help=(
-              "Start a cluster first, and stop it at the end; the job keeps its state, and a job that is done also has "
-              "its policy in RUN_DIR/JOB/policy."))] = False,
+              "Start a cluster first, and stop it at the end; the job keeps its state."))] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
           detach: Annotated[bool, typer.Option("--detach", "-d", help="Start the run, and do not follow it.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
@@ -279,6 +278,7 @@ def train(ctx: typer.Context, file: File = None,
         raise ConfigError("a run that is detached needs a cluster that stays up",
                           hint="add --keep-up; or `elastic-rl up`, then `elastic-rl train --detach`")
     cluster = named_cluster(ctx, file, say=_say)
+    _require_unfinished(cluster)
     if test_hosts.hosts_of(cluster).are_beside and not with_cluster:
         raise typer.Exit(_train_on_hosts(cluster, faults=faults, from_job=from_job, detach=detach))
     if with_cluster and cluster.named:
@@ -302,8 +302,6 @@ def train(ctx: typer.Context, file: File = None,
                 _say_warnings_of(cluster, from_job)
             code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,
                           may_detach=not with_cluster or keep_up)
-            if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
-                _export_policy(cluster.cfg, info)
         except ElasticRLError:
             # A start that was refused must not change what the job has.
             if before is not None and (with_cluster or cluster.named):
@@ -320,6 +318,15 @@ def train(ctx: typer.Context, file: File = None,
         out.print("the cluster keeps running", highlight=False)
         _print_access(cluster.cfg, info)
     raise typer.Exit(code)
+
+
+def _require_unfinished(cluster: Cluster) -> None:
+    """Raises ConfigError for a job that has done all its steps, before anything is started or recorded for it."""
+    from elastic_rl.etcd.cluster_records import JobPhase
+    from elastic_rl.job import run_start
+    reading = cluster.run.look()
+    if reading.phase is JobPhase.FINISHED and reading.step >= max(cluster.cfg.total_steps, 1):
+        raise run_start.already_done(cluster.cfg, reading.step)
 
 
 def _say_warnings_of(cluster: Cluster, from_job: str) -> None:
@@ -372,19 +379,6 @@ def _train_on_hosts(cluster: Cluster, *, faults: bool, from_job: str, detach: bo
             follow.say_goes_on(cluster)
             return Exit.OK
         return follow.follow(cluster, cluster.connect(), may_detach=True)
-
-
-def _export_policy(cfg: Config, info: Any) -> None:
-    """Writes the newest policy of a job to its folder. Where that fails the cluster still has it."""
-    from elastic_rl.host import inherited_model
-    from elastic_rl.host.paths import JobPaths
-    target = JobPaths.of(cfg).policy
-    try:
-        inherited_model.keep_policy(cfg, info, target)
-    except ElasticRLError as e:
-        err.print(f"the policy cannot be exported to {target}: {e.message}", markup=False)
-        return
-    out.print(f"policy      {target}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_access(cfg: Config, info: Any, *, with_job: bool = True) -> None:

@@ -217,6 +217,11 @@ class RunReading:
         return as_error(self._status) if self._status is not None else None
 
     @property
+    def step(self) -> int:
+        """Last step of a run that has finished; 0 where that is not known."""
+        return self._status.step if self._status is not None else 0
+
+    @property
     def outcome(self) -> str:
         """What its process says of its end, for people; empty where that is nothing, or it goes on."""
         status = self._status

@@ -497,6 +497,16 @@ def test_members_show_the_seconds_that_their_stated_work_is_expected_to_take() -
     assert [row.get("expected_s") for row in listings._members(api)] == [6.0, None, None]
 
 
+def test_status_of_a_job_whose_next_run_is_checked_says_so_beside_the_phase_of_before() -> None:
+    def phase(of_job: str | None, state: str) -> str:
+        return listings._phase_of_start({"status": of_job and {"phase": of_job}}, {"run": {"state": state}})
+
+    assert phase("finished", "starting") == (
+        "starting: checks of model, data and plug-ins; the run before: finished")
+    assert phase(None, "running").startswith("starting")
+    assert phase("finished", "running") == phase("rl", "starting") == phase("stopped", "stopped") == ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_does_not_interrupt_the_rollback_of_a_start(
         number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
