@@ -176,7 +176,7 @@ class RunService:
         # The folder of the cluster may be another one on each host, and the address another one than at its submission.
         cfg = settings_here(config.parse(submission.settings), self._cluster.cfg.run_dir)
         logs.setup("train", cfg.telemetry.log_level)
-        return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job,
+        return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, checked=submission.checked,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on, stopped=lambda: self._stopped,
                          assignment=self._generation, submission=self._submission)
 

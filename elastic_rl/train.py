@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ OnBegun = Callable[[], None]
 
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
-        on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
+        on_tick: OnTick | None = None, from_job: str = "", checked: bool = False, on_begun: OnBegun = lambda: None,
         begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0, submission: int = 0,
         stopped: Callable[[], bool] = lambda: False) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed, and ``STOPPED``. Always writes the
@@ -80,11 +80,12 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
     its turn. ``on_tick`` is called four times a second. ``from_job``: begin with the newest committed policy of this
-    job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
-    ``goes_on``: asked when an error, or a signal, ends this process: whether another one goes on with the run. Then its
-    compute plane runs on. ``stopped``: whether the operator stops the run. ``assignment``: generation of the driver's
-    assignment, if there is one: this process's driver begins under it. ``submission``: number of the job's submission
-    that is carried out, if it was submitted.
+    job. ``checked``: who starts it has made the checks of a new job, and has said what they warn of. ``begun_at``: when
+    the run began, in unix seconds, if its process ended meanwhile and this one goes on with it. ``goes_on``: asked when
+    an error, or a signal, ends this process: whether another one goes on with the run. Then its compute plane runs on.
+    ``stopped``: whether the operator stops the run. ``assignment``: generation of the driver's assignment, if there is
+    one: this process's driver begins under it. ``submission``: number of the job's submission that is carried out, if
+    it was submitted.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -100,7 +101,7 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
         if begun_at and (code := _end_without_us(cfg, info, begun_at, assignment)) is not None:
             return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
-        ctx = prepare(cfg, info, from_job=from_job, resumes=bool(begun_at)).model_copy(
+        ctx = prepare(cfg, info, from_job=from_job, checked=checked, resumes=bool(begun_at)).model_copy(
             update={"assignment": assignment, "submission": submission})
         # Not before: a run that is refused changes nothing. One that is started again finds settings that may be newer.
         Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at, token=fencing.assigned(
@@ -190,11 +191,12 @@ def _connect(ctx: RunContext, retry_budget_s: float) -> EtcdClient:
                                   retry_budget_s=min(retry_budget_s, ctx.config.etcd.retry_budget_s))
 
 
-def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool = False) -> RunContext:
-    """Makes the job's folder and context. ``resumes``: this run has begun, and may be training meanwhile. Raises
-    ConfigError when the job has already done all its steps, or decided other settings than these, when its model cannot
-    be used, Fenced when another process starts the same job at the same moment, and PreflightFailed when its folder
-    cannot be written."""
+def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", checked: bool = False, resumes: bool = False
+            ) -> RunContext:
+    """Makes the job's folder and context. ``checked``: as of ``run``. ``resumes``: this run has begun, and may be
+    training meanwhile. Raises ConfigError when the job has already done all its steps, or decided other settings than
+    these, when its model cannot be used, Fenced when another process starts the same job at the same moment, and
+    PreflightFailed when its folder cannot be written."""
     cfg = _absolute(cfg)
     paths = JobPaths.of(cfg)
     with preflight_writes(cfg.run_dir):
@@ -202,7 +204,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         if not resumes:
             run_start.forget_engines(etcd, Keys(cfg.job))  # its checks take a while, and nothing of it runs
-        cfg = _admit(etcd, cfg, from_job, goes_on=resumes)
+        cfg, warnings = _admit(etcd, cfg, from_job, checked=checked or resumes)
         if not resumes:
             derived.remove_unused(paths.data)
         model_dir = str(inherited_model.began_with(cfg))
@@ -211,7 +213,8 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir,
                          host=host_address(cfg))
         if not resumes:
-            run_start.open_run(etcd, ctx.keys, ctx.config)
+            run_start.open_run(etcd, ctx.keys, ctx.config, [] if checked else [
+                f"{found.part}: {found.fault or found.detail}. {found.hint}" for found in warnings])
     return ctx
 
 
@@ -229,9 +232,9 @@ def _absolute(cfg: Config) -> Config:
                                       for name, pool in cfg.pools.items()}})
 
 
-def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Config:
-    """Settles what the job begins with, and that it may; returns the settings that hold for it. ``goes_on``: its run
-    has begun. Raises as ``prepare``."""
+def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, checked: bool) -> tuple[Config, list[JobFinding]]:
+    """Settles what the job begins with, and that it may; returns the settings that hold for it, and what its checks
+    warn of. ``checked``: they were made already. Raises as ``prepare``."""
     keys = Keys(cfg.job)
     decided = job_spec.read(etcd, keys)
     cfg = job_spec.with_template_date(cfg, decided)
@@ -244,8 +247,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Co
             inherited_model.export_policy(cfg, begun.from_job, number=begun.from_version)
         cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
         job_spec.require_same(cfg, decided)
-        _log_warnings(job_check.require(cfg, begun=True, goes_on=goes_on))
-        return cfg
+        return cfg, _logged(job_check.require(cfg, begun=True, goes_on=checked))
     version = 0
     if not from_job and decided.spec is not None and decided.spec.from_job:  # that start was not completed
         from_job, version = decided.spec.from_job, decided.spec.from_version
@@ -258,15 +260,15 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Co
     elif not decided.committed and decided.spec is not None and decided.spec.settings != fixed_settings(cfg):
         shutil.rmtree(inherited_model.folder(cfg), ignore_errors=True)  # made with the settings of then
     # With the model that is settled, whose tokenizer the data may need.
-    _log_warnings(job_check.require(cfg, goes_on=goes_on))
+    found = _logged(job_check.require(cfg, goes_on=checked))
     job_spec.record(etcd, keys, cfg, decided, from_job=from_job, from_version=version)
-    return cfg
+    return cfg, found
 
 
-def _log_warnings(found: Iterable[JobFinding]) -> None:
-    """Writes to the log; those who follow the run have been told (``cli.run``)."""
+def _logged(found: list[JobFinding]) -> list[JobFinding]:
     for finding in found:
         log.warning("%s: %s; %s", finding.part, finding.fault or finding.detail, finding.hint)
+    return found
 
 
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None], goes_on: Callable[[], bool],

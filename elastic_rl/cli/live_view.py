@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_rl.cli.cluster_reader import ClusterReader, ClusterState
+from elastic_rl.cli.cluster_reader import EVENTS_SHOWN, ClusterReader, ClusterState
 from elastic_rl.cli.step_lines import throughput_line, update_line
 from elastic_rl.cli.tables import clock, printable
 from elastic_rl.etcd.client import EtcdClient
@@ -41,6 +41,8 @@ _PAST_BYTES = 16 << 20
 _MAX_POINTS = 4000
 """Points of a series that are kept; beyond it every second one of the older half is dropped."""
 _MAX_NOTES = 3
+_KEPT = ("run.resumed", "run.warned")
+"""Kinds of events that stay on a terminal, above the view, when others have followed."""
 _SETS = 8
 """Evaluation sets beside the main one that are shown."""
 _MAX_SEEN = 1000
@@ -249,7 +251,7 @@ def render(job: str, state: RunState, cluster: ClusterState, *, elapsed_s: float
         parts.append(Text(_outage(cluster), style="red"))
     parts += [Text(f"{name} {why}", style="red") for name, why in waiting.items()]
     parts += [Text(note, style="yellow") for note in (*cluster.waiting, *state.notes)]
-    parts += [_event_line(e) for e in cluster.events]
+    parts += [_event_line(e) for e in cluster.events[-EVENTS_SHOWN:]]
     return Panel(Group(*parts), title="elastic-rl", border_style="dim")
 
 
@@ -376,6 +378,7 @@ class LiveView:
                 elif self._live is None:
                     self._print(plain_line(record, self.state.steps))
         if self._live:
+            self._print_events([e for e in cluster.events if e.kind in _KEPT])
             self._live.update(render(self._job, self.state, cluster, elapsed_s=max(0.0, time.time() - self._started_at),
                                      width=self._console.width, waiting=self._waiting, doing=self._doing), refresh=True)
             return
@@ -385,7 +388,11 @@ class LiveView:
         self._print_wait(cluster.status)
         self._print_outages({**({"etcd": _outage(cluster)} if cluster.error else {}),
                              **{name: f"{name} {why}" for name, why in self._waiting.items()}})
-        for event in cluster.events:
+        self._print_events(cluster.events if self._lines_from else cluster.events[-EVENTS_SHOWN:])
+
+    def _print_events(self, events: Iterable[Event]) -> None:
+        """A line for each one that is new; above the view, where that has a terminal."""
+        for event in events:
             if event.id not in self._printed and event.at >= self._lines_from:
                 self._printed.append(event.id)
                 self._print(f"event {event.kind} {event.subject}: {event.message}")

@@ -289,7 +289,7 @@ def train(ctx: typer.Context, file: File = None,
     code = int(Exit.FAILED)
     is_new = (with_cluster and not cluster.known and not from_job
               and not inherited_model.folder(cluster.cfg).exists())
-    if is_new:  # the start does it again: but what is wrong shows before anything runs
+    if is_new:  # else the run does it, which alone knows what the job has begun with
         _say_warnings(job_check.require(cluster.cfg))
     before = cluster_settings.snapshot(JobPaths.of(cluster.cfg).submitted_settings) if cluster.known else None
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
@@ -298,9 +298,7 @@ def train(ctx: typer.Context, file: File = None,
             with first_signal_interrupts():
                 info = (cluster.up(resubmit=False) if with_cluster else
                         cluster.admit() if cluster.named else cluster.connect())
-            if not is_new:
-                _say_warnings_of(cluster, from_job)
-            code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,
+            code = _train(cluster, info, faults=faults, from_job=from_job, checked=is_new, detach=detach,
                           may_detach=not with_cluster or keep_up)
         except ElasticRLError:
             # A start that was refused must not change what the job has.
@@ -329,15 +327,6 @@ def _require_unfinished(cluster: Cluster) -> None:
         raise run_start.already_done(cluster.cfg, reading.step)
 
 
-def _say_warnings_of(cluster: Cluster, from_job: str) -> None:
-    """Says what ``config check`` would have one look at. Whatever is wrong is what the start refuses: it alone knows
-    what the job has begun with. Says nothing of a job whose model is another one's policy."""
-    from elastic_rl.host import inherited_model
-    from elastic_rl.job import check as job_check
-    if not from_job and not inherited_model.folder(cluster.cfg).exists():
-        _say_warnings([found for found in job_check.check(cluster.cfg) if not found.fault])
-
-
 def _say_warnings(found: Sequence[JobFinding]) -> None:
     for finding in found:
         if finding.hint or finding.fault:
@@ -359,10 +348,11 @@ def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
     _print_kept(cluster)
 
 
-def _train(cluster: Cluster, info: Any, *, faults: bool, from_job: str, detach: bool, may_detach: bool) -> int:
-    """Submits the run, and follows it unless it is detached at once. ``may_detach``: whether it goes on without this
-    process. Returns the exit code."""
-    cluster.submit(faults=faults, from_job=from_job)
+def _train(cluster: Cluster, info: Any, *, faults: bool, from_job: str, checked: bool, detach: bool, may_detach: bool
+           ) -> int:
+    """Submits the run, and follows it unless it is detached at once. ``checked``: its checks were made. ``may_detach``:
+    whether it goes on without this process. Returns the exit code."""
+    cluster.submit(faults=faults, from_job=from_job, checked=checked)
     if detach:
         follow.say_goes_on(cluster)
         return Exit.OK
@@ -373,7 +363,6 @@ def _train_on_hosts(cluster: Cluster, *, faults: bool, from_job: str, detach: bo
     """Submits the run on the first of the hosts in namespaces of this machine, and follows it from here unless it is
     detached at once. Returns the exit code."""
     with signals_interrupt():
-        _say_warnings_of(cluster, from_job)
         test_hosts.hosts_of(cluster).submit(faults=faults, from_job=from_job)
         if detach:
             follow.say_goes_on(cluster)

@@ -213,6 +213,7 @@ DRIVER_RESTARTED = EventKind("driver.restarted", "the driver ended before the jo
 RUN_STARTED = EventKind("run.started", "what was submitted has passed its checks, and the job begins")
 RUN_RESUMED = EventKind("run.resumed", "what was submitted has passed its checks, and the job goes on from the step "
                         "that the text names; a warning where another number of steps changes the learning rate")
+RUN_WARNED = EventKind("run.warned", "the checks of what was submitted warn of something, as `config check` does")
 RUN_REFUSED = EventKind("run.refused", "the checks of what was submitted refuse it, as the text says: the job stays as "
                         "it was", alert="run.refused")
 RUN_GLOBAL_RESTART = EventKind("run.global_restart", "the whole compute plane is rebuilt", counted="job",

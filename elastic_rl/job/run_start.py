@@ -3,6 +3,7 @@ means for the learning rate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_rl.algorithms.schedule import learning_rate
@@ -12,11 +13,14 @@ from elastic_rl.errors import ConfigError, Conflict
 from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.events import build, put_op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, OutputState, Severity
 
 _TRIES = 8
+_MAX_TEXT = 2000
+"""Longest text of a warning, in characters."""
 _SAME_RATE = 0.01
 """Learning rates whose ratio differs from 1 by less are the same to a person."""
 _STEPS = {"sft": "sft.max_steps", "rl": "train.steps"}
@@ -53,9 +57,10 @@ def already_done(cfg: Config, step: int) -> ConfigError:
         if more else "name a new job with --job=NAME"))
 
 
-def open_run(etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
-    """Replaces the end of an earlier run by the beginning of this one, with its event, in one transaction. Raises
-    ConfigError for a job that is done, Fenced when a driver starts meanwhile, Conflict and EtcdUnavailable."""
+def open_run(etcd: EtcdClient, keys: Keys, cfg: Config, warnings: Sequence[str] = ()) -> None:
+    """Replaces the end of an earlier run by the beginning of this one, with its events, in one transaction.
+    ``warnings``: what its checks warn of. Raises ConfigError for a job that is done, Fenced when a driver starts
+    meanwhile, Conflict and EtcdUnavailable."""
     writer = FencedWriter.of_epoch(etcd, keys, fencing.current_epoch(etcd, keys))
     for _ in range(_TRIES):
         found, point = etcd.get(keys.job_status()), resume_point(etcd, keys)
@@ -64,6 +69,8 @@ def open_run(etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
             raise already_done(cfg, status.step)
         ops = [Op.put(keys.job_status(), status.replace(
             phase="starting", steps=cfg.total_steps or status.steps, message="").encode())] if status else []
+        ops += [put_op(keys, build(event_kinds.RUN_WARNED, cfg.job, text[:_MAX_TEXT], severity=Severity.WARNING))
+                for text in warnings]
         warning = rate_change(cfg, point, status) if point and status else ""
         total = f" of {cfg.total_steps}" if cfg.total_steps and not (point and point.supervised) else ""
         text = f"resumes at {point}{total}" if point else "begins"

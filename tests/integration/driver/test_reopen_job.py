@@ -99,6 +99,13 @@ def test_supervised_phase_and_jobs_that_train_nothing_resume_at_their_step(ctx: 
     assert str(run_start.resume_point(etcd, keys)) == "supervised step 40"
 
 
+def test_warnings_of_the_checks_are_events_of_the_run_that_begins(ctx: RunContext, etcd: EtcdClient, keys: Keys
+                                                                  ) -> None:
+    run_start.open_run(etcd, keys, ctx.config, ["rows: 3 are left out. Look at the files"])
+    assert sorted(said(etcd, keys)) == [("run.started", Severity.INFO, "begins"),
+                                        ("run.warned", Severity.WARNING, "rows: 3 are left out. Look at the files")]
+
+
 def test_resume_with_more_steps_warns_of_the_learning_rate(ctx: RunContext, etcd: EtcdClient, keys: Keys) -> None:
     put(etcd, keys, JobStatus(phase="finished", step=5, steps=5))
     commit(etcd, keys, 5)

@@ -469,6 +469,24 @@ def test_train_says_what_the_check_warns_of_before_anything_starts(
     assert "no such key" in capsys.readouterr().err
 
 
+def test_train_makes_the_checks_of_a_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the command makes them, the run does not; else the run alone does."""
+    submitted, checked = [], []
+
+    def submit(cluster: Cluster, **how: Any) -> None:
+        submitted.append(how["checked"])
+        raise ConfigError("that is enough")
+
+    for name, stub in {"up": lambda *_, **__: None, "connect": lambda *_, **__: None, "down": lambda *_: None,
+                       "submit": submit}.items():
+        monkeypatch.setattr(Cluster, name, stub)
+    monkeypatch.setattr("elastic_rl.job.check.require", lambda *_, **__: checked.append(True) or [])
+    monkeypatch.setattr("elastic_rl.job.check.check", lambda *_, **__: pytest.fail("another check"))
+    assert run("train", "--with-cluster", f"--run_dir={tmp_path}", "--job=new") == Exit.USAGE
+    assert run("train", f"--run_dir={tmp_path}", "--job=of-a-cluster-that-is-up") == Exit.USAGE
+    assert submitted == [True, False] and checked == [True]
+
+
 def test_failed_start_of_a_cluster_is_the_error_if_stopping_fails_too(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(cluster: Cluster) -> None:
