@@ -20,18 +20,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.supervisor import STOPPED
 from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced
-from elastic_rl.etcd import event_kinds, events
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.cluster_records import JobPhase, RunStatus, is_stopped
 from elastic_rl.etcd.decoding import readable_one
-from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.records import JobStatus, Severity, stopped_message
 from elastic_rl.host import job_run
 from elastic_rl.host.here import settings_here
@@ -128,7 +129,9 @@ class RunService:
             self._interrupted = True  # it is over: nothing interrupts the record of that
             if code == STOPPED:
                 return job_run.stopped(status, self._said_of_stop(etcd))
-            return job_run.now(status, JobPhase.FAILED if code else JobPhase.FINISHED)
+            if code:
+                return job_run.now(status, JobPhase.FAILED)
+            return job_run.now(status, JobPhase.FINISHED).replace(step=self._steps_done(etcd))
         except Exception as e:
             self._interrupted = True
             if status.phase is JobPhase.RUNNING or isinstance(e, EtcdUnavailable | Fenced | Conflict):
@@ -136,7 +139,25 @@ class RunService:
             if not self._at_home:
                 raise  # this host may lack files that the one has which it was submitted on
             log.exception("what was submitted is refused")
-            return job_run.failed(status, e, see=self._run.log)
+            refused = job_run.failed(status, e, see=self._run.log)
+            self._report_refusal(etcd, refused)
+            return refused
+
+    def _report_refusal(self, etcd: EtcdClient, refused: RunStatus) -> None:
+        """Writes the event of it: nothing else says it to those who do not follow the run. Raises Fenced where another
+        process carries the job out, and EtcdUnavailable."""
+        job = self._cluster.cfg.job
+        token = fencing.assigned(ClusterKeys(self._cluster.cfg.cluster_name), job, self._generation)
+        FencedWriter(etcd, Keys(job), lambda: token, f"the assignment of driver/{job}").emit(
+            event_kinds.RUN_REFUSED, job, refused.message + (f" ({refused.hint})" if refused.hint else ""),
+            severity=Severity.ERROR, submission=self._submission)
+
+    def _steps_done(self, etcd: EtcdClient) -> int:
+        """The last step of a job that has finished; 0 where etcd does not say it."""
+        with suppress(EtcdUnavailable):
+            status = readable_one(etcd.get(Keys(self._cluster.cfg.job).job_status()), JobStatus)
+            return status.step if status is not None else 0
+        return 0
 
     def _said_of_stop(self, etcd: EtcdClient) -> str:
         """What the run's status says of its stop. Where it says nothing of it, the supervisor could not write that
@@ -155,7 +176,7 @@ class RunService:
         # The folder of the cluster may be another one on each host, and the address another one than at its submission.
         cfg = settings_here(config.parse(submission.settings), self._cluster.cfg.run_dir)
         logs.setup("train", cfg.telemetry.log_level)
-        return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job,
+        return train.run(cfg, info, faults=submission.faults, from_job=submission.from_job, checked=submission.checked,
                          on_begun=begin, begun_at=begun_at, goes_on=goes_on, stopped=lambda: self._stopped,
                          assignment=self._generation, submission=self._submission)
 

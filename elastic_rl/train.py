@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +27,13 @@ from elastic_rl.data.ledger import Audit, ConsumedGroups, Consumption, audit
 from elastic_rl.data.text_options import with_absolute_paths
 from elastic_rl.dcs.catalog.reads import list_versions
 from elastic_rl.driver.supervisor import END_CODES, STOPPED, DriverSupervisor
-from elastic_rl.errors import ConfigError, ElasticRLError
-from elastic_rl.etcd import fencing
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, Fenced
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import ClusterKeys, Keys
-from elastic_rl.etcd.records import ENDED_PHASES, GroupLease, JobStatus, Version
+from elastic_rl.etcd.records import ENDED_PHASES, GroupLease, JobStatus, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
@@ -45,6 +46,7 @@ from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.host.ray_node import compute_environment
 from elastic_rl.job import check as job_check
+from elastic_rl.job import run_start
 from elastic_rl.job.check import JobFinding
 from elastic_rl.pipeline.records.history_reader import HistoryReader
 from elastic_rl.pipeline.records.run_events import PRODUCER
@@ -70,19 +72,20 @@ OnBegun = Callable[[], None]
 
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
-        on_tick: OnTick | None = None, from_job: str = "", on_begun: OnBegun = lambda: None,
+        on_tick: OnTick | None = None, from_job: str = "", checked: bool = False, on_begun: OnBegun = lambda: None,
         begun_at: float = 0.0, goes_on: Callable[[], bool] = lambda: False, assignment: int = 0, submission: int = 0,
         stopped: Callable[[], bool] = lambda: False) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed, and ``STOPPED``. Always writes the
-    report.
+    report and, when it finished, the policy.
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
     its turn. ``on_tick`` is called four times a second. ``from_job``: begin with the newest committed policy of this
-    job. ``begun_at``: when the run began, in unix seconds, if its process ended meanwhile and this one goes on with it.
-    ``goes_on``: asked when an error, or a signal, ends this process: whether another one goes on with the run. Then its
-    compute plane runs on. ``stopped``: whether the operator stops the run. ``assignment``: generation of the driver's
-    assignment, if there is one: this process's driver begins under it. ``submission``: number of the job's submission
-    that is carried out, if it was submitted.
+    job. ``checked``: who starts it has made the checks of a new job, and has said what they warn of. ``begun_at``: when
+    the run began, in unix seconds, if its process ended meanwhile and this one goes on with it. ``goes_on``: asked when
+    an error, or a signal, ends this process: whether another one goes on with the run. Then its compute plane runs on.
+    ``stopped``: whether the operator stops the run. ``assignment``: generation of the driver's assignment, if there is
+    one: this process's driver begins under it. ``submission``: number of the job's submission that is carried out, if
+    it was submitted.
 
     Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
     what it has decided, PreflightFailed when its folder cannot be written, and EtcdUnavailable when etcd does not
@@ -95,17 +98,20 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
     cluster = Cluster(cfg)
     with _exclusive(cluster, resumes=bool(begun_at), goes_on=goes_on):
-        if begun_at and (code := _end_without_us(cfg, info, begun_at)) is not None:
+        if begun_at and (code := _end_without_us(cfg, info, begun_at, assignment)) is not None:
             return code
         tick, agent = on_tick or (lambda waiting: None), AgentWatch(cluster)
-        ctx = prepare(cfg, info, from_job=from_job, resumes=bool(begun_at)).model_copy(
+        ctx = prepare(cfg, info, from_job=from_job, checked=checked, resumes=bool(begun_at)).model_copy(
             update={"assignment": assignment, "submission": submission})
         # Not before: a run that is refused changes nothing. One that is started again finds settings that may be newer.
         Cluster(ctx.config).put_job_record(info.etcd_endpoints, resubmit=not begun_at, token=fencing.assigned(
             ClusterKeys(cfg.cluster_name), cfg.job, assignment))
         on_begun()
-        return _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
+        code = _run(ctx, info, fault_plan if faults else None, lambda: tick(agent.waiting()),
                     started=begun_at or time.time(), goes_on=goes_on, stopped=stopped)
+        if not code:
+            _export_policy(ctx, info)
+        return code
 
 
 @contextmanager
@@ -126,18 +132,41 @@ def _exclusive(cluster: Cluster, *, resumes: bool, goes_on: Callable[[], bool]) 
                 leftovers.sweep(paths)
 
 
-def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float) -> int | None:
-    """The exit code of a run whose job ended after this process's predecessor was killed, with its report; None where
-    it has not ended. ``prepare`` would refuse a job that has done all its steps, and repeat one that failed."""
+def _end_without_us(cfg: Config, info: ClusterInfo, begun_at: float, assignment: int) -> int | None:
+    """The exit code of a run whose job ended after this process's predecessor was killed, with its report and policy;
+    None where it has not ended. ``prepare`` would refuse a job that has done all its steps, and repeat one that failed.
+    """
     ctx = RunContext(config=_absolute(cfg), etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir="",
-                     host=host_address(cfg))
+                     host=host_address(cfg), assignment=assignment)
     with _connect(ctx, cfg.etcd.retry_budget_s) as etcd:
         phase = _status(etcd, ctx.keys).phase
     if phase not in ENDED_PHASES:
         return None
     code = END_CODES[phase]
-    _report(ctx, code, wall_s=time.time() - begun_at)
+    _report(ctx, code, began_at=begun_at)
+    if not code:
+        _export_policy(ctx, info)
     return code
+
+
+def _export_policy(ctx: RunContext, info: ClusterInfo) -> None:
+    """Writes the newest policy of a job that has finished to its folder on this host, with an event that says so. Where
+    that fails the checkpoint service has it."""
+    if not ctx.config.uses_trainer:
+        return
+    target, host = JobPaths.of(ctx.config).policy, Cluster(ctx.config).host.name
+    where = f"{target} of host {host}" if host else str(target)
+    try:
+        held = inherited_model.keep_policy(ctx.config, info, target)
+        kind, text, severity = event_kinds.RUN_EXPORTED, f"{where} has {held}", Severity.INFO
+    except ElasticRLError as e:
+        log.error("the policy cannot be exported to %s: %s", target, e)
+        has = f", which has {held}" if (held := inherited_model.holds(target)) else ""
+        kind, text, severity = event_kinds.RUN_NOT_EXPORTED, f"{where}{has}: {e.message}", Severity.WARNING
+    token = fencing.assigned(ClusterKeys(ctx.config.cluster_name), ctx.job, ctx.assignment)
+    with suppress(EtcdUnavailable, Fenced), _connect(ctx, _INTERRUPTED_ETCD_BUDGET_S) as etcd:
+        FencedWriter(etcd, ctx.keys, lambda: token, f"the assignment of driver/{ctx.job}").emit(
+            kind, ctx.job, text, severity=severity)
 
 
 def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None], *,
@@ -147,12 +176,14 @@ def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_ti
         injector = _start_injector(ctx, injected, info, fault_plan) if fault_plan else None
         try:
             code = _supervise_driver(ctx, etcd, on_tick, goes_on, stopped)
+            with suppress(EtcdUnavailable, Fenced):  # the next run does it, too
+                run_start.forget_engines(etcd, ctx.keys)
             return code
         finally:
             if injector:
                 injector.stopping.set()
                 injector.join(timeout=10.0)
-            _report(ctx, code, wall_s=time.time() - started)
+            _report(ctx, code, began_at=started)
 
 
 def _connect(ctx: RunContext, retry_budget_s: float) -> EtcdClient:
@@ -160,17 +191,20 @@ def _connect(ctx: RunContext, retry_budget_s: float) -> EtcdClient:
                                   retry_budget_s=min(retry_budget_s, ctx.config.etcd.retry_budget_s))
 
 
-def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool = False) -> RunContext:
-    """Makes the job's folder and context. ``resumes``: this run has begun, and may be training meanwhile. Raises
-    ConfigError when the job has already done all its steps, or decided other settings than these, when its model cannot
-    be used, Fenced when another process starts the same job at the same moment, and PreflightFailed when its folder
-    cannot be written."""
+def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", checked: bool = False, resumes: bool = False
+            ) -> RunContext:
+    """Makes the job's folder and context. ``checked``: as of ``run``. ``resumes``: this run has begun, and may be
+    training meanwhile. Raises ConfigError when the job has already done all its steps, or decided other settings than
+    these, when its model cannot be used, Fenced when another process starts the same job at the same moment, and
+    PreflightFailed when its folder cannot be written."""
     cfg = _absolute(cfg)
     paths = JobPaths.of(cfg)
     with preflight_writes(cfg.run_dir):
         paths.folder.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
-        cfg = _admit(etcd, cfg, from_job, goes_on=resumes)
+        if not resumes:
+            run_start.forget_engines(etcd, Keys(cfg.job))  # its checks take a while, and nothing of it runs
+        cfg, warnings = _admit(etcd, cfg, from_job, checked=checked or resumes)
         if not resumes:
             derived.remove_unused(paths.data)
         model_dir = str(inherited_model.began_with(cfg))
@@ -179,7 +213,8 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "", resumes: bool
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir,
                          host=host_address(cfg))
         if not resumes:
-            _reopen(etcd, ctx)
+            run_start.open_run(etcd, ctx.keys, ctx.config, [] if checked else [
+                f"{found.part}: {found.fault or found.detail}. {found.hint}" for found in warnings])
     return ctx
 
 
@@ -197,9 +232,9 @@ def _absolute(cfg: Config) -> Config:
                                       for name, pool in cfg.pools.items()}})
 
 
-def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Config:
-    """Settles what the job begins with, and that it may; returns the settings that hold for it. ``goes_on``: its run
-    has begun. Raises as ``prepare``."""
+def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, checked: bool) -> tuple[Config, list[JobFinding]]:
+    """Settles what the job begins with, and that it may; returns the settings that hold for it, and what its checks
+    warn of. ``checked``: they were made already. Raises as ``prepare``."""
     keys = Keys(cfg.job)
     decided = job_spec.read(etcd, keys)
     cfg = job_spec.with_template_date(cfg, decided)
@@ -212,8 +247,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Co
             inherited_model.export_policy(cfg, begun.from_job, number=begun.from_version)
         cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
         job_spec.require_same(cfg, decided)
-        _log_warnings(job_check.require(cfg, begun=True, goes_on=goes_on))
-        return cfg
+        return cfg, _logged(job_check.require(cfg, begun=True, goes_on=checked))
     version = 0
     if not from_job and decided.spec is not None and decided.spec.from_job:  # that start was not completed
         from_job, version = decided.spec.from_job, decided.spec.from_version
@@ -226,34 +260,15 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str, *, goes_on: bool) -> Co
     elif not decided.committed and decided.spec is not None and decided.spec.settings != fixed_settings(cfg):
         shutil.rmtree(inherited_model.folder(cfg), ignore_errors=True)  # made with the settings of then
     # With the model that is settled, whose tokenizer the data may need.
-    _log_warnings(job_check.require(cfg, goes_on=goes_on))
+    found = _logged(job_check.require(cfg, goes_on=checked))
     job_spec.record(etcd, keys, cfg, decided, from_job=from_job, from_version=version)
-    return cfg
+    return cfg, found
 
 
-def _log_warnings(found: Iterable[JobFinding]) -> None:
-    """Writes to the log; those who follow the run have been told (``cli.run``)."""
+def _logged(found: list[JobFinding]) -> list[JobFinding]:
     for finding in found:
         log.warning("%s: %s; %s", finding.part, finding.fault or finding.detail, finding.hint)
-
-
-def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
-    """Clears the end of an earlier run of the same job, so that this one resumes from its committed state. Raises
-    ConfigError for a job that is done, and Fenced when a driver starts meanwhile."""
-    epoch = fencing.current_epoch(etcd, ctx.keys)
-
-    def change(raw: bytes | None) -> bytes | None:
-        if raw is None:
-            return None
-        status = JobStatus.decode(raw)
-        if status.phase == "finished" and status.step >= ctx.config.total_steps:
-            more = {"sft": "sft.max_steps", "rl": "train.steps"}.get(ctx.config.mode)
-            raise ConfigError(f"job {ctx.job} has already done its {status.step} steps",
-                              hint="name a new job with --job=NAME" + (
-                                  f", or raise --{more} to continue this one" if more else ""))
-        return status.replace(phase="starting", steps=ctx.config.total_steps or status.steps, message="").encode()
-
-    etcd.update(ctx.keys.job_status(), change, guards=[fencing.epoch_guard(ctx.keys, epoch)])
+    return found
 
 
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None], goes_on: Callable[[], bool],
@@ -292,22 +307,24 @@ class _Facts:
     note: str = ""
 
 
-def _report(ctx: RunContext, code: int | None, *, wall_s: float) -> None:
+def _report(ctx: RunContext, code: int | None, *, began_at: float) -> None:
     """Writes the report of a run that has ended with ``code``; None: by an error, or a signal."""
     try:
-        write_report(ctx, code, wall_s=wall_s)
+        write_report(ctx, code, began_at=began_at, ended_at=time.time())
     except OSError as e:  # no room, most likely; the outcome of the run is another matter
         log.error("the report cannot be written to %s: %s", JobPaths.of(ctx.config).folder, e)
 
 
-def write_report(ctx: RunContext, code: int | None, *, wall_s: float) -> Path:
-    """Writes report.json and report.html to the job's folder; returns the path of the page. Where etcd does not answer,
-    the report is made from the run's own records, and says so. Raises OSError."""
+def write_report(ctx: RunContext, code: int | None, *, began_at: float, ended_at: float) -> Path:
+    """Writes report.json and report.html to the job's folder; returns the path of the page. ``began_at``, ``ended_at``:
+    of the last run, unix seconds. Where etcd does not answer, the report is made from the run's own records, and says
+    so. Raises OSError."""
     cfg, paths = ctx.config, JobPaths.of(ctx.config)
     records = _records(ctx, _INTERRUPTED_ETCD_BUDGET_S if code in (None, STOPPED) else _REPORT_ETCD_BUDGET_S)
     facts = _facts(ctx, records, code)
-    report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=facts.audit, wall_s=wall_s,
-                                status=facts.status, versions=facts.versions, note=facts.note)
+    report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=facts.audit, run_began_at=began_at,
+                                wall_s=max(0.0, ended_at - began_at), status=facts.status, versions=facts.versions,
+                                note=facts.note)
     return report_html.write(report, records, paths)
 
 

@@ -15,7 +15,9 @@ from elastic_rl.etcd.records import Engine, Event, JobStatus, PoolStatus
 
 _MAX_ENGINES = 20
 _MAX_POOLS = 20
-_EVENTS_SHOWN = 6
+EVENTS_SHOWN = 6
+_EVENTS_READ = 32
+"""The run begins with some at once: each of its checks may warn of something."""
 _LAST_READ_S = 2.0
 """Longest wait for the last reading; the view then shows the one before."""
 
@@ -41,7 +43,7 @@ def read_cluster(etcd: EtcdClient, keys: Keys) -> ClusterState:
     """Reads the records that the view shows; those that cannot be read are left out. Raises EtcdUnavailable."""
     status = readable_one(etcd.get(keys.job_status()), JobStatus)
     page = etcd.page(keys.engines_prefix(), limit=_MAX_ENGINES)
-    newest, _ = etcd.range(keys.events_prefix(), limit=_EVENTS_SHOWN, newest_first=True)
+    newest, _ = etcd.range(keys.events_prefix(), limit=_EVENTS_READ, newest_first=True)
     return ClusterState(status, tuple(engine for engine, _ in readable(page.kvs, Engine)),
                         etcd.count(keys.engines_prefix()) if page.more else len(page.kvs),
                         tuple(event for event, _ in readable(reversed(newest), Event)), _waiting_pools(etcd, keys))

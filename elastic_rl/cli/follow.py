@@ -86,7 +86,8 @@ def _show(cluster: Cluster, info: ClusterInfo, *, attached: bool) -> RunReading:
     records = RecordReader(etcd, Keys(cfg.job), identity, offset) if elsewhere else None
     view = LiveView(job=cfg.job, steps=0 if attached else cfg.total_steps, steps_path=paths.steps, etcd=etcd,
                     started_at=reading.submitted_at or None, faults_path=paths.faults, past=past, records=records,
-                    skip_past=attached or elsewhere and offset is None)
+                    skip_past=attached or elsewhere and offset is None,
+                    lines_from=0.0 if attached else reading.submitted_at)
     try:
         return _await_end(cluster, view)
     finally:
@@ -136,7 +137,7 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
     """Prints how a run has ended; returns the exit code. Raises the error that ended it."""
     from elastic_rl.cli.live_view import summary
     from elastic_rl.etcd.cluster_records import JobPhase
-    from elastic_rl.host import kept_state
+    from elastic_rl.host import inherited_model, kept_state
     from elastic_rl.host.paths import JobPaths
     paths, options = JobPaths.of(cluster.cfg), kept_state.options(cluster.cfg)
     if reading.phase is None:
@@ -147,6 +148,8 @@ def show_end(cluster: Cluster, reading: RunReading) -> int:
     with contextlib.suppress(FileNotFoundError):
         if _is_reported(cluster, reading):
             out.print(summary(json.loads(paths.report.read_text(encoding="utf-8")), paths.report_page))
+    if held := inherited_model.holds(paths.policy):
+        out.print(f"policy      {paths.policy} ({held})", highlight=False, markup=False, soft_wrap=True)
     match reading.phase:
         case JobPhase.FINISHED:
             return Exit.OK
@@ -176,7 +179,7 @@ def _is_reported(cluster: Cluster, reading: RunReading) -> bool:
         ctx = RunContext(config=cluster.here, etcd_endpoints=cluster.connect().etcd_endpoints, job=cluster.cfg.job,
                          epoch=0, model_dir="", host=cluster.host.address)
         code = 0 if reading.phase is JobPhase.FINISHED else 1 if reading.phase is JobPhase.FAILED else None
-        write_report(ctx, code, wall_s=max(0.0, reading.since - reading.submitted_at))
+        write_report(ctx, code, began_at=reading.submitted_at, ended_at=reading.since)
     except (ElasticRLError, OSError) as e:
         _note(f"the report of the run cannot be made on this host: {e}")
         return False

@@ -29,7 +29,9 @@ _EVAL = {"reward": "eval reward", "exact_match": "eval exact match"}
 _ENGINE = ("id", "state", "host", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
 _POOL_WIDE = ("stream", "model", "router_url")
 _ENGINE_WIDE = ("pool", "url", "pid", "external", "applying", "epoch", "started_at")
-_BEGUN = ("starting", "running")
+_CHECKED = "starting"
+"""State of a run whose settings are checked; its job's status is that of the run before."""
+_BEGUN = (_CHECKED, "running")
 """States of a run that is there, whether or not it has reported how far it is."""
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
 _MEMBER_WIDE = ("expected_s", "host", "url", "epoch", "beat_at")
@@ -72,8 +74,7 @@ def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
              "members": _members(api), **run}
     facts = {name: message if (message := row["message"]).startswith(row["state"]) else
              f"{row['state']} {message}".strip() for name, row in run.items()}
-    if not _mapping(found["job"].get("status")).get("phase") and any(row["state"] in _BEGUN for row in run.values()):
-        facts["phase"] = "starting: its actor has reported nothing yet"
+    facts |= {"phase": said} if (said := _phase_of_start(found["job"], run)) else {}
     parts = [tables.facts(job_facts(found["job"]) | facts | step_facts(found["steps"])), "",
              tables.table(found["pools"], _POOL, output)]
     if found["operations"]:
@@ -85,6 +86,17 @@ def _status(api: AdminClient, run: dict[str, Any], output: Format) -> Reading:
         parts += ["", tables.table(waits, _WAITING, output)]
     parts += ["", tables.table(found["members"], _MEMBER, output, wide=_MEMBER_WIDE)]
     return Reading(found, Group(*parts))
+
+
+def _phase_of_start(job: dict[str, Any], run: dict[str, Any]) -> str:
+    """The phase of a job whose run begins, which its status does not say: it has none, or that of the run before."""
+    from elastic_rl.etcd.job_records import ENDED_PHASES
+    phase, states = _mapping(job.get("status")).get("phase"), [row["state"] for row in run.values()]
+    if not phase and any(state in _BEGUN for state in states):
+        return "starting: its actor has reported nothing yet"
+    if phase in ENDED_PHASES and _CHECKED in states:
+        return f"starting: checks of model, data and plug-ins; the run before: {phase}"
+    return ""
 
 
 def _members(api: AdminClient, role: str = "") -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_rl.cli.cluster_reader import ClusterReader, ClusterState
+from elastic_rl.cli.cluster_reader import EVENTS_SHOWN, ClusterReader, ClusterState
 from elastic_rl.cli.step_lines import throughput_line, update_line
 from elastic_rl.cli.tables import clock, printable
 from elastic_rl.etcd.client import EtcdClient
@@ -41,6 +41,8 @@ _PAST_BYTES = 16 << 20
 _MAX_POINTS = 4000
 """Points of a series that are kept; beyond it every second one of the older half is dropped."""
 _MAX_NOTES = 3
+_KEPT = ("run.resumed", "run.warned")
+"""Kinds of events that stay on a terminal, above the view, when others have followed."""
 _SETS = 8
 """Evaluation sets beside the main one that are shown."""
 _MAX_SEEN = 1000
@@ -258,7 +260,7 @@ def render(job: str, state: RunState, cluster: ClusterState, *, elapsed_s: float
         parts.append(Text(_outage(cluster), style="red"))
     parts += [Text(f"{name} {why}", style="red") for name, why in waiting.items()]
     parts += [Text(note, style="yellow") for note in (*cluster.waiting, *state.notes)]
-    parts += [_event_line(e) for e in cluster.events]
+    parts += [_event_line(e) for e in cluster.events[-EVENTS_SHOWN:]]
     return Panel(Group(*parts), title="elastic-rl", border_style="dim")
 
 
@@ -326,17 +328,18 @@ class LiveView:
 
     def __init__(self, *, job: str, steps: int, steps_path: Path, etcd: EtcdClient, console: Console | None = None,
                  interval_s: float = 0.5, started_at: float | None = None, skip_past: bool = False,
-                 past: Iterable[Record] = (), faults_path: Path | None = None, records: RecordSource | None = None
-                 ) -> None:
+                 past: Iterable[Record] = (), faults_path: Path | None = None, records: RecordSource | None = None,
+                 lines_from: float = 0.0) -> None:
         """``started_at``: when the run was submitted, in unix seconds; now if it is not given. ``skip_past``: of the
         records that are there already only the last one gets a line. ``past``: records of before, for while there is
         no file at ``steps_path``. ``faults_path``: file of the faults that are injected. ``records``: where the records
-        are read in place of that file, after ``past``; the view closes it."""
+        are read in place of that file, after ``past``; the view closes it. ``lines_from``: what is older, in unix
+        seconds, is of a run before: it is in the curves, and gets no line."""
         self._job, self._reader = job, ClusterReader(etcd, Keys(job), interval_s=interval_s)
         self._tail, self.state = records or Tail(steps_path), RunState(steps)
         self._faults, self._past = Tail(faults_path) if faults_path is not None else None, list(past)
         self._console = console or RunConsole()
-        self._interval_s, self._next = interval_s, 0.0
+        self._interval_s, self._next, self._lines_from = interval_s, 0.0, lines_from
         self._started_at = time.time() if started_at is None else started_at
         # Records of before may come later than the first refresh, from a file that is made or an etcd that is away.
         self._awaits_past = bool(self._past) or (skip_past and records is not None)
@@ -377,11 +380,14 @@ class LiveView:
         while new := self._next_records():
             for record in new:
                 self.state.add(record)
+                if float(record.get("at") or 0.0) < self._lines_from:
+                    continue
                 if self._skips:
                     past = record
                 elif self._live is None:
                     self._print(plain_line(record, self.state.steps))
         if self._live:
+            self._print_events([e for e in cluster.events if e.kind in _KEPT])
             self._live.update(render(self._job, self.state, cluster, elapsed_s=max(0.0, time.time() - self._started_at),
                                      width=self._console.width, waiting=self._waiting, doing=self._doing), refresh=True)
             return
@@ -391,8 +397,12 @@ class LiveView:
         self._print_wait(cluster.status)
         self._print_outages({**({"etcd": _outage(cluster)} if cluster.error else {}),
                              **{name: f"{name} {why}" for name, why in self._waiting.items()}})
-        for event in cluster.events:
-            if event.id not in self._printed:
+        self._print_events(cluster.events if self._lines_from else cluster.events[-EVENTS_SHOWN:])
+
+    def _print_events(self, events: Iterable[Event]) -> None:
+        """A line for each one that is new; above the view, where that has a terminal."""
+        for event in events:
+            if event.id not in self._printed and event.at >= self._lines_from:
                 self._printed.append(event.id)
                 self._print(f"event {event.kind} {event.subject}: {event.message}")
 
@@ -438,11 +448,18 @@ def summary(report: Record, report_html: Path) -> Table:
     table.add_column()
     rows = [*(_of_output(report["output"]) if report.get("output") else
               _of_rl(report) if report["steps"] or not report["sft"] else _of_sft(report["sft"])),
-            ("wall time", f"{report['wall_s']:.0f} s"), ("report", str(report_html)),
+            ("wall time", f"{report['wall_s']:.0f} s{_of_last_run(report)}"), ("report", str(report_html)),
             *([("note", report["note"])] if report.get("note") else [])]
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _of_last_run(report: Record) -> str:
+    """Says of a job that was resumed that its wall time is that of the last run, and what else is."""
+    last = report.get("last_run")
+    return "" if last is None else (f" of this run, which made {last['steps']} steps from step {last['resumed_at']}; "
+                                    "all else is of the whole job")
 
 
 def _of_output(result: Record) -> list[tuple[str, str]]:

@@ -261,8 +261,7 @@ def _print_kept(cluster: Cluster) -> None:
 @app.command(**EXTRA)
 def train(ctx: typer.Context, file: File = None,
           with_cluster: Annotated[bool, typer.Option("--with-cluster", help=(
-              "Start a cluster first, and stop it at the end; the job keeps its state, and a job that is done also has "
-              "its policy in RUN_DIR/JOB/policy."))] = False,
+              "Start a cluster first, and stop it at the end; the job keeps its state."))] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
           detach: Annotated[bool, typer.Option("--detach", "-d", help="Start the run, and do not follow it.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
@@ -295,6 +294,7 @@ def train(ctx: typer.Context, file: File = None,
     if part is only.Only.ROLLOUT:
         job, cluster = cluster.cfg.job, Cluster(only.rollout(cluster.cfg, with_cluster=with_cluster), say=_say)
         only.say_rollout(cluster.cfg, job)
+    _require_unfinished(cluster)
     if test_hosts.hosts_of(cluster).are_beside and not with_cluster:
         raise typer.Exit(_train_on_hosts(cluster, faults=faults, from_job=from_job, detach=detach))
     if with_cluster and cluster.named:
@@ -305,7 +305,7 @@ def train(ctx: typer.Context, file: File = None,
     code = int(Exit.FAILED)
     is_new = (with_cluster and not cluster.known and not from_job
               and not inherited_model.folder(cluster.cfg).exists())
-    if is_new:  # the start does it again: but what is wrong shows before anything runs
+    if is_new:  # else the run does it, which alone knows what the job has begun with
         _say_warnings(job_check.require(cluster.cfg))
     before = cluster_settings.snapshot(JobPaths.of(cluster.cfg).submitted_settings) if cluster.known else None
     owned = cluster.owned() if with_cluster and not keep_up else contextlib.nullcontext(cluster.up_before)
@@ -314,12 +314,8 @@ def train(ctx: typer.Context, file: File = None,
             with first_signal_interrupts():
                 info = (cluster.up(resubmit=False) if with_cluster else
                         cluster.admit() if cluster.named else cluster.connect())
-            if not is_new:
-                _say_warnings_of(cluster, from_job)
-            code = _train(cluster, info, faults=faults, from_job=from_job, detach=detach,
+            code = _train(cluster, info, faults=faults, from_job=from_job, checked=is_new, detach=detach,
                           may_detach=not with_cluster or keep_up)
-            if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
-                _export_policy(cluster.cfg, info)
         except ElasticRLError:
             # A start that was refused must not change what the job has.
             if before is not None and (with_cluster or cluster.named):
@@ -338,13 +334,13 @@ def train(ctx: typer.Context, file: File = None,
     raise typer.Exit(code)
 
 
-def _say_warnings_of(cluster: Cluster, from_job: str) -> None:
-    """Says what ``config check`` would have one look at. Whatever is wrong is what the start refuses: it alone knows
-    what the job has begun with. Says nothing of a job whose model is another one's policy."""
-    from elastic_rl.host import inherited_model
-    from elastic_rl.job import check as job_check
-    if not from_job and not inherited_model.folder(cluster.cfg).exists():
-        _say_warnings([found for found in job_check.check(cluster.cfg) if not found.fault])
+def _require_unfinished(cluster: Cluster) -> None:
+    """Raises ConfigError for a job that has done all its steps, before anything is started or recorded for it."""
+    from elastic_rl.etcd.cluster_records import JobPhase
+    from elastic_rl.job import run_start
+    reading = cluster.run.look()
+    if reading.phase is JobPhase.FINISHED and reading.step >= max(cluster.cfg.total_steps, 1):
+        raise run_start.already_done(cluster.cfg, reading.step)
 
 
 def _say_warnings(found: Sequence[JobFinding]) -> None:
@@ -368,10 +364,11 @@ def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
     _print_kept(cluster)
 
 
-def _train(cluster: Cluster, info: Any, *, faults: bool, from_job: str, detach: bool, may_detach: bool) -> int:
-    """Submits the run, and follows it unless it is detached at once. ``may_detach``: whether it goes on without this
-    process. Returns the exit code."""
-    cluster.submit(faults=faults, from_job=from_job)
+def _train(cluster: Cluster, info: Any, *, faults: bool, from_job: str, checked: bool, detach: bool, may_detach: bool
+           ) -> int:
+    """Submits the run, and follows it unless it is detached at once. ``checked``: its checks were made. ``may_detach``:
+    whether it goes on without this process. Returns the exit code."""
+    cluster.submit(faults=faults, from_job=from_job, checked=checked)
     if detach:
         follow.say_goes_on(cluster)
         return Exit.OK
@@ -382,25 +379,11 @@ def _train_on_hosts(cluster: Cluster, *, faults: bool, from_job: str, detach: bo
     """Submits the run on the first of the hosts in namespaces of this machine, and follows it from here unless it is
     detached at once. Returns the exit code."""
     with signals_interrupt():
-        _say_warnings_of(cluster, from_job)
         test_hosts.hosts_of(cluster).submit(faults=faults, from_job=from_job)
         if detach:
             follow.say_goes_on(cluster)
             return Exit.OK
         return follow.follow(cluster, cluster.connect(), may_detach=True)
-
-
-def _export_policy(cfg: Config, info: Any) -> None:
-    """Writes the newest policy of a job to its folder. Where that fails the cluster still has it."""
-    from elastic_rl.host import inherited_model
-    from elastic_rl.host.paths import JobPaths
-    target = JobPaths.of(cfg).policy
-    try:
-        inherited_model.keep_policy(cfg, info, target)
-    except ElasticRLError as e:
-        err.print(f"the policy cannot be exported to {target}: {e.message}", markup=False)
-        return
-    out.print(f"policy      {target}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_access(cfg: Config, info: Any, *, with_job: bool = True) -> None:

@@ -335,3 +335,5 @@ class RunStatus(Record):
     """Kind of the error that ended the run; empty where it has ended otherwise, as in a crash loop."""
     message: str = ""
     hint: str = ""
+    step: int = 0
+    """Last step of a job that has finished; 0 where that is not known."""

@@ -210,6 +210,12 @@ COMPUTE_FAILING = EventKind("compute.failing", "the driver cannot keep a part ru
 COMPUTE_WORKING = EventKind("compute.working", "the driver keeps the part running again")
 DRIVER_RESTARTED = EventKind("driver.restarted", "the driver ended before the job did, and the next one takes over "
                              "what still runs", alert="driver.dead")
+RUN_STARTED = EventKind("run.started", "what was submitted has passed its checks, and the job begins")
+RUN_RESUMED = EventKind("run.resumed", "what was submitted has passed its checks, and the job goes on from the step "
+                        "that the text names; a warning where another number of steps changes the learning rate")
+RUN_WARNED = EventKind("run.warned", "the checks of what was submitted warn of something, as `config check` does")
+RUN_REFUSED = EventKind("run.refused", "the checks of what was submitted refuse it, as the text says: the job stays as "
+                        "it was", alert="run.refused")
 RUN_GLOBAL_RESTART = EventKind("run.global_restart", "the whole compute plane is rebuilt", counted="job",
                                alert="run.global_restart")
 RUN_RESTARTED = EventKind("run.restarted", "the process of a run has ended, and the driver with it; the next one goes "
@@ -219,6 +225,10 @@ RUN_CRASH_LOOP = EventKind("run.crash_loop", "several restarts made no progress,
 RUN_STOPPED = EventKind("run.stopped", "its operator has stopped the run, which has committed what it had trained; "
                         "where it has not, the text says so")
 RUN_FINISHED = EventKind("run.finished", "the run has made its last step")
+RUN_EXPORTED = EventKind("run.exported", "a run that ended well has written the job's newest policy to the "
+                            "folder that the text names")
+RUN_NOT_EXPORTED = EventKind("run.not_exported", "a run that ended well cannot write the job's policy to its "
+                                "folder, as the text says; the checkpoint service has it")
 
 ACTOR_RESYNCED = EventKind("actor.resynced", "a command of the actor did not fit to the trainer's state, and the actor "
                            "goes on from that state")

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.dcs.versions.names import LABEL
 from elastic_rl.errors import ConfigError, EtcdUnavailable, VersionNotFound
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import JobSpec
@@ -41,12 +43,26 @@ def began_with(cfg: Config) -> Path:
     return Path(cfg.model.path).expanduser().resolve() if cfg.model.path else folder(cfg)
 
 
-def keep_policy(cfg: Config, info: ClusterInfo, target: Path) -> None:
+def keep_policy(cfg: Config, info: ClusterInfo, target: Path) -> str:
     """Writes the newest committed policy of a job, whose cluster is up, as a model folder; one that is there is
-    replaced. Raises VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull."""
+    replaced. Returns what it holds (``holds``). Raises ConfigError for a folder with other files in it,
+    VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull."""
     from elastic_rl.dcs.versions.service import VersionService  # imports torch
     with VersionService(cfg, cfg.job, info.etcd_endpoints, dcs_security(cfg), began_with(cfg)) as service:
         _write(service, 0, target, began_with(cfg))
+    return holds(target)
+
+
+def holds(target: Path) -> str:
+    """Which policy a folder has that ``keep_policy`` has written, such as "step 30, version 31"; empty where it does
+    not say it."""
+    try:
+        label = json.loads((target / LABEL).read_bytes())
+        supervised = "supervised " if label.get("phase") == "sft" else ""
+        step = f"{supervised}step {label['step']}, " if "step" in label else ""
+        return f"{step}version {label['version']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
 
 
 def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:

@@ -58,6 +58,9 @@ class Submission(Record):
     """Whether faults are injected."""
     from_job: str = ""
     """The job whose policy this one begins with; empty for one that begins with a model of its own."""
+    checked: bool = False
+    """Whether the command that has submitted it has made all checks of a new job, with these settings on this host, and
+    has said what they warn of."""
     python: str
     """Interpreter of that command: another one may have another release, or not the job's plug-ins. In this and the
     next two each character stands for a byte, since paths and values need not be valid UTF-8."""
@@ -68,9 +71,9 @@ class Submission(Record):
     have."""
 
     @classmethod
-    def of_this_process(cls, cfg: Config, *, faults: bool = False, from_job: str = "") -> Self:
+    def of_this_process(cls, cfg: Config, *, faults: bool = False, from_job: str = "", checked: bool = False) -> Self:
         environment = {**os.environb, UMASK_ENV.encode(): f"{user_umask():03o}".encode()}
-        return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job,
+        return cls(settings=cfg.model_dump(mode="json"), faults=faults, from_job=from_job, checked=checked,
                    python=_as_text(os.fsencode(sys.executable)), folder=_as_text(os.getcwdb()),
                    environment={_as_text(k): _as_text(v) for k, v in environment.items()})
 
@@ -215,6 +218,11 @@ class RunReading:
     def error(self) -> ElasticRLError | None:
         """The error that has ended it."""
         return as_error(self._status) if self._status is not None else None
+
+    @property
+    def step(self) -> int:
+        """Last step of a run that has finished; 0 where that is not known."""
+        return self._status.step if self._status is not None else 0
 
     @property
     def outcome(self) -> str:

@@ -1061,8 +1061,9 @@ class Cluster:
             return True
 
     # -- the run --------------------------------------------------------------------------------------------------
-    def submit(self, *, faults: bool = False, from_job: str = "") -> None:
+    def submit(self, *, faults: bool = False, from_job: str = "", checked: bool = False) -> None:
         """Submits the run of the job, with this process's environment and working folder. The leader gives it its turn.
+        ``checked``: as of ``Submission``.
 
         Raises ConfigError while the job has a run, or where this process's environment is too large, and
         EtcdUnavailable where the cluster is not up."""
@@ -1081,7 +1082,8 @@ class Cluster:
                 except DeadlineExceeded as e:
                     raise self._trained_already() from e
                 self._disown()
-                self.run.submit(etcd, Submission.of_this_process(self.cfg, faults=faults, from_job=from_job),
+                self.run.submit(etcd, Submission.of_this_process(self.cfg, faults=faults, from_job=from_job,
+                                                                 checked=checked),
                                 ClusterSecret.read(self.paths.secret), host=self.host.name)
 
     def etcd_healthy(self, endpoint: str, *, timeout_s: float = 0.5) -> bool:

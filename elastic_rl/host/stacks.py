@@ -169,7 +169,7 @@ def read_all(found: Sequence[Named], *, limit_s: float = ALL_S) -> list[ProcessS
         return _read(program, process, min(left_s, PROCESS_S) if left_s > 0 else 0.0)
 
     left = len(found) - MAX_PROCESSES
-    more = [ProcessStacks(pid=0, name="", program="further processes", error=f"{left} are not read")] if left > 0 else []
+    more = [ProcessStacks(pid=0, name="", program="further processes", error=f"{left} are not read")] * (left > 0)
     with ThreadPoolExecutor(_AT_ONCE, "stacks") as pool:
         return [*(stacks for stacks in pool.map(read, found[:MAX_PROCESSES]) if stacks is not None), *more]
 

@@ -185,14 +185,30 @@ def _committed(versions: Sequence[Version], records: Sequence[Record]) -> int:
     return len(seen | {v.number for v in versions if v.committed_at > 0})
 
 
+def _last_run(records: Sequence[Record], began_at: float) -> Record | None:
+    """What the last run of a job made, by the times of its records: ``resumed_at``, the last step of the runs before
+    that is part of the job, and the number of its ``steps``. None where it is the job's only run."""
+    def made(records: Sequence[Record]) -> list[Record]:
+        return effective_steps(records) or effective_steps(records, "sampled") or sft_evaluations(records)
+
+    if not made([r for r in records if float(r.get("at") or 0.0) < began_at]):
+        return None
+    steps = made(records)
+    resumed_at = max((int(r["step"]) for r in steps if float(r.get("at") or 0.0) < began_at), default=0)
+    return {"resumed_at": resumed_at, "steps": max(int(r["step"]) for r in steps) - resumed_at}
+
+
 def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[Version], audit: Audit,
           status: str = "ended", engines: Sequence[str] = (), wall_s: float | None = None,
-          note: str = "") -> dict[str, Any]:
+          run_began_at: float = 0.0, note: str = "") -> dict[str, Any]:
     """The report of a run. Times are seconds; a number that could not be measured is None.
 
     ``versions``: the policy stream's catalog, as it is or was; ``audit``: what the ledger says of the whole run;
     ``status``: the job's last phase; ``engines``: ids that are listed even if they never served; ``wall_s`` None: from
-    the first record to the last; ``note``: what a reader must know about these numbers.
+    the first record to the last; ``run_began_at``: when the last run began, unix seconds; ``note``: what a reader must
+    know about these numbers.
+
+    Every number is of the whole job, but for ``wall_s``, which is of the last run; ``last_run`` has what else is.
     """
     steps = effective_steps(records)
     seconds = [r.get("seconds") or {} for r in steps]
@@ -222,6 +238,7 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
         "publish_stall_s_p50": percentile(stalls, 0.5),
         "pull_apply_s_p50": percentile(_per_version(steps, "pull_apply_s"), 0.5),
         "pause_s_p50": percentile(_per_version(steps, "pause_s"), 0.5),
+        "last_run": _last_run(records, run_began_at),
         "wall_s": wall_s if wall_s is not None else (max(at) - min(at) if at else 0.0),
         "engines": _engines(steps, engines),
         "faults": [_fault(r) for r in records if r["kind"] == "fault"],

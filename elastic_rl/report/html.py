@@ -66,7 +66,7 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<title>{escape(report["job"])} · elastic-rl</title><style>{style}</style></head><body><main>'
             f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
-            f'{_duration(report["wall_s"])}</p></div><span class="badge {escape(report["status"])}">'
+            f'{_duration(report["wall_s"])}{_periods(report)}</p></div><span class="badge {escape(report["status"])}">'
             f'{escape(report["status"])}</span></header>{_note(report)}{_tiles(report)}{"".join(sections)}'
             f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer></main>'
             f'<div id="tip" role="status"></div><script>{script}</script></body></html>')
@@ -92,6 +92,14 @@ def _legend(*entries: tuple[str, str]) -> str:
 
 def _note(report: Mapping[str, Any]) -> str:
     return f'<section><p>{escape(report["note"])}</p></section>' if report.get("note") else ""
+
+
+def _periods(report: Mapping[str, Any]) -> str:
+    """Which of the numbers are of the last run alone, of a job that was resumed."""
+    last = report.get("last_run")
+    return "" if last is None else (
+        f" in the last run, which resumed at step {last['resumed_at']} and made {last['steps']} more; "
+        "all other numbers are of the whole job")
 
 
 def _tiles(report: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.versions.service import VersionService
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.host import inherited_model
 from elastic_rl.host.job_secrets import dcs_security
 from elastic_rl.host.paths import ClusterPaths, JobPaths
 
@@ -36,6 +37,8 @@ def test_supervised_job_learns_without_engines_and_its_policy_can_be_exported(tm
         assert not [e.kind for e in job.events() if e.kind.startswith(("engine.", "router."))]
 
         cfg = job.cluster.cfg
+        assert inherited_model.holds(JobPaths.of(cfg).policy).startswith("supervised step 30, version ")
+        assert [e.kind for e in job.events() if "exported" in e.kind] == ["run.exported"]
         with VersionService(cfg, info.job, info.etcd_endpoints, dcs_security(cfg), JobPaths.of(cfg).model) as versions:
             versions.export("policy", tmp_path / "model", like=None, shard_bytes=1 << 30, force=False)
         exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -157,6 +157,9 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
             streams = [alert.subject] if alert.subject in snapshot.heads else list(snapshot.heads)
             moved = max((snapshot.revision(snapshot.keys.stream_head(s)) for s in streams), default=0)
             return moved > alert.revision or snapshot.run_ended
+        case "run.refused":
+            written = snapshot.revision(snapshot.keys.job_status())
+            return written > alert.revision and not snapshot.run_ended
         case "job.failed" | "run.crash_loop":
             return snapshot.status is None or snapshot.status.phase != "failed"
         case _:

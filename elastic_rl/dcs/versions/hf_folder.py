@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from elastic_rl.dcs.versions.names import LABEL
 from elastic_rl.errors import ConfigError, DiskFull
 from elastic_rl.models.arch import HF_EMBEDDING, HF_OUTPUT, MAX_CONFIG_BYTES, VALUE_HEAD
 from elastic_rl.models.chat_templates import TEMPLATES, named_templates
@@ -31,7 +32,7 @@ _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_token
            "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Names of the files of a model that an export has beside its weights. A folder may hold anything else, such as the
 weights in other formats, or secrets."""
-_MODEL_FILES = (*_COPIED, "*.safetensors", "*.index.json", "*.bin", ".gitattributes")
+_MODEL_FILES = (*_COPIED, LABEL, "*.safetensors", "*.index.json", "*.bin", ".gitattributes")
 """Names of files that a model folder may have, and that an export with ``force`` deletes."""
 
 _MAX_INDEX_BYTES = 256 << 20
@@ -52,11 +53,11 @@ class _Kind(NamedTuple):
 
 
 def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force: bool,
-          progress: Progress = lambda n: None) -> list[str]:
+          label: Mapping[str, Any] | None = None, progress: Progress = lambda n: None) -> list[str]:
     """Writes tensors as safetensors of at most ``shard_bytes`` (a larger tensor alone), and beside them the config and
     tokenizer of the folder ``like``; what config.json says of the weights is theirs (``_config``). The folder appears
     whole or not at all; returns the names of its files. ``force``: replace a model folder, and no folder with anything
-    else in it.
+    else in it. ``label``: what a file ``LABEL`` says of the weights.
 
     Raises ConfigError (``folder`` cannot be written or replaced, ``like`` is no model folder) and DiskFull.
     """
@@ -77,6 +78,8 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
             shutil.copyfile(path, partial / TEMPLATES / path.name)
         written = _write_shards(partial, tensors, shard_bytes, progress)
         (partial / "config.json").write_text(_config(like, written), encoding="utf-8")
+        if label is not None:
+            (partial / LABEL).write_text(json.dumps(label, indent=2) + "\n", encoding="utf-8")
         _replace(folder, partial)
         _remove_leftovers(folder, "old")  # not before: until now it may have been the only model there
     except (OSError, SafetensorError) as e:

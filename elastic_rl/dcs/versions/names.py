@@ -9,6 +9,9 @@ from elastic_rl.config import Stream
 from elastic_rl.errors import ConfigError, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 
+LABEL = "elastic-rl.json"
+"""Name of the file by which an exported folder says which version it holds."""
+
 _STREAM = re.compile(r"[a-z_][a-z0-9_]*")
 _NAME = re.compile(rf"({_STREAM.pattern})(?:/(-?\d+))?")
 _OF_THE_RUN = frozenset(Stream) - {Stream.POLICY, Stream.CRITIC}

@@ -215,13 +215,16 @@ class VersionService:
     # -- out and in --------------------------------------------------------------------------------------------------
     def export(self, name: str, target: Path, *, like: Path | None, shard_bytes: int, force: bool,
                progress: Progress = lambda done, total: None) -> list[str]:
-        """Writes a version as an HF folder; the names of its files. Raises ConfigError and DiskFull."""
+        """Writes a version as an HF folder, which says which one it is (``names.LABEL``); the names of its files.
+        Raises ConfigError and DiskFull."""
         version = self.resolve(name)
         with self._puller() as puller, puller.pull(version.stream, version.number) as pulled:
             total = pulled.manifest.nbytes
             counter = _Counter(lambda done: progress(done, total))
             return hf_folder.write(target, pulled.tensors(), like or self._require_model(), shard_bytes=shard_bytes,
-                                force=force, progress=counter)
+                                   force=force, progress=counter, label={
+                                       "job": self.keys.job, "stream": version.stream, "version": version.number,
+                                       **{k: version.meta[k] for k in ("phase", "step") if k in version.meta}})
 
     def import_(self, source: Path, stream: str, *, yes: bool,
                 progress: Progress = lambda done, total: None) -> Version:

@@ -124,7 +124,7 @@ def test_report_of_a_run_that_ended_is_written_without_etcd(run: Run, code: int,
     ctx = train.prepare(run.cfg, run.info)
     JobPaths.of(run.cfg).steps.write_text("".join(json.dumps(r) + "\n" for r in _STEPS))
     run.servers.kill(0)
-    train.write_report(ctx, code, wall_s=3.0)
+    train.write_report(ctx, code, began_at=0.0, ended_at=3.0)
     assert run.report()["status"] == status and "Made without etcd" in run.report()["note"]
 
 
@@ -132,5 +132,5 @@ def test_group_without_a_record_is_lost_in_a_report_without_etcd(run: Run) -> No
     ctx = train.prepare(run.cfg, run.info)
     JobPaths.of(run.cfg).steps.write_text(json.dumps(_STEPS[1]) + "\n")
     run.servers.kill(0)
-    train.write_report(ctx, 0, wall_s=3.0)
+    train.write_report(ctx, 0, began_at=0.0, ended_at=3.0)
     assert run.report()["groups_lost"] == 4

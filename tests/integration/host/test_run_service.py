@@ -27,6 +27,7 @@ from support.waiting import wait_until
 
 from elastic_rl import config
 from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -133,6 +134,10 @@ def test_refused_run_is_shown_with_its_hint_and_not_started_again(
     code, said = _run(capsys, "train", "--model.path=/nowhere", *job.options)
     assert code == Exit.USAGE and "/nowhere" in said and "hint: " in said
     assert job.cluster.run.read().phase is JobPhase.FAILED
+    [refused] = [e for e in events.recent(job.etcd, job.keys) if e.kind == "run.refused"]
+    assert "/nowhere" in refused.message
+    wait_until(lambda: any(a["kind"] == "run.refused" for a in AdminClient(
+        job.cluster.connect()).items("alerts")), what="the alert")
     job.await_agent()
     assert not job.pid() and job.cluster.run.read().over
     assert _run(capsys, "attach", *job.options) == (code, said[said.index("error: "):])
@@ -329,7 +334,7 @@ def test_run_writes_its_stop_itself_where_etcd_does_not_answer_the_command_that_
 @full(proved_in="tests/integration/host/test_host_agent.py tests/integration/host/test_run_service.py",
       why="the end of a killed owner's cluster, with a run on it")
 def test_run_of_an_owner_that_is_killed_goes_down_with_its_cluster(job: Job) -> None:
-    job.paths.steps.write_text(json.dumps(_STEP) + "\n")
+    job.paths.steps.write_text(json.dumps({**_STEP, "at": time.time() + 3600}) + "\n")  # of the run that begins
     owner = job.follow("train", "--with-cluster")
     job.await_driver(1)
     owner.kill()

@@ -469,6 +469,24 @@ def test_train_says_what_the_check_warns_of_before_anything_starts(
     assert "no such key" in capsys.readouterr().err
 
 
+def test_train_makes_the_checks_of_a_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the command makes them, the run does not; else the run alone does."""
+    submitted, checked = [], []
+
+    def submit(cluster: Cluster, **how: Any) -> None:
+        submitted.append(how["checked"])
+        raise ConfigError("that is enough")
+
+    for name, stub in {"up": lambda *_, **__: None, "connect": lambda *_, **__: None, "down": lambda *_: None,
+                       "submit": submit}.items():
+        monkeypatch.setattr(Cluster, name, stub)
+    monkeypatch.setattr("elastic_rl.job.check.require", lambda *_, **__: checked.append(True) or [])
+    monkeypatch.setattr("elastic_rl.job.check.check", lambda *_, **__: pytest.fail("another check"))
+    assert run("train", "--with-cluster", f"--run_dir={tmp_path}", "--job=new") == Exit.USAGE
+    assert run("train", f"--run_dir={tmp_path}", "--job=of-a-cluster-that-is-up") == Exit.USAGE
+    assert submitted == [True, False] and checked == [True]
+
+
 def test_failed_start_of_a_cluster_is_the_error_if_stopping_fails_too(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(cluster: Cluster) -> None:
@@ -495,6 +513,16 @@ def test_members_show_the_seconds_that_their_stated_work_is_expected_to_take() -
                           {"id": "c", "work": {"flops": 3e12, "s_per_flop": 0.0}}], "members?suspected=true": []}
     api: Any = SimpleNamespace(items=found.__getitem__)
     assert [row.get("expected_s") for row in listings._members(api)] == [6.0, None, None]
+
+
+def test_status_of_a_job_whose_next_run_is_checked_says_so_beside_the_phase_of_before() -> None:
+    def phase(of_job: str | None, state: str) -> str:
+        return listings._phase_of_start({"status": of_job and {"phase": of_job}}, {"run": {"state": state}})
+
+    assert phase("finished", "starting") == (
+        "starting: checks of model, data and plug-ins; the run before: finished")
+    assert phase(None, "running").startswith("starting")
+    assert phase("finished", "running") == phase("rl", "starting") == phase("stopped", "stopped") == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -103,6 +103,19 @@ def test_run_on_a_cluster_that_ends_with_it_cannot_be_detached(tmp_path: Path,
     assert "--keep-up" in capsys.readouterr().err and not (tmp_path / "j").exists()
 
 
+def test_job_that_is_done_is_refused_before_anything_starts_and_stays_finished(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "up", lambda *_, **__: pytest.fail("it starts something"))
+    _job(tmp_path, "j", status := _status(JobPhase.FINISHED).replace(step=10))
+    for how in (["--with-cluster"], ["--detach"], []):
+        assert run("train", *how, f"--run_dir={tmp_path}", "--job=j", "--train.steps=10") == Exit.USAGE
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert "has already done its 10 steps" in said and "--train.steps=N" in said
+    assert Cluster(config.parse({"job": "j", "run_dir": str(tmp_path)})).run.look().status == status
+    with pytest.raises(pytest.fail.Exception, match="it starts something"):
+        run("train", "--with-cluster", f"--run_dir={tmp_path}", "--job=j", "--train.steps=11")
+
+
 def test_completion_knows_the_jobs(tmp_path: Path) -> None:
     for name in ("my-job", "other"):
         _job(tmp_path / "runs", name, _status(JobPhase.FINISHED))

@@ -182,6 +182,39 @@ def test_view_of_a_run_that_is_under_way_begins_with_its_last_record(tmp_path: P
     assert len(view.state.rewards) == 3 + (new[0]["kind"] == "step"), "the whole run is shown"
 
 
+def test_run_that_resumes_has_lines_of_what_is_new_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, text = tmp_path / "steps.jsonl", io.StringIO()
+    old, resumed = (Event(id=kind, at=at, kind=kind, subject="j", message=message) for kind, at, message in (
+        ("run.stopped", 90.0, "stopped"), ("run.resumed", 120.0, "resumes at step 2 of 9")))
+    monkeypatch.setattr(ClusterReader, "latest", lambda self: ClusterState(events=(old, resumed)))
+    lines = [{"kind": "step", "step": n, "reward_mean": 0.5, "at": at} for n, at in ((1, 70.0), (2, 80.0), (3, 130.0))]
+    path.write_text("".join(json.dumps(r) + "\n" for r in lines[:2]))
+    view = LiveView(job="j", steps=9, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=60), interval_s=0, lines_from=100.0)
+    view.tick()
+    with path.open("a") as file:
+        file.write(json.dumps(lines[2]) + "\n")
+    view.tick()
+    view.close()
+    assert text.getvalue().splitlines() == ["event run.resumed j: resumes at step 2 of 9", plain_line(lines[2], 9)]
+    assert len(view.state.rewards) == 3, "the curve has the whole job"
+
+
+def test_what_a_run_begins_with_stays_above_the_view_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    text = io.StringIO()
+    found = tuple(Event(id=f"{n}", at=120.0, kind=kind, subject="j", message=f"text {n}") for n, kind in enumerate(
+        ["run.resumed", "run.warned", *["engine.ready"] * 30]))
+    monkeypatch.setattr(ClusterReader, "latest", lambda self: ClusterState(events=found))
+    view = LiveView(job="j", steps=9, steps_path=tmp_path / "none", etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=80, force_terminal=True), interval_s=0, lines_from=100.0)
+    view.tick()
+    view.close()
+    shown = text.getvalue()
+    assert shown.count("event run.resumed j: text 0") == shown.count("event run.warned j: text 1") == 1
+    assert "text 31" in shown and "text 5" not in shown
+
+
 def test_view_whose_file_is_not_there_yet_begins_with_the_records_that_it_is_given(tmp_path: Path) -> None:
     path, text = tmp_path / "steps.jsonl", io.StringIO()
     past, new = records(3, faults=False), {"kind": "step", "step": 4, "reward_mean": 0.5}

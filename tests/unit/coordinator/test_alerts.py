@@ -281,6 +281,15 @@ def test_crash_loop_and_failed_job_are_one_alert_until_the_job_runs() -> None:
     assert rules.released(alert, snapshot(status=JobStatus(phase="starting")), 2.0)
 
 
+def test_refused_run_is_an_alert_until_the_next_one_begins() -> None:
+    report = rules.report(event("run.refused", "j", Severity.ERROR), 5)
+    assert report and report.kind == "run.refused"
+    alert = opened("run.refused", "j", revision=5)
+    of_before = snapshot(status=JobStatus(phase="stopped"), revisions={KEYS.job_status(): 4})
+    begun = snapshot(status=JobStatus(phase="starting"), revisions={KEYS.job_status(): 6})
+    assert not rules.released(alert, of_before, 1e9) and rules.released(alert, begun, 6.0)
+
+
 def test_end_event_of_one_sign_ends_the_alert_it_was_merged_into() -> None:
     lag, dead = (opened(f"engine.{k}", "e1", revision=5) for k in ("lagging", "dead"))
     assert rules.declared_over(lag, {"engine.cannot_fetch/e1"})

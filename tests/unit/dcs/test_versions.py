@@ -23,8 +23,10 @@ from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.codecs.tensors import dtype_name, to_bytes
 from elastic_rl.dcs.manifest import Manifest, Packer
 from elastic_rl.dcs.versions import compare, hf_folder, names
+from elastic_rl.dcs.versions.names import LABEL
 from elastic_rl.errors import ConfigError, DiskFull, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
+from elastic_rl.host import inherited_model
 
 
 def version(number: int, state: VersionState = VersionState.COMMITTED) -> Version:
@@ -158,6 +160,17 @@ def test_hf_folder_has_both_of_two_tied_tensors(tmp_path: Path, like: Path) -> N
     shared = torch.randn(8)
     hf_folder.write(tmp_path / "out", {"a": shared, "b": shared}.items(), like, shard_bytes=1 << 20, force=False)
     assert set(dict(hf_folder.read(tmp_path / "out"))) == {"a", "b"}
+
+
+def test_export_says_which_version_it_has_and_does_not_pass_that_on(tmp_path: Path, like: Path) -> None:
+    label = {"job": "j", "stream": "policy", "version": 31, "phase": "rl", "step": 30}
+    for source, target, said in ((like, "first", label), (tmp_path / "first", "second", None), (
+            like, "first", {**label, "version": 41, "step": 40})):
+        hf_folder.write(tmp_path / target, TENSORS.items(), source, shard_bytes=1 << 20, force=True, label=said)
+    assert inherited_model.holds(tmp_path / "first") == "step 40, version 41"
+    assert inherited_model.holds(tmp_path / "second") == inherited_model.holds(tmp_path / "none") == ""
+    (tmp_path / "first" / LABEL).write_text('["no label"]')
+    assert inherited_model.holds(tmp_path / "first") == ""
 
 
 def test_export_refuses_nonempty_folder(tmp_path: Path, like: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 from support.synthetic_run import records
 
-from elastic_rl.cli.live_view import _of_output
+from elastic_rl.cli.live_view import _of_output, summary
 from elastic_rl.data.ledger import Audit, ConsumedGroups
 from elastic_rl.host.paths import JobPaths
 from elastic_rl.pipeline.untrained.eval_summary import summarise_rows
@@ -43,6 +45,26 @@ def test_repeated_step_counts_once_and_is_reported() -> None:
     report = _report(records())
     assert report["steps_redone"] == 4
     assert len(build.effective_steps(records())) == 200
+
+
+def test_report_of_a_job_that_was_resumed_says_which_numbers_are_of_its_last_run(tmp_path: Path) -> None:
+    def step(number: int, at: float, kind: str = "step") -> dict:
+        return {"kind": kind, "step": number, "at": at, "reward_mean": 0.5}
+
+    rows = [step(1, 10.0), step(2, 20.0), step(3, 30.0),
+            {"kind": "rewind", "from_step": 3, "to_step": 2, "at": 110.0, "reason": "resumed"},
+            step(3, 120.0), step(4, 130.0), step(5, 140.0)]
+    report = _report(rows, wall_s=50.0, run_began_at=100.0)
+    assert report["steps"] == 5 and report["last_run"] == {"resumed_at": 2, "steps": 3}
+    assert "50 s in the last run, which resumed at step 2 and made 3 more" in html.render(report, rows)
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(summary(report, tmp_path))
+    assert "50 s of this run, which made 3 steps from step 2" in shown.getvalue()
+    assert _report(rows, run_began_at=5.0)["last_run"] is None
+    supervised = [step(10, 10.0, "sft"), step(20, 20.0, "sft"), step(30, 120.0, "sft")]
+    assert _report(supervised, run_began_at=100.0)["last_run"] == {"resumed_at": 20, "steps": 10}
+    begins_rl = _report([*supervised[:2], *rows[4:5]], run_began_at=100.0)
+    assert begins_rl["last_run"] == {"resumed_at": 0, "steps": 3}
 
 
 def test_faults_have_their_times() -> None:
