@@ -52,6 +52,7 @@ from elastic_rl.pipeline.records.run_log import LineFile, RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.runtime.files import preflight_writes
+from elastic_rl.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
         status = JobStatus.decode(raw)
         if status.phase == "finished" and status.step >= ctx.config.total_steps:
             more = {"sft": "sft.max_steps", "rl": "train.steps"}.get(ctx.config.mode)
-            raise ConfigError(f"job {ctx.job} has already done its {status.step} steps",
+            raise ConfigError(f"job {ctx.job} has already done its {counted(status.step, 'step')}",
                               hint="name a new job with --job=NAME" + (
                                   f", or raise --{more} to continue this one" if more else ""))
         return status.replace(phase="starting", steps=ctx.config.total_steps or status.steps, message="").encode()
