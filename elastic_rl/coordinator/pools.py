@@ -18,6 +18,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec, PoolStatus
+from elastic_rl.runtime.words import counted
 
 
 class PoolView(BaseModel):
@@ -111,7 +112,8 @@ def set_desired(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, n
             return view(spec, etcd.get(keys.pool_status(name)))
         if dry_run:
             return view(replace(spec, value=old.replace(desired=desired).encode()), etcd.get(keys.pool_status(name)))
-        event = events.build(event_kinds.POOL_SCALED, name, f"{name}: {old.desired} → {desired} engines, by {by}",
+        event = events.build(event_kinds.POOL_SCALED, name,
+                             f"{name}: {old.desired} → {counted(desired, 'engine')}, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
         new = old.replace(desired=desired)
         change = LeaderTransaction.with_event(keys, event, [Compare.mod(key, "==", spec.mod_revision), within],

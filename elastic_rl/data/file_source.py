@@ -193,8 +193,8 @@ class FileSource:
                     f"long_prompts=drop leaves {left} of {all_of_them} prompts out of the evaluation set {name!r}, "
                     f"which have more than max_prompt_tokens={limit} tokens")
             if not numbers:
-                raise ConfigError(f"all {all_of_them} prompts of the evaluation set {name!r} have more than {limit} "
-                                  "tokens", hint="raise data.options.max_prompt_tokens")
+                raise ConfigError(f"no prompt of the evaluation set {name!r} has at most {limit} tokens",
+                                  hint="raise data.options.max_prompt_tokens")
         return LazyPrompts(len(numbers), lambda i: self._prompt(rows, numbers[i]))
 
     def _cut_off(self, fraction: float) -> LazyPrompts:

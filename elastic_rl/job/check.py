@@ -31,6 +31,7 @@ from elastic_rl.plugins.user_code import MAX_NAME, describe, is_name, plain, tex
 from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, call_limit_s, plain_rewards
 from elastic_rl.rewards.own import close_filter, named_filter
 from elastic_rl.rewards.registry import close_reward, make_reward
+from elastic_rl.runtime.words import counted
 
 _READ = 16
 """Prompts of each set that are read, spread over it."""
@@ -168,7 +169,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
             return f"a small one of the family {cfg.model.family}, made from the seed"
         facts = model_folder.read(Path(cfg.model.path).expanduser())
         arch = facts.arch
-        return f"{cfg.model.path}: {arch.layers} layers, hidden size {arch.hidden}, {arch.vocab} tokens"
+        return f"{cfg.model.path}: {counted(arch.layers, 'layer')}, hidden size {arch.hidden}, {arch.vocab} tokens"
 
     def data() -> str:
         nonlocal source
@@ -186,7 +187,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
             rejection_groups(cfg, source)
         made(source)
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in source.evals.items())
-        trained = f"{len(source.train)} prompts to train on, " if cfg.uses_training_prompts else ""
+        trained = f"{counted(len(source.train), 'prompt')} to train on, " if cfg.uses_training_prompts else ""
         return (f"{cfg.data.source}: {trained}to evaluate {sets}; prompts of up to "
                 f"{source.max_prompt_tokens} tokens, responses of up to {source.max_response_tokens}")
 
@@ -195,7 +196,7 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         arch = critic_arch = model_folder.require_critic(cfg)
         if cfg.critic.model:
             _require_same_tokens("critic.model", Path(cfg.critic.model).expanduser(), cfg)
-        size = "the policy's shape" if arch is None else f"{arch.layers} layers, hidden size {arch.hidden}"
+        size = "the policy's shape" if arch is None else f"{counted(arch.layers, 'layer')}, hidden size {arch.hidden}"
         return f"{size}; ranks of its own: {cfg.of_group(CRITIC).trainer.ranks}"
 
     found = _finding("model", model)
@@ -260,7 +261,7 @@ def _pool(pool: PoolSettings) -> str:
         tensor_parallel(pool.engine.extra_args)
     except ConfigError as e:
         raise ConfigError(f"pools.{pool.name}.{e.message}", hint=e.hint) from e
-    return f"{pool.engines} engine{'' if pool.engines == 1 else 's'} with {pool.model_dir}, a {kind} model"
+    return f"{counted(pool.engines, 'engine')} with {pool.model_dir}, a {kind} model"
 
 
 def _require_room(cfg: Config, longest: int) -> None:
@@ -381,7 +382,7 @@ def _of_memory(cfg: Config, source: CheckedSource) -> Iterator[JobFinding]:
     samples, longest = (cfg.train.prompts_per_step * cfg.train.group_size,
                         source.max_prompt_tokens + source.max_response_tokens)
     if (size := samples * longest * _HELD_TOKEN_BYTES) > _MUCH_MEMORY:
-        yield JobFinding("memory", f"{samples} samples of a step, of up to {longest} tokens each: up to "
+        yield JobFinding("memory", f"{counted(samples, 'sample')} of a step, of up to {longest} tokens each: up to "
                          f"{size / (1 << 30):.0f} GiB in the actor",
                          hint="the actor's host needs as much, or set train.schedule=fully_async and train.queue="
                               "transfer_queue, with which tokens do not stay in the actor")

@@ -17,6 +17,7 @@ from elastic_rl.dcs.catalog.under_replication import UnderReplication, described
 from elastic_rl.etcd import event_kinds
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, GenerationCap, PoolSpec, PoolStatus, Severity
+from elastic_rl.runtime.words import counted
 
 _ETCD_HOLD_S = 10.0
 _ETCD_SLOW_HOLD_S = 30.0
@@ -135,8 +136,9 @@ def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]
         whole = status.ready + status.released + status.behind
         if spec and not snapshot.run_ended and whole < spec.desired and not _waits_for_weights(snapshot, spec, status):
             why = f": {status.message}" if status.message else ""
-            yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",
-                            Severity.WARNING, hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
+            ready = f"{status.ready} ready of {counted(spec.desired, 'engine')}"
+            yield Condition("pool.short", name, f"pool {name} has {ready}{why}", Severity.WARNING,
+                            hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
 
 
 def _waits_for_weights(snapshot: ClusterSnapshot, spec: PoolSpec, status: PoolStatus) -> bool:
@@ -193,7 +195,8 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     if status is None:
         return
     if status.phase == "rl" and status.staleness > bound:
-        message = f"step {status.step} was trained on samples {status.staleness} versions old; the bound is {bound}"
+        age = counted(status.staleness, "version")
+        message = f"step {status.step} was trained on samples {age} old; the bound is {bound}"
         yield Condition("staleness.exceeded", snapshot.job, message)
     if status.phase == "failed":
         yield Condition("job.failed", snapshot.job, status.message or f"job {snapshot.job} has failed")
@@ -202,8 +205,9 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
         if status.eval_measure == "reward" and status.eval_start is not None and status.eval_accuracy is not None:
             evaluated = f"; the mean reward of evaluations went from {status.eval_start:.3f} to " \
                         f"{status.eval_accuracy:.3f}"
-        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps"
-                        f"{evaluated}", Severity.INFO, notify_resolved=False)
+        after = counted(status.step, "step")
+        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {after}{evaluated}",
+                        Severity.INFO, notify_resolved=False)
 
 
 def _learning(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:

@@ -25,6 +25,7 @@ from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, call_limit_s, 
 from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.registry import close_reward, start_reward
 from elastic_rl.runtime.abandonable import AbandonableCall
+from elastic_rl.runtime.words import counted
 
 GRACE_S = 2 * CANCEL_S
 """What a reward that is bounded by itself may take longer, before its thread is given up."""
@@ -247,7 +248,7 @@ def _shown(samples: Sequence[Sample]) -> str:
     mostly one that is empty or was cut."""
     texts = sorted({sample.text for sample in samples}, key=lambda text: (len(text), text))
     shown = [repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS - 1]}…") for text in texts[:_SHOWN]]
-    more = f" and {len(texts) - _SHOWN} others" if len(texts) > _SHOWN else ""
+    more = f" and {counted(len(texts) - _SHOWN, 'other')}" if len(texts) > _SHOWN else ""
     return f"for the response{'s' if len(texts) > 1 else ''} {', '.join(shown)}{more}"
 
 

@@ -37,6 +37,7 @@ from elastic_rl.pipeline.records.spool import Spool
 from elastic_rl.pipeline.records.tail_keys import open_history
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.runtime.words import counted
 from elastic_rl.telemetry.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class ActorTerm:
 
     def finish(self, step: int) -> None:
         self.member.progress(step, "finished")
-        self._end("finished", event_kinds.RUN_FINISHED, f"finished after {step} steps", step=step)
+        self._end("finished", event_kinds.RUN_FINISHED, f"finished after {counted(step, 'step')}", step=step)
 
     def stop(self, step: int | None, **changes: Any) -> None:
         """Ends the run where it is. ``step``: the committed one, of the phase; None where the trainer is away.

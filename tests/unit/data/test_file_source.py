@@ -318,7 +318,7 @@ def test_duplicates_and_long_prompts_are_left_out_and_the_look_is_remembered(tmp
     assert texts(make(tmp_path, model, **(options | evaluated), long_prompts="drop", duplicates="drop").eval) == [
         "<|user|>new<|end|><|assistant|>"]
     write(tmp_path / "f.jsonl", [long])
-    with pytest.raises(ConfigError, match="all 1 prompts of the evaluation set 'x' have more than 64 tokens"):
+    with pytest.raises(ConfigError, match="no prompt of the evaluation set 'x' has at most 64 tokens"):
         make(tmp_path, model, **(options | evaluated), long_prompts="drop")
     monkeypatch.setattr("elastic_rl.data.scan.scan", lambda *a: pytest.fail("it looked again"))
     assert texts(make(tmp_path, model, duplicates="drop", long_prompts="drop", **options).train) == texts(source.train)
