@@ -331,6 +331,8 @@ class RunStatus(Record):
     """When the phase began, unix seconds."""
     submitted_at: float = 0.0
     """When the job was submitted, as its record has it, unix seconds."""
+    generation: int = 0
+    """Generation of the driver's assignment under which this was written; 0 where no process of the run has."""
     error: str = ""
     """Kind of the error that ended the run; empty where it has ended otherwise, as in a crash loop."""
     message: str = ""
