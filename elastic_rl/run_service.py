@@ -119,6 +119,7 @@ class RunService:
                 events.emit(etcd, Keys(self._cluster.cfg.job), event_kinds.RUN_RESTARTED, self._cluster.cfg.job,
                             "the process of the run ended and was started again", severity=Severity.WARNING)
             running = status if status.phase is JobPhase.RUNNING else job_run.now(status, JobPhase.RUNNING)
+            running = running.replace(stop_s=config.parse(submission.settings).trainer.stop_timeout_s)
             # Also where it was running: its status is then of this generation, and this host has a copy.
             self._run.save(etcd, running, self._generation)
             status = running

@@ -202,6 +202,14 @@ class RunReading:
         return self.ended and not self.alive
 
     @property
+    def stop_s(self) -> float:
+        """Seconds that its process may take to commit what it has trained when it is stopped: also that of the
+        submission before, which may still be at it. 0 where there is none."""
+        if self.status is not None and not self.status.phase.ended and self.status.stop_s is not None:
+            return self.status.stop_s
+        return self.record.stop_s if self.record is not None else 0.0
+
+    @property
     def submitted_at(self) -> float:
         """Unix seconds; 0 where there is no run."""
         return self.record.submitted_at if self.record is not None else self.status.submitted_at if self.status else 0.0

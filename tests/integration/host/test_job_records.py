@@ -332,10 +332,21 @@ def test_process_that_takes_a_run_over_writes_its_status_under_its_own_generatio
         return 0
 
     monkeypatch.setattr(service, "_train", train)
-    done = service._carry_out(begun.etcd, None, submission(), before)  # type: ignore[arg-type]
+    submitted = submission().replace(settings={"job": "j", "trainer": {"stop_timeout_s": 600.0}})
+    done = service._carry_out(begun.etcd, None, submitted, before)  # type: ignore[arg-type]
     reading = begun.run.read()
-    assert reading.status == begun.run.last_seen().status == before.replace(generation=2)
-    assert done.phase is JobPhase.FINISHED
+    assert reading.status == begun.run.last_seen().status == before.replace(generation=2, stop_s=600.0)
+    assert done.phase is JobPhase.FINISHED and reading.stop_s == 600.0
+
+
+def test_run_that_is_submitted_once_more_has_the_time_for_its_commit_that_it_was_started_with(begun: BegunRun) -> None:
+    begun.etcd.update(KEYS.job("j"), lambda raw: JobRecord.decode(raw or b"").replace(stop_s=10.0).encode())
+    assert begun.run.read().stop_s == 10.0, "its process is of an earlier release, which does not say"
+    begun.run.save(begun.etcd, RunStatus(submission=1, phase=JobPhase.RUNNING, stop_s=600.0), 1)
+    begun.run.submit(begun.etcd, submission(), SECRET)
+    assert begun.run.read().stop_s == 600.0
+    begun.run.save(begun.etcd, RunStatus(submission=1, phase=JobPhase.STOPPED, stop_s=600.0), 1)
+    assert begun.run.read().stop_s == 10.0
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------
