@@ -17,6 +17,7 @@ from elastic_rl.etcd import watch as watch_module
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.net.addresses import free_port
+from elastic_rl.trainer.group.refused_commands import RefusedCommands
 
 
 def test_put_get_range_and_delete(etcd: EtcdClient, keys: Keys) -> None:
@@ -93,6 +94,17 @@ def test_recent_events_are_ordered_oldest_first(etcd: EtcdClient, keys: Keys) ->
         events.emit(etcd, keys, event_kinds.POOL_SCALED, "rollout", f"event {i}", n=i)
         time.sleep(0.002)  # ids have the milliseconds' resolution
     assert [e.data["n"] for e in events.recent(etcd, keys, limit=3)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("odd", [b"{}", b"null", b"[", b'{"id":"1","at":"a","kind":"k","subject":"s","message":"m"}'])
+def test_event_that_cannot_be_read_hides_no_other_and_stops_no_agent(etcd: EtcdClient, keys: Keys, odd: bytes) -> None:
+    etcd.put(keys.event("0"), odd)
+    refused = RefusedCommands(etcd, keys, "trainer")
+    assert not refused.take()
+    written = events.emit(etcd, keys, event_kinds.TRAINER_GROUP_EVENTS["trainer"].refused, "trainer", "no memory")
+    etcd.put(keys.event("999999999999999-odd"), odd)
+    assert events.recent(etcd, keys) == [written]
+    assert refused.take() and not refused.take()
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
