@@ -17,6 +17,7 @@ from elastic_rl.etcd.events import build, put_op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, OutputState, Severity
+from elastic_rl.runtime.words import counted
 
 _TRIES = 8
 _MAX_TEXT = 2000
@@ -52,7 +53,8 @@ def resume_point(etcd: EtcdClient, keys: Keys) -> ResumePoint | None:
 def already_done(cfg: Config, step: int) -> ConfigError:
     """The error of a run that is to begin although its job has done all its steps, ``step`` of them; 0: not known."""
     more = _STEPS.get(cfg.mode)
-    return ConfigError(f"job {cfg.job} has already done its {step or cfg.total_steps or 'last'} steps", hint=(
+    return ConfigError(f"job {cfg.job} has already done " + (
+        f"its {counted(done, 'step')}" if (done := step or cfg.total_steps) else "all its steps"), hint=(
         f"`--{more}=N` with N above {step or cfg.total_steps} goes on with it; or name a new job with --job=NAME"
         if more else "name a new job with --job=NAME"))
 

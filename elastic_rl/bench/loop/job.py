@@ -51,7 +51,7 @@ def place(folder: Path, options: Options) -> list[str]:
 
 
 def run(cfg: Config, *, plan: FaultPlan | None = None,
-        then: Callable[[Config, ClusterInfo], None] = lambda cfg, info: None) -> None:
+        then: Callable[[Config, ClusterInfo], object] = lambda cfg, info: None) -> None:
     """Trains to the end, with the faults of ``plan``, and calls ``then`` while the cluster is still up. Raises
     ElasticRLError when the run failed."""
     cluster = Cluster(cfg)
