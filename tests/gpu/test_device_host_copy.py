@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
 def tensors(device: torch.device) -> list[Named]:
-    """Of all sizes, among them an empty and a scalar one; random states come from the CPU in between."""
+    """Tensors of all sizes, among them an empty and a scalar one; random states come from the CPU in between."""
     generator = torch.Generator().manual_seed(1)
     out: list[Named] = []
     for i, shape in enumerate([(3, 5), (), (1000, 70), (0, 4), (2,), (1000, 71), (7,)] * 3):

@@ -116,7 +116,7 @@ class Reader:
     """Reads the changes of a job; a context manager."""
 
     url: str
-    """Of the job on a replica."""
+    """URL of the job on a replica."""
     last: int | None = None
     """Last-Event-ID to resume from."""
     verify: Any = True

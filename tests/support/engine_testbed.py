@@ -168,7 +168,7 @@ class EngineTestbed:
         return wait_until(there, what=f"{engine_id} to be {' or '.join(states)}")
 
     def events(self, engine_id: str) -> list[Event]:
-        """Of one engine, the newest last."""
+        """The events of one engine, the newest last."""
         return [e for e in events.recent(self.etcd, self.keys, limit=1000) if e.subject == engine_id]
 
     # -- versions and samples ---------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def synthetic(cfg: Config, samples: int) -> Batch:
 
 
 def with_reference(cfg: Config, vocab: int) -> Batch:
-    """Of tokens below ``vocab``, with log-probs of a made-up reference policy and of a made-up teacher, and an
+    """A batch of tokens below ``vocab``, with log-probs of a made-up reference policy and of a made-up teacher, and an
     advantage for each token."""
     batch = synthetic(cfg, 64)
     generator = torch.Generator().manual_seed(1)
@@ -417,7 +417,7 @@ def loaded(model: Path, cfg: Config, par: parallel.ParallelDims) -> TrainStep:
 
 
 def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
-    """Of each cut into micro-batches the gradients and metrics, and the log-probs of the replica's samples as
+    """The gradients and metrics of each cut into micro-batches, and the log-probs of the replica's samples as
     "logprobs <row in the batch>"."""
     cfg, out = with_algorithm(cfg, **VARIANTS[ALL]), {}
     for name_of_cut, settings in CUTS.items():
@@ -448,8 +448,9 @@ def minibatches(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[st
 
 
 def signs_of_life(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
-    """Of one forward pass and one step of this rank: as "micro-batches <rank>" how many there are in a pass, and as
-    "reports <rank>" what it reported, in order: 1 for a micro-batch, 0 for the time after them, -1 for the end."""
+    """What one forward pass and one step of this rank report: as "micro-batches <rank>" how many there are in a pass,
+    and as "reports <rank>" what it reported, in order: 1 for a micro-batch, 0 for the time after them, -1 for the
+    end."""
     found: list[int] = []
     small = with_trainer(cfg, micro_batch_tokens=40)
     train_step = TrainStep(policy, adam, small, par, lambda phase, work: found.append(int(phase == IN_PASSES)))

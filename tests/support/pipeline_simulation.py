@@ -92,7 +92,7 @@ class Trainer:
     publishing: Command | None = None
     """A step that is trained, and whose version has no number yet."""
     weights_version: int = 0
-    """Of the weights as they are now, when they were first published."""
+    """The version as which the weights that there are now were first published."""
     branch: Branch = Branch()
     shown: tuple[Progress, int, Branch] = (Progress(), 0, Branch())
     """Progress, policy version and branch as its status has them: they always belong together."""
@@ -137,7 +137,7 @@ class World:
         self.committed: list[Committed] = []
         self.version = self.served = 0
         self.weights_of: dict[int, Weights] = {}
-        """Of each version."""
+        """The weights of each version."""
         self.groups = self.undone = 0
         """Groups that were formed, and updates that are to be made again since one of them was lost."""
         self.network: list[tuple[int, Command]] = []

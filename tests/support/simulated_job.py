@@ -74,9 +74,9 @@ class TrainerWithoutTensors:
         self.saved, self.saved_branch = [Progress()], Branch()
         self.version = self.saved_version = 0
         self.weights_version = 0
-        """Of the weights as they are now, when they were first published."""
+        """The version as which the weights that there are now were first published."""
         self.trained: list[tuple[int, Batch]] = []
-        """Of each step what it was made of, in one piece or in parts."""
+        """Each step with the batch that it was made of, in one piece or in parts."""
         self.parts: list[Batch] = []
         """Accumulated so far."""
         self.loses_parts = threading.Event()
@@ -281,7 +281,7 @@ _MODEL = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 24, "num
           "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 1024,
           "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
           "rope_theta": 10000.0}
-"""Of the policy only its size is asked for."""
+"""config.json of a policy of which only the size is asked for."""
 
 
 class SimulatedJob(ThreadedJob):

@@ -14,7 +14,7 @@ from elastic_rl.bench.dcs.links import Pace
 
 _PIECE = 64 << 10
 _SOCKET_BYTES = 64 << 10
-"""Of kernel buffers at either side: what lies in them has passed the link already."""
+"""Bytes of kernel buffers at either side: what lies in them has passed the link already."""
 
 Tamper = Callable[[bytearray], None]
 """Changes a piece of what a server sends, in place."""

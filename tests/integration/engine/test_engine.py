@@ -174,8 +174,8 @@ def sampled_by(sample: Sample, number: int, weights: transformers.PreTrainedMode
 
 def assert_parts(testbed: EngineTestbed, before: transformers.PreTrainedModel, samples: list[Sample], *,
                  cached: bool = False) -> None:
-    """Of samples that went on after an update. ``cached``: with the keys and values that they had, so that their
-    log-probs are those of no version alone."""
+    """The samples went on after an update, in a second segment. ``cached``: with the keys and values that they had, so
+    that their log-probs are those of no version alone."""
     assert all(len(sample.segments) == 2 and sampled_by(sample, 0, before) for sample in samples)
     assert all(sampled_by(sample, 1, testbed.model) for sample in samples) is not cached
 

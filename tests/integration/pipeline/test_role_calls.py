@@ -109,7 +109,7 @@ def router() -> Iterator[Router]:
 @pytest.fixture
 def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router, tmp_path: Path
         ) -> Iterator[RunContext]:
-    """Of a run whose rollout role is deployed as the driver does, but for the number of requests."""
+    """The context of a run whose rollout role is deployed as the driver does, but for the number of requests."""
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "engine": {
         "request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}, "etcd": {"call_timeout_s": 2.0}})
     make_secret(cfg)

@@ -147,7 +147,7 @@ def test_loss_and_gradients_do_not_depend_on_the_parallel_sizes(runs: Runs, spli
 
 
 def assert_equal(runs: Runs, scenario: str, tensors: Tensors, sizes: Sizes) -> None:
-    """Of a group of these sizes, up to rounding."""
+    """The tensors of a group of these sizes are the expected ones, up to rounding."""
     for name, expected in tensors.items():
         torch.testing.assert_close(runs.results[sizes][scenario][name], expected, rtol=2e-4, atol=2e-6,
                                    msg=lambda m, n=name: f"{n} at TP, PP, DP = {sizes}: {m}")

@@ -89,7 +89,7 @@ def test_advantages_do_not_change_when_all_rewards_are_shifted(estimator: Any, r
 @thorough
 @given(groups)
 def test_advantages_sum_to_zero(estimator: Any, rows: list[list[float]]) -> None:
-    """Of each group; with REINFORCE++ without a baseline, of the step."""
+    """The sum is that of each group; with REINFORCE++ without a baseline, that of the step."""
     out = estimator(torch.tensor(rows, dtype=torch.float32), OPTIONS)
     assert (out.sum() if estimator is batch_normalised else out.sum(1)).abs().max() < 1e-3
 
@@ -168,7 +168,7 @@ def test_expected_gradient_is_the_documented_one(estimator: Any, seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(5))
 def test_estimate_in_the_reward_teaches_the_divergence_s_gradient_with_k1_alone(seed: int) -> None:
-    """Of E[estimate], with the estimate a number, as REINFORCE has it."""
+    """The gradient is that of E[estimate], with the estimate a number, as REINFORCE has it."""
     logits, policy, reference = _distributions(seed)
     true = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
     for estimator in ("k1", "k2", "k3"):

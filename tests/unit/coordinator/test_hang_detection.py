@@ -123,7 +123,7 @@ def test_one_long_sequence_after_many_short_ones_is_not_hung() -> None:
 
 
 def test_hang_in_long_work_is_found_within_a_bound_after_its_expected_end() -> None:
-    """Of a sequence that takes an hour: not after ten."""
+    """A hang in a sequence that takes an hour is not found only after ten."""
     intervals = worked([(1e12, 2.0)] * 50).intervals
     long = StatedWork(flops=1800e12, s_per_flop=2e-12)
     assert not is_hung(at(0.0, 3600.0 + LIMITS.factor * LIMITS.ceiling_s - 1.0, work=long), intervals, LIMITS)

@@ -170,7 +170,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                 "pools": {"teacher": {"model": "/models/teacher"}}},
 }
 READS = {"grpo": 0}
-"""Of the controller."""
+"""Number of reads from the controller, by algorithm."""
 
 
 def made(cfg: config.Config, groups: StepGroups) -> Any:

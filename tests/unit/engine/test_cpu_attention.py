@@ -10,7 +10,7 @@ from elastic_rl.engine.sglang.cpu_attention import attend, groups, pad
 
 LENGTHS = st.lists(st.integers(1, 3000), max_size=300)
 SEQUENCES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=9)
-"""Of each: new tokens, and tokens before them that are in the cache already."""
+"""Sequences, each with its number of new tokens, and of tokens before them that are in the cache already."""
 
 
 @given(LENGTHS)

@@ -39,7 +39,7 @@ class Flaky:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of an engine that serves version 1, without a server, etcd and a router."""
+    """The runner of an engine that serves version 1, without a server, etcd and a router."""
     monkeypatch.setattr("elastic_rl.engine.runner._TURN_RETRY_S", (0.001, 0.001))
     made: Any = EngineRunner.__new__(EngineRunner)
     made._id, made._router_url, made._external, made._unwritten = "a", "", False, False

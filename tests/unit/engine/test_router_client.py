@@ -19,7 +19,7 @@ class ForgetfulRouter:
     def __init__(self, forgets: int) -> None:
         self.forgets = forgets
         self.failures: list[httpx.HTTPError] = []
-        """Of the next calls."""
+        """What the next calls raise."""
         self.asked: list[str] = []
         self.workers = {"w1": ENGINE, "w2": "http://127.0.0.1:8"}
 

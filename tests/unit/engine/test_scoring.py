@@ -18,7 +18,7 @@ SEQUENCE = ScoreRequest((5, 6, 7, 8), 2)
 
 
 def answer(ids: tuple[int, ...] = (6, 7, 8), logprob: float = -0.5) -> dict[str, Any]:
-    """Of SGLang, from the token before the first one that is scored on."""
+    """The answer of SGLang, from the token before the first one that is scored on."""
     entries = [[None if i == 0 else logprob * i, token, None] for i, token in enumerate(ids)]
     tops = [None if i == 0 else [[-0.1 * i, 3, None], [-2.0, token, None]] for i, token in enumerate(ids)]
     return {"meta_info": {"finish_reason": {"type": "length"}, "input_token_logprobs": entries,

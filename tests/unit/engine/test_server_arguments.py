@@ -71,7 +71,8 @@ def test_engine_that_is_given_gpus_uses_them_where_its_runner_sees_none(tmp_path
 
 
 class Scheduler:
-    """Of SGLang, as far as it keeps account of what is released: it fails for a tag that is not there to resume."""
+    """SGLang's scheduler, as far as it keeps account of what is released: it fails for a tag that is not there to
+    resume."""
 
     def __init__(self) -> None:
         self.released: set[str] = set()

@@ -24,7 +24,7 @@ from elastic_rl.runtime.abandonable import CallTookTooLong
 
 _LIMIT_S = 60.0
 _CALL_S = 3000.0
-"""Of the tool's own."""
+"""Limit in seconds of a call, which the tool has by itself."""
 
 
 class OwnTime(asyncio.SelectorEventLoop):

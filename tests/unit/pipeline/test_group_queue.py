@@ -67,7 +67,7 @@ def _put_together(head: Any, tokens: bytes, logprobs: bytes) -> bytes:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every value within a JSON text."""
+    """The path of every value within a JSON text."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from _places(inner, (*path, key))

@@ -253,7 +253,7 @@ def test_groups_in_flight_follow_what_the_engines_decode_at_once(running: int, s
 
 @pytest.mark.parametrize(("running", "sent"), [(0, 64), (128, 96), (10_000, 400)])
 def test_further_requests_are_sent_to_a_larger_pool(monkeypatch: pytest.MonkeyPatch, running: int, sent: int) -> None:
-    """Of two sequences each."""
+    """Each request has two sequences."""
     processes = _Processes()
     requests = _requests(monkeypatch, processes, running)
     requests.add([_request(i) for i in range(400)], 0)

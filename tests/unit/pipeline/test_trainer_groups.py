@@ -45,7 +45,7 @@ class TrainerGroup:
     version: int = 8
     on_wait: Callable[[str], None] = lambda what: None
     versions: tuple[int, ...] = ()
-    """Of the samples of the last step."""
+    """Versions of the samples of the last step."""
     uploaded: list[str] = field(default_factory=list)
     """Names of the tensors of the last batch."""
     checked: list[list[str]] = field(default_factory=list)

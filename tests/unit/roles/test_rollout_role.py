@@ -86,7 +86,7 @@ def test_samples_of_versions_that_were_never_published_are_no_samples(events: li
 
 
 def test_samples_that_are_older_than_what_was_asked_for_are_generated_again(events: list[Any]) -> None:
-    """Of an engine that has just joined, or has not seen the head."""
+    """Such samples are of an engine that has just joined, or has not seen the head."""
     engines = _Engines(2, 0, 3)
     found = _generate(_role(engines), 1, 2, min_version=3)
     assert isinstance(found, list) and {s.versions for s in found} == {(3,)} and engines.asked == 3

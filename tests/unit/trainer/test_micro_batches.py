@@ -26,7 +26,7 @@ thorough = settings(deadline=None, max_examples=seeds(40))
 lengths_of = st.lists(st.integers(1, 60), max_size=60)
 budgets = st.integers(1, 200)
 COST = SequenceCost(linear=10.0, square=1.0)
-"""Of a model that is so narrow that attention counts from ten positions on."""
+"""The cost for a model that is so narrow that attention counts from ten positions on."""
 
 
 def packed(lengths: list[int], budget: int) -> list[list[int]]:
@@ -38,7 +38,7 @@ Arrange = Callable[[list[int], int], list[list[int]]]
 
 
 def batch_of(lengths: list[int]) -> Batch:
-    """Of sequences of distinct tokens, all of them trained on but for the first of each."""
+    """A batch of sequences of distinct tokens, all of them trained on but for the first of each."""
     width, n = max(lengths, default=1), len(lengths)
     inside = torch.arange(width)[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
     return from_rows(torch.arange(1, n * width + 1).view(n, width), torch.tensor(lengths, dtype=torch.int64),
@@ -105,7 +105,7 @@ def test_sequence_that_finds_no_room_leaves_the_balance_of_the_others() -> None:
 
 
 def test_work_of_packing_grows_with_the_sequences_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a replica's share of 100,000 samples, most of which find room beside few others."""
+    """The share of a replica has 100,000 samples, most of which find room beside few others."""
     moves = 0
 
     def counted(move: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ def hf_tensors(arch: ModelArch) -> dict[str, torch.Tensor]:
 
 
 def shape_of(rule: Rule, hf: dict[str, torch.Tensor], dims: AttentionDims, tp: int) -> list[int]:
-    """Of the shard of one rank."""
+    """The shape of the shard that one rank has."""
     rows = sum(len(hf[name]) for name in rule.hf)
     shape = list(hf[rule.hf[0]].shape)
     match rule.layout:
