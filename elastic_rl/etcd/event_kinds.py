@@ -210,6 +210,8 @@ COMPUTE_FAILING = EventKind("compute.failing", "the driver cannot keep a part ru
 COMPUTE_WORKING = EventKind("compute.working", "the driver keeps the part running again")
 DRIVER_RESTARTED = EventKind("driver.restarted", "the driver ended before the job did, and the next one takes over "
                              "what still runs", alert="driver.dead")
+DRIVER_STACKS = EventKind("driver.stacks", "the driver hung, and the stacks of its processes were written to a file, "
+                          "which the text names, before it was ended")
 RUN_GLOBAL_RESTART = EventKind("run.global_restart", "the whole compute plane is rebuilt", counted="job",
                                alert="run.global_restart")
 RUN_RESTARTED = EventKind("run.restarted", "the process of a run has ended, and the driver with it; the next one goes "
