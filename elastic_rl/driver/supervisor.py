@@ -34,7 +34,7 @@ from elastic_rl.etcd.records import (
     ended,
 )
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host import processes
+from elastic_rl.host import processes, stacks
 from elastic_rl.host.paths import JobPaths
 
 log = logging.getLogger(__name__)
@@ -239,12 +239,29 @@ class DriverSupervisor:
                     if (request := self._request()) is not None:
                         if request.target == JOB:
                             return
-                        driver.kill()
+                        if request.of_failure_policy:
+                            self._kill_hung(driver)
+                        else:
+                            driver.kill()
                 next_read = time.monotonic() + _REQUESTS_INTERVAL_S
             self._require_time_to_stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 driver.wait(timeout=_TICK_S)
         self._on_tick()
+
+    def _kill_hung(self, driver: subprocess.Popen[bytes]) -> None:
+        """Kills a driver that hangs, after its stacks were written, and says where they are, where etcd answers."""
+        path = stacks.write_of_hang(JobPaths.of(self._ctx.config).hangs, registry.DRIVER, [driver.pid],
+                                    "the driver hangs")
+        driver.kill()
+        if path is None:
+            return
+        found = f"the driver hung; the stacks of its processes on {self._ctx.host}: {path}"
+        log.warning("%s", found)
+        with contextlib.suppress(EtcdUnavailable, Fenced):
+            writer = fencing.FencedWriter.of_epoch(self._etcd, self._keys,
+                                                   fencing.current_epoch(self._etcd, self._keys))
+            writer.emit(event_kinds.DRIVER_STACKS, self._ctx.job, found, severity=Severity.WARNING, file=str(path))
 
     def _request(self) -> RestartRequest | None:
         """The open request to restart the job, else the one to restart the driver. Acknowledges one to restart the job

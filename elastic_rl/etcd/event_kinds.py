@@ -210,6 +210,8 @@ COMPUTE_FAILING = EventKind("compute.failing", "the driver cannot keep a part ru
 COMPUTE_WORKING = EventKind("compute.working", "the driver keeps the part running again")
 DRIVER_RESTARTED = EventKind("driver.restarted", "the driver ended before the job did, and the next one takes over "
                              "what still runs", alert="driver.dead")
+DRIVER_STACKS = EventKind("driver.stacks", "the driver hung, and the stacks of its processes were written to a file, "
+                          "which the text names, before it was ended")
 RUN_STARTED = EventKind("run.started", "what was submitted has passed its checks, and the job begins")
 RUN_RESUMED = EventKind("run.resumed", "what was submitted has passed its checks, and the job goes on from the step "
                         "that the text names; a warning where another number of steps changes the learning rate")

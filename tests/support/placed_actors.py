@@ -26,6 +26,8 @@ class StandInActor:
         self.grace_s: float | None = None
         """The time to end by itself that it was given last."""
         self.asked: list[str] = []
+        self.ended_by = ""
+        """The method that was to end it, or ``kill``."""
         self.told_before = False
         """Whether an earlier driver has told it to stop."""
         self.made.append(self)
@@ -39,8 +41,11 @@ class StandInActor:
     def ask(self, method: str) -> None:
         self.asked.append(method)
 
-    def end(self, *, grace_s: float) -> None:
-        self.stopping, self.is_over, self.grace_s = True, not self.has_room, grace_s
+    def end(self, *, grace_s: float, method: str = "stop") -> None:
+        self.stopping, self.is_over, self.grace_s, self.ended_by = True, not self.has_room, grace_s, method
+
+    def kill(self) -> None:
+        self.stopping, self.is_over, self.ended_by = True, True, "kill"
 
     def kill_after(self, seconds: float) -> None:
         self.grace_s = seconds

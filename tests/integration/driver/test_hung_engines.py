@@ -11,14 +11,16 @@ from support.placed_actors import StandInActor, stand_in_for_ray
 
 from elastic_rl import config
 from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver import external_engines, pool
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.hosts_of_ray import RayHosts
 from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec
+from elastic_rl.etcd.records import FAILURE_POLICY, Engine, EngineState, ExternalEngine, PoolSpec, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.net.addresses import LOOPBACK
 
@@ -50,6 +52,26 @@ def test_drained_engine_of_a_pool_that_hangs_is_killed_once_its_time_is_over(ctx
     engines.reconcile({})  # kills it
     engines.reconcile({})  # removes it
     assert hung.is_removed and etcd.get(keys.engine(hung.name)) is None and StandInActor.made == [hung]
+
+
+@pytest.mark.parametrize(("by", "ended_by"), [(FAILURE_POLICY, "kill_hung"), ("ann", "kill")])
+def test_engine_that_the_failure_policy_ends_is_to_write_its_stacks_first(
+        ctx: RunContext, etcd: EtcdClient, keys: Keys, by: str, ended_by: str) -> None:
+    engines = EnginePool(ctx, etcd)
+    engines.take_over()
+    engines.reconcile({})
+    [hung] = StandInActor.made
+    target = engine_target(hung.name)
+    etcd.put(keys.restart(target), RestartRequest(target=target, generation=1, by=by).encode())
+    for _ in range(2):
+        engines.reconcile(open_requests(etcd, keys))
+    assert hung.ended_by == ended_by
+    if by == FAILURE_POLICY:
+        assert hung.grace_s == pool._STACKS_GRACE_S and not hung.is_removed and open_requests(etcd, keys)
+        hung.grace_is_over = True
+        for _ in range(2):
+            engines.reconcile(open_requests(etcd, keys))
+    assert hung.is_removed and not open_requests(etcd, keys)
 
 
 def test_runner_of_an_external_engine_that_hangs_is_killed_once_its_time_is_over(ctx: RunContext, etcd: EtcdClient,

@@ -28,7 +28,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.cluster_records import driver_of
 from elastic_rl.etcd.keys import ClusterKeys, Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import Epoch, GenerationCap, JobStatus, Member, RestartRequest, Severity
+from elastic_rl.etcd.records import FAILURE_POLICY, Epoch, GenerationCap, JobStatus, Member, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.etcd.transaction import TxnResult
 from elastic_rl.host import processes
@@ -118,8 +118,8 @@ class SupervisedJob:
         self._supervisor._status = noted
         return reads
 
-    def request_restart_of_driver(self) -> None:
-        self.etcd.put(self.keys.restart(DRIVER), RestartRequest(target=DRIVER, generation=1).encode())
+    def request_restart_of_driver(self, by: str = "") -> None:
+        self.etcd.put(self.keys.restart(DRIVER), RestartRequest(target=DRIVER, generation=1, by=by).encode())
 
     def request_restart(self) -> None:
         """Asks for a restart as the leader does: the request and the end of the epoch are in one transaction."""
@@ -200,6 +200,19 @@ def test_requested_restart_of_the_driver_leaves_all_that_it_has_started_alone(jo
     assert [m.id for m in members(job.etcd, job.keys, registry.DRIVER)] == job.starts()[1:], "its end is no death"
     job.await_polls()
     assert len(job.starts()) == 2 and job.driver().is_running() and job.events() == []
+    assert not JobPaths.of(job.ctx.config).hangs.exists(), "a person has asked for it: nothing hung"
+
+
+def test_driver_that_the_failure_policy_ends_leaves_its_stacks_first(job: SupervisedJob) -> None:
+    job.start("hangs")
+    epoch = job.await_driver(1)
+    before, ray = job.driver(), job.ray(epoch)
+    job.request_restart_of_driver(by=FAILURE_POLICY)
+    assert job.await_driver(2) == epoch and not before.is_running() and ray.is_running()
+    [path] = JobPaths.of(job.ctx.config).hangs.iterdir()
+    assert "the driver hangs" in path.read_text() and f"(pid {before.pid}" in path.read_text()
+    [said] = [e for e in events.recent(job.etcd, job.keys) if e.kind == "driver.stacks"]
+    assert said.data["file"] == str(path) and str(path) in said.message
 
 
 def test_driver_that_was_seen_to_hang_keeps_its_entry_until_the_next_one_replaces_it(job: SupervisedJob) -> None:

@@ -14,14 +14,16 @@ from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver import trainer_group
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup
+from elastic_rl.driver.trainer_host import TrainerHost
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
-from elastic_rl.etcd.records import RestartRequest
+from elastic_rl.etcd.records import FAILURE_POLICY, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.paths import JobPaths
+from elastic_rl.host.stacks import HANG_S
 from elastic_rl.net.addresses import LOOPBACK
 
 
@@ -64,6 +66,21 @@ def test_requested_restart_of_a_hung_group_is_carried_out_once_it_was_killed(gro
     assert not open_requests(etcd, keys)
     assert members(etcd, keys, "trainer") == [], "its end must not count as a death"
     assert reports(group) == []
+
+
+@pytest.mark.parametrize(("by", "ended_by", "more_s"), [(FAILURE_POLICY, "stop_hung", HANG_S), ("ann", "stop", 0.0)])
+def test_ranks_that_the_failure_policy_ends_are_to_write_their_stacks_first(
+        group: TrainerGroup, request_: RestartRequest, by: str, ended_by: str, more_s: float) -> None:
+    group.reconcile()
+    [hung] = StandInActor.made
+    group.reconcile(request_.replace(by=by))
+    assert hung.ended_by == ended_by and hung.grace_s == trainer_group._STOP_TIMEOUT_S + more_s
+
+
+def test_stacks_of_a_group_are_reported_as_its_own(group: TrainerGroup, tmp_path: Path) -> None:
+    TrainerHost._report_stacks(group.ctx, tmp_path / "stacks.txt")
+    [said] = events.recent(group.etcd, group.ctx.keys)
+    assert (said.kind, said.subject, said.data["file"]) == ("trainer.stacks", "trainer", str(tmp_path / "stacks.txt"))
 
 
 def test_files_that_a_killed_agent_leaves_are_removed_and_its_end_is_reported(group: TrainerGroup) -> None:
